@@ -1,0 +1,192 @@
+"""A benchmark rank of Gloo, through torch.distributed; ../README.md describes the protocol.
+
+    RANK=R WORLD_SIZE=N python gloo.py DIR NAME
+"""
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# Operations of up to this size are timed SMALL_BATCH at a time.
+SMALL_BYTES = 64 * 1024
+SMALL_BATCH = 16
+
+# All-reduce in place multiplies the values by `world` each time: from START on, they may grow
+# by GROWTH_BITS before they leave the range of f32.
+START = 2.0**-100
+GROWTH_BITS = 192
+
+
+def pattern(count):
+    return (1 + torch.arange(count) % 251).to(torch.float32)
+
+
+class Collective:
+    """One operation with its buffers: `input` stays, `work` is what the operation writes."""
+
+    def __init__(self, count, block):
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.count, self.block = count, block
+        self.total = START * self.world * (self.world + 1) / 2
+
+    def refill(self):
+        self.work.fill_(-1.0)
+
+    def is_right(self, repeats, tolerance):
+        """Whether `work` holds the result of one operation and `repeats` more."""
+        want = self.expected(repeats)
+        return bool(torch.all((self.work - want).abs() <= want * tolerance))
+
+
+class AllReduce(Collective):
+    def __init__(self, count, block):
+        super().__init__(count, block)
+        self.input = START * (self.rank + 1) * pattern(count)
+        self.work = torch.empty(count)
+
+    def refill(self):
+        self.work.copy_(self.input)
+
+    def operate(self):
+        dist.all_reduce(self.work)
+
+    def expected(self, repeats):
+        return self.total * float(self.world) ** repeats * pattern(self.count)
+
+
+class ReduceScatter(Collective):
+    def __init__(self, count, block):
+        super().__init__(count, block)
+        self.input = START * (self.rank + 1) * pattern(block * self.world)
+        self.work = torch.empty(block)
+
+    def operate(self):
+        dist.reduce_scatter_tensor(self.work, self.input)
+
+    def expected(self, _repeats):
+        first = self.rank * self.block
+        return self.total * pattern(first + self.block)[first:]
+
+
+class AllGather(Collective):
+    def __init__(self, count, block):
+        super().__init__(count, block)
+        self.input = START * (self.rank + 1) * pattern(block)
+        self.work = torch.empty(block * self.world)
+
+    def operate(self):
+        dist.all_gather_into_tensor(self.work, self.input)
+
+    def expected(self, _repeats):
+        return torch.cat([START * (r + 1) * pattern(self.block) for r in range(self.world)])
+
+
+class Broadcast(Collective):
+    def __init__(self, count, block):
+        super().__init__(count, block)
+        self.input = START * pattern(count)
+        self.work = torch.empty(count)
+
+    def refill(self):
+        if self.rank == 0:
+            self.work.copy_(self.input)
+        else:
+            super().refill()
+
+    def operate(self):
+        dist.broadcast(self.work, src=0)
+
+    def expected(self, _repeats):
+        return self.input
+
+
+COLLECTIVES = {
+    "all-reduce": AllReduce,
+    "reduce-scatter": ReduceScatter,
+    "all-gather": AllGather,
+    "broadcast": Broadcast,
+}
+
+
+def run(name, size, iterations, warmup):
+    """The samples of one `run` line, in microseconds per operation.
+
+    Every rank makes the same calls whatever its checks find, so that a wrong result cannot
+    leave the others waiting.
+    """
+    world = dist.get_world_size()
+    collective = COLLECTIVES[name](size // 4, size // 4 // world)
+    operate = collective.operate
+    batch = SMALL_BATCH if size <= SMALL_BYTES else 1
+    bits = max(1, (world - 1).bit_length())
+    stretch = max(batch, GROWTH_BITS // bits // batch * batch)
+
+    collective.refill()
+    dist.barrier()
+    operate()
+    right = collective.is_right(0, 0.0)
+
+    for done in range(warmup):
+        if done % stretch == 0:
+            collective.refill()
+        operate()
+
+    samples = []
+    clock = time.perf_counter_ns
+    done = 0
+    while done < iterations:
+        collective.refill()
+        dist.barrier()
+        operate()
+        repeats = 0
+        while repeats < stretch and done < iterations:
+            start = clock()
+            for _ in range(batch):
+                operate()
+            samples.append((clock() - start) / batch / 1000)
+            repeats += batch
+            done += batch
+        right = right and collective.is_right(repeats, 1e-4)
+
+    if not right:
+        raise ArithmeticError(f"wrong result of {name}")
+    return samples
+
+
+def answer(line):
+    try:
+        command, name, *numbers = line.split()
+        if command != "run" or name not in COLLECTIVES:
+            raise ValueError(f"cannot do: {line.strip()}")
+        return json.dumps([round(us, 3) for us in run(name, *map(int, numbers))])
+    except Exception as error:  # whatever torch throws is the answer, not the end of the rank
+        return f"error rank {dist.get_rank()}: {error}".replace("\n", " ")
+
+
+def main():
+    directory, name = sys.argv[1:]
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/{name}.store",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(minutes=2),
+    )
+    with open(f"{directory}/{name}.{rank}") as commands:
+        answers = os.open(f"{directory}/{name}.out", os.O_WRONLY)
+        for line in commands:
+            if line == "quit\n":
+                break
+            os.write(answers, (answer(line) + "\n").encode())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

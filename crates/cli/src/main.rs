@@ -1,0 +1,2 @@
+//! The program `unisono`.
+fn main() {}

@@ -1,0 +1,575 @@
+//! Lets proven peers in, and keeps everybody else out without being held up by them.
+//!
+//! One thread owns the listening sockets of a process and every connection whose handshake is not
+//! finished. All of them are non-blocking and watched by one epoll instance, so a connection that
+//! sends nothing, or a byte a second, costs a slot and nothing else. There is a fixed number of
+//! slots: a stranger who fills them pushes out the oldest half-done handshake, which for an honest
+//! peer lasts one round trip. A slot has a fixed size and a deadline. Nothing a stranger sends
+//! reaches further than [`Responder::feed`].
+//!
+//! Refusals are logged with address and reason, up to a few in a minute; the rest is counted.
+
+use std::fmt;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, epoll, eventfd, poll};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags};
+use socket2::{Domain, SockAddr, Socket};
+
+use crate::handshake::{Introduction, Refusal, Responder, Step, Token, random_nonce, timespec};
+
+/// Accepts connections and performs their handshakes on a thread of its own, until dropped.
+pub struct Acceptor {
+    stop: OwnedFd,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What an [`Acceptor`] grants to connections that have proven nothing yet.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Handshakes under way at once. More let more honest peers connect at the same instant
+    /// during a flood; each costs one descriptor and a few hundred bytes.
+    pub half_done: usize,
+    /// How long one handshake may take. Longer forgives slower networks; shorter frees the slots
+    /// of silent strangers sooner.
+    pub patience: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Limits {
+        Limits { half_done: 64, patience: Duration::from_secs(5) }
+    }
+}
+
+impl Acceptor {
+    /// Accepts on `listeners` (TCP or Unix), which must be listening already, and passes each
+    /// connection that proves `token` to `on_connection`, blocking and with Nagle's algorithm off.
+    ///
+    /// `on_connection` runs on the acceptor's thread: while it runs, nobody else is let in.
+    pub fn start(
+        listeners: Vec<Socket>,
+        token: Token,
+        on_connection: impl FnMut(Socket, Introduction) + Send + 'static,
+    ) -> io::Result<Acceptor> {
+        Acceptor::start_with(Limits::default(), listeners, token, on_connection)
+    }
+
+    /// [`Acceptor::start`] with other limits.
+    pub fn start_with(
+        limits: Limits,
+        listeners: Vec<Socket>,
+        token: Token,
+        on_connection: impl FnMut(Socket, Introduction) + Send + 'static,
+    ) -> io::Result<Acceptor> {
+        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let door = Door::new(limits, listeners, token, stop.try_clone()?, on_connection)?;
+        let thread =
+            std::thread::Builder::new().name("unisono-accept".into()).spawn(move || door.run())?;
+        Ok(Acceptor { stop, thread: Some(thread) })
+    }
+}
+
+impl Drop for Acceptor {
+    fn drop(&mut self) {
+        // An eventfd refuses a write only when its counter is full: then it is readable anyway.
+        let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            log::error!("the acceptor's thread panicked");
+        }
+    }
+}
+
+impl fmt::Debug for Acceptor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Acceptor").finish_non_exhaustive()
+    }
+}
+
+/// The key of the stop signal among the events; listeners follow, then connections.
+const STOP: u64 = 0;
+
+/// How long to leave connections in the kernel's queue when the process can accept no more:
+/// shorter burns a core, longer delays honest peers once there is room again.
+const OUT_OF_RESOURCES_PAUSE: Duration = Duration::from_millis(100);
+
+/// The state of the acceptor's thread.
+struct Door<F> {
+    limits: Limits,
+    token: Token,
+    epoll: OwnedFd,
+    stop: OwnedFd,
+    listeners: Vec<Socket>,
+    /// Oldest first.
+    half_done: Vec<HalfDone>,
+    next_key: u64,
+    refusals: RefusalLog,
+    on_connection: F,
+}
+
+/// A connection that has proven nothing yet.
+struct HalfDone {
+    key: u64,
+    socket: Socket,
+    peer: Peer,
+    responder: Responder,
+    deadline: Instant,
+}
+
+/// What became of a half-done handshake after its socket was readable.
+enum Fate {
+    Waiting,
+    Accepted(Introduction),
+    Dropped(Reason),
+}
+
+/// Why a connection was closed.
+enum Reason {
+    Refused(Refusal),
+    Truncated,
+    TooSlow,
+    Displaced,
+    Failed(io::Error),
+}
+
+impl<F: FnMut(Socket, Introduction)> Door<F> {
+    fn new(
+        limits: Limits,
+        listeners: Vec<Socket>,
+        token: Token,
+        stop: OwnedFd,
+        on_connection: F,
+    ) -> io::Result<Door<F>> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        watch(&epoll, &stop, STOP)?;
+        let mut next_key = STOP + 1;
+        for listener in &listeners {
+            listener.set_nonblocking(true)?;
+            watch(&epoll, listener, next_key)?;
+            next_key += 1;
+        }
+        let limits = Limits { half_done: limits.half_done.max(1), ..limits };
+        Ok(Door {
+            half_done: Vec::with_capacity(limits.half_done),
+            limits,
+            token,
+            epoll,
+            stop,
+            listeners,
+            next_key,
+            refusals: RefusalLog::default(),
+            on_connection,
+        })
+    }
+
+    fn run(mut self) {
+        let mut events = [epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
+        }; 32];
+        loop {
+            let timeout = self
+                .half_done
+                .first()
+                .map(|oldest| timespec(oldest.deadline.saturating_duration_since(Instant::now())));
+            let ready = match epoll::wait(&self.epoll, &mut events, timeout.as_ref()) {
+                Ok(ready) => ready,
+                Err(Errno::INTR) => continue,
+                Err(error) => {
+                    log::error!("no more connections are accepted: epoll failed: {error}");
+                    return;
+                }
+            };
+            for event in &events[..ready] {
+                match { event.data }.u64() {
+                    STOP => return,
+                    key if key <= self.listeners.len() as u64 => {
+                        self.accept_all(key as usize - 1);
+                    }
+                    key => self.advance(key),
+                }
+            }
+            self.drop_the_late();
+        }
+    }
+
+    /// Accepts what waits at a listener.
+    fn accept_all(&mut self, listener: usize) {
+        // As many as there are slots, so that the handshakes under way get their turn.
+        for _ in 0..self.limits.half_done {
+            match self.listeners[listener].accept() {
+                Ok((socket, address)) => self.admit(socket, &address),
+                Err(error) => match Errno::from_io_error(&error) {
+                    Some(Errno::AGAIN) => return,
+                    // The connection died in the queue; the next may be alive.
+                    Some(Errno::CONNABORTED | Errno::INTR | Errno::PROTO) => continue,
+                    _ => {
+                        log::warn!("cannot accept a connection: {error}");
+                        self.pause();
+                        return;
+                    }
+                },
+            }
+        }
+    }
+
+    fn admit(&mut self, socket: Socket, address: &SockAddr) {
+        let peer = Peer::of(&socket, address);
+        if self.half_done.len() == self.limits.half_done {
+            let oldest = self.half_done.remove(0);
+            self.refusals.note(&oldest.peer, &Reason::Displaced, Instant::now());
+        }
+        let key = self.next_key;
+        self.next_key += 1;
+        let prepared = || -> io::Result<Responder> {
+            socket.set_nonblocking(true)?;
+            if address.domain() != Domain::UNIX {
+                socket.set_tcp_nodelay(true)?;
+            }
+            watch(&self.epoll, &socket, key)?;
+            Ok(Responder::new(&self.token, random_nonce()?))
+        };
+        match prepared() {
+            Ok(responder) => {
+                let deadline = Instant::now() + self.limits.patience;
+                self.half_done.push(HalfDone { key, socket, peer, responder, deadline });
+            }
+            Err(error) => self.refusals.note(&peer, &Reason::Failed(error), Instant::now()),
+        }
+    }
+
+    /// Continues the handshake with this key, unless it ended earlier in the same batch of events.
+    fn advance(&mut self, key: u64) {
+        let Some(index) = self.half_done.iter().position(|half_done| half_done.key == key) else {
+            return;
+        };
+        match self.half_done[index].advance() {
+            Fate::Waiting => {}
+            Fate::Accepted(introduction) => {
+                let done = self.half_done.remove(index);
+                match self.release(&done.socket) {
+                    Ok(()) => (self.on_connection)(done.socket, introduction),
+                    Err(error) => {
+                        self.refusals.note(&done.peer, &Reason::Failed(error), Instant::now());
+                    }
+                }
+            }
+            Fate::Dropped(reason) => {
+                let dropped = self.half_done.remove(index);
+                self.refusals.note(&dropped.peer, &reason, Instant::now());
+            }
+        }
+    }
+
+    /// Makes the socket an ordinary blocking one that nobody here watches.
+    fn release(&self, socket: &Socket) -> io::Result<()> {
+        epoll::delete(&self.epoll, socket)?;
+        socket.set_nonblocking(false)
+    }
+
+    fn drop_the_late(&mut self) {
+        let now = Instant::now();
+        while self.half_done.first().is_some_and(|oldest| oldest.deadline <= now) {
+            let late = self.half_done.remove(0);
+            self.refusals.note(&late.peer, &Reason::TooSlow, now);
+        }
+        self.refusals.summarize(now);
+    }
+
+    fn pause(&self) {
+        let mut fds = [PollFd::new(&self.stop, PollFlags::IN)];
+        let _ = poll(&mut fds, Some(&timespec(OUT_OF_RESOURCES_PAUSE)));
+    }
+}
+
+impl HalfDone {
+    fn advance(&mut self) -> Fate {
+        loop {
+            let mut buffer = [0; 128];
+            let wanted = self.responder.wanted().min(buffer.len());
+            let received =
+                match rustix::net::recv(&self.socket, &mut buffer[..wanted], RecvFlags::DONTWAIT) {
+                    Ok((0, _)) => return Fate::Dropped(Reason::Truncated),
+                    Ok((received, _)) => received,
+                    Err(Errno::AGAIN) => return Fate::Waiting,
+                    Err(Errno::INTR) => continue,
+                    Err(Errno::CONNRESET | Errno::PIPE) => {
+                        return Fate::Dropped(Reason::Truncated);
+                    }
+                    Err(error) => return Fate::Dropped(Reason::Failed(error.into())),
+                };
+            let sent = match self.responder.feed(&buffer[..received]).1 {
+                Step::More => continue,
+                Step::Send(reply) => self.send(reply.as_ref()),
+                Step::Accepted { introduction, verdict } => match self.send(verdict.as_ref()) {
+                    Ok(()) => return Fate::Accepted(introduction),
+                    Err(error) => Err(error),
+                },
+                Step::Refused { refusal, reply } => {
+                    let _ = self.send(reply.as_ref());
+                    // Closing with unread bytes resets the connection, and a reset may overtake
+                    // the reply: take what is there.
+                    let mut rest = [0; 1024];
+                    let _ = rustix::net::recv(&self.socket, &mut rest, RecvFlags::DONTWAIT);
+                    return Fate::Dropped(Reason::Refused(refusal));
+                }
+            };
+            if let Err(error) = sent {
+                return Fate::Dropped(Reason::Failed(error));
+            }
+        }
+    }
+
+    /// Sends without waiting. The first hundred bytes of a connection always fit into its buffer,
+    /// so a socket that does not take them whole is broken.
+    fn send(&self, bytes: &[u8]) -> io::Result<()> {
+        match rustix::net::send(&self.socket, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)? {
+            sent if sent == bytes.len() => Ok(()),
+            _ => Err(io::ErrorKind::WriteZero.into()),
+        }
+    }
+}
+
+fn watch(epoll: &OwnedFd, source: impl std::os::fd::AsFd, key: u64) -> io::Result<()> {
+    let data = epoll::EventData::new_u64(key);
+    epoll::add(epoll, source, data, epoll::EventFlags::IN).map_err(io::Error::from)
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Reason::Refused(refusal) => write!(f, "{refusal}"),
+            Reason::Truncated => f.write_str("closed before the end of the handshake"),
+            Reason::TooSlow => f.write_str("did not finish the handshake in time"),
+            Reason::Displaced => f.write_str("made room for a newer connection"),
+            Reason::Failed(error) => write!(f, "failed: {error}"),
+        }
+    }
+}
+
+/// Who is at the other end, as far as the kernel knows.
+enum Peer {
+    Inet(std::net::SocketAddr),
+    Unix { pid: i32, uid: u32 },
+    Unknown,
+}
+
+impl Peer {
+    fn of(socket: &Socket, address: &SockAddr) -> Peer {
+        if let Some(address) = address.as_socket() {
+            return Peer::Inet(address);
+        }
+        match rustix::net::sockopt::socket_peercred(socket) {
+            Ok(credentials) => Peer::Unix {
+                pid: credentials.pid.as_raw_nonzero().get(),
+                uid: credentials.uid.as_raw(),
+            },
+            Err(_) => Peer::Unknown,
+        }
+    }
+}
+
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Peer::Inet(address) => write!(f, "{address}"),
+            Peer::Unix { pid, uid } => write!(f, "local process {pid} of user {uid}"),
+            Peer::Unknown => f.write_str("unknown peer"),
+        }
+    }
+}
+
+/// Logs refusals, a few in each interval; counts the rest and logs their number at its end.
+#[derive(Default)]
+struct RefusalLog {
+    since: Option<Instant>,
+    logged: u32,
+    silent: u64,
+}
+
+impl RefusalLog {
+    /// Refusals logged one by one in an interval. More tell more about a scan and less about
+    /// everything else in the log.
+    const VERBOSE: u32 = 16;
+    const INTERVAL: Duration = Duration::from_secs(60);
+
+    fn note(&mut self, peer: &Peer, reason: &Reason, now: Instant) {
+        if self.admit(now) {
+            log::warn!("refused a connection from {peer}: {reason}");
+        }
+    }
+
+    /// Whether a refusal at `now` is logged by itself.
+    fn admit(&mut self, now: Instant) -> bool {
+        self.summarize(now);
+        self.since.get_or_insert(now);
+        if self.logged < RefusalLog::VERBOSE {
+            self.logged += 1;
+            return true;
+        }
+        self.silent += 1;
+        false
+    }
+
+    /// Ends the interval if it is over; returns how many refusals it left out.
+    fn summarize(&mut self, now: Instant) -> u64 {
+        if self.since.is_none_or(|since| now.duration_since(since) < RefusalLog::INTERVAL) {
+            return 0;
+        }
+        let silent = std::mem::take(&mut self.silent);
+        (self.since, self.logged) = (None, 0);
+        if silent > 0 {
+            log::warn!("refused {silent} more connections in the last minute");
+        }
+        silent
+    }
+}
+
+impl Drop for RefusalLog {
+    fn drop(&mut self) {
+        if self.silent > 0 {
+            log::warn!("refused {} more connections", self.silent);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::{Shutdown, SocketAddr, TcpStream};
+    use std::sync::mpsc::{Receiver, channel};
+
+    use socket2::Type;
+
+    use super::*;
+    use crate::handshake::{HandshakeError, Purpose, initiate};
+
+    const TOKEN: Token = Token::from_bytes([3; 32]);
+    const SOON: Duration = Duration::from_secs(20);
+
+    fn introduction(from: u32) -> Introduction {
+        Introduction { purpose: Purpose::Data, epoch: 1, group: 2, from, to: 0, channel: 3 }
+    }
+
+    fn tcp_listener() -> (Socket, SocketAddr) {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        (listener.into(), address)
+    }
+
+    fn acceptor(
+        limits: Limits,
+        listeners: Vec<Socket>,
+    ) -> (Acceptor, Receiver<(Socket, Introduction)>) {
+        let (sender, receiver) = channel();
+        let acceptor = Acceptor::start_with(limits, listeners, TOKEN, move |socket, who| {
+            sender.send((socket, who)).unwrap();
+        });
+        (acceptor.unwrap(), receiver)
+    }
+
+    fn join(address: SocketAddr, token: &Token, from: u32) -> Result<Socket, HandshakeError> {
+        let socket = Socket::from(TcpStream::connect(address)?);
+        initiate(&socket, token, &introduction(from), Instant::now() + SOON)?;
+        Ok(socket)
+    }
+
+    #[test]
+    fn peers_are_let_in_over_tcp_and_unix() {
+        let (tcp, address) = tcp_listener();
+        let unix = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
+        let name = format!("\0unisono-acceptor-test-{}", std::process::id());
+        unix.bind(&SockAddr::unix(&name).unwrap()).unwrap();
+        unix.listen(8).unwrap();
+        let (_acceptor, accepted) = acceptor(Limits::default(), vec![tcp, unix]);
+
+        let mut client = join(address, &TOKEN, 5).unwrap();
+        let (mut server, who) = accepted.recv_timeout(SOON).unwrap();
+        assert_eq!(who, introduction(5));
+        assert!(server.tcp_nodelay().unwrap());
+        client.write_all(b"after").unwrap();
+        let mut buffer = [0; 5];
+        // Blocking again: a non-blocking read could fail here.
+        server.read_exact(&mut buffer).unwrap();
+        assert_eq!(&buffer, b"after");
+
+        let local = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
+        local.connect(&SockAddr::unix(&name).unwrap()).unwrap();
+        initiate(&local, &TOKEN, &introduction(6), Instant::now() + SOON).unwrap();
+        assert_eq!(accepted.recv_timeout(SOON).unwrap().1, introduction(6));
+    }
+
+    #[test]
+    fn strangers_do_not_hold_up_peers() {
+        let (listener, address) = tcp_listener();
+        let (_acceptor, accepted) = acceptor(Limits::default(), vec![listener]);
+        // More silent, half-spoken and talkative strangers than there are slots.
+        let mut strangers: Vec<TcpStream> = Vec::new();
+        for index in 0..200u32 {
+            let mut stranger = TcpStream::connect(address).unwrap();
+            match index % 4 {
+                0 => {}
+                1 => stranger.write_all(b"Unison").unwrap(),
+                2 => drop(stranger.write_all(&[0x42; 4096])),
+                _ => stranger.shutdown(Shutdown::Both).unwrap(),
+            }
+            strangers.push(stranger);
+        }
+        for from in 0..8 {
+            let _client = join(address, &TOKEN, from).unwrap();
+            assert_eq!(accepted.recv_timeout(SOON).unwrap().1, introduction(from));
+        }
+        assert!(accepted.try_recv().is_err());
+    }
+
+    #[test]
+    fn peers_of_another_job_learn_why() {
+        let (listener, address) = tcp_listener();
+        let (_acceptor, accepted) = acceptor(Limits::default(), vec![listener]);
+        let refused = join(address, &Token::public("other"), 0);
+        assert!(matches!(refused, Err(HandshakeError::OtherJob)));
+        assert!(accepted.try_recv().is_err());
+    }
+
+    #[test]
+    fn the_silent_are_dropped_at_their_deadline_and_when_crowded_out() {
+        let (listener, address) = tcp_listener();
+        let limits = Limits { half_done: 2, patience: Duration::from_secs(3600) };
+        let (crowded, _accepted) = acceptor(limits, vec![listener]);
+        let mut strangers: Vec<_> = (0..3).map(|_| TcpStream::connect(address).unwrap()).collect();
+        strangers[0].set_read_timeout(Some(SOON)).unwrap();
+        assert_eq!(strangers[0].read(&mut [0; 1]).unwrap(), 0);
+        drop(crowded);
+
+        let (listener, address) = tcp_listener();
+        let limits = Limits { half_done: 2, patience: Duration::from_millis(20) };
+        let (_impatient, _accepted) = acceptor(limits, vec![listener]);
+        let mut stranger = TcpStream::connect(address).unwrap();
+        stranger.set_read_timeout(Some(SOON)).unwrap();
+        assert_eq!(stranger.read(&mut [0; 1]).unwrap(), 0);
+    }
+
+    #[test]
+    fn dropping_it_closes_the_port() {
+        let (listener, address) = tcp_listener();
+        let (acceptor, _accepted) = acceptor(Limits::default(), vec![listener]);
+        let _silent = TcpStream::connect(address).unwrap();
+        drop(acceptor);
+        assert!(TcpStream::connect(address).is_err());
+    }
+
+    #[test]
+    fn the_log_is_not_flooded() {
+        let mut log = RefusalLog::default();
+        let start = Instant::now();
+        let logged = (0..1000).filter(|_| log.admit(start)).count();
+        assert_eq!(logged, RefusalLog::VERBOSE as usize);
+        assert_eq!(log.summarize(start + RefusalLog::INTERVAL), 1000 - logged as u64);
+        assert!(log.admit(start + RefusalLog::INTERVAL));
+    }
+}

@@ -1,0 +1,221 @@
+//! What can go wrong, typed by what the caller can do next.
+
+use std::time::Duration;
+
+use crate::call::Call;
+
+/// How a peer was lost.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Loss {
+    /// Its connection closed or was reset: the process died or its host went down.
+    Closed,
+    /// It sent no heartbeat for the configured timeout: stopped, hung, or cut off.
+    Silent(Duration),
+    /// It left the group in an orderly way before this operation.
+    Left,
+}
+
+/// Why an operation of a group failed.
+///
+/// After any of these but [`Error::InvalidCall`] the group is unusable: every pending and later
+/// operation fails with the same error on every rank, and the output buffers of the operations
+/// that failed hold unspecified data. Inputs of out-of-place operations are never written.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A peer is gone. Form a group of a new epoch without it and retry.
+    #[error("rank {peer} {}{}; form a new group without it and retry", loss_text(.loss), during_text(.during))]
+    PeerLost {
+        /// The lost rank, numbered in this group.
+        peer: usize,
+        /// How it was lost.
+        loss: Loss,
+        /// What this rank was doing.
+        during: Option<Call>,
+    },
+    /// The epoch of this group has ended. Use the group of the current epoch.
+    #[error("epoch {epoch} has ended; use a group of the current epoch")]
+    EpochEnded {
+        /// The epoch that ended.
+        epoch: u64,
+    },
+    /// Ranks called different operations. Fix the program.
+    #[error("rank {rank} called {call} but rank {peer} called {peer_call}; make both ranks issue the same call in the same order")]
+    Mismatch {
+        /// One rank.
+        rank: usize,
+        /// What it called.
+        call: Call,
+        /// The other rank.
+        peer: usize,
+        /// What that one called.
+        peer_call: Call,
+    },
+    /// The lengths of a matching send and receive differ. Fix the program.
+    #[error("rank {from} sent {sent} bytes with tag {tag} to rank {to}, which expected {expected}; make the buffers equal")]
+    LengthMismatch {
+        /// Sender.
+        from: usize,
+        /// Receiver.
+        to: usize,
+        /// The tag of both.
+        tag: u32,
+        /// Bytes sent.
+        sent: u64,
+        /// Bytes expected.
+        expected: u64,
+    },
+    /// The call is wrong by itself. Nothing was sent, the group stays usable. Fix the call.
+    #[error("invalid call: {0}")]
+    InvalidCall(InvalidCall),
+    /// Another rank failed and took the group down.
+    #[error("rank {peer} gave up: {reason}")]
+    Aborted {
+        /// Who.
+        peer: usize,
+        /// What it said.
+        reason: String,
+    },
+    /// The operating system refused something that the group cannot do without.
+    #[error("{what} failed: {reason}")]
+    System {
+        /// What was tried.
+        what: &'static str,
+        /// What the system answered.
+        reason: String,
+    },
+}
+
+impl Error {
+    /// Whether a new group, without the lost rank, may succeed with the same call.
+    pub fn is_retryable(&self) -> bool {
+        matches!(self, Error::PeerLost { .. } | Error::EpochEnded { .. })
+    }
+}
+
+/// What is wrong with a call.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum InvalidCall {
+    /// A rank that is not in the group.
+    #[error("rank {rank} is not in a group of {world}")]
+    NoSuchRank {
+        /// The rank named.
+        rank: usize,
+        /// The size of the group.
+        world: usize,
+    },
+    /// A send to or receive from the rank itself.
+    #[error("rank {rank} cannot exchange messages with itself; copy instead")]
+    ToSelf {
+        /// The rank.
+        rank: usize,
+    },
+    /// A bitwise reduction of floats.
+    #[error("{reduction} is not defined for {dtype}; use an integer type")]
+    UnsupportedReduction {
+        /// The reduction.
+        reduction: crate::Reduction,
+        /// The type.
+        dtype: crate::Dtype,
+    },
+    /// Buffers whose lengths do not fit together.
+    #[error("{what} has {actual} elements, expected {expected}")]
+    Length {
+        /// Which buffer or list.
+        what: &'static str,
+        /// Its length.
+        actual: usize,
+        /// What it should be.
+        expected: usize,
+    },
+    /// The forced algorithm cannot do this operation.
+    #[error("algorithm {algorithm} cannot do {op} in this group; choose another or none")]
+    UnsupportedAlgorithm {
+        /// The algorithm that was asked for.
+        algorithm: crate::schedule::Algorithm,
+        /// The operation.
+        op: &'static str,
+    },
+    /// A member list with a repeated or missing rank.
+    #[error("the member list of a sub-group must name each rank once and include the caller")]
+    Members,
+}
+
+impl From<InvalidCall> for Error {
+    fn from(e: InvalidCall) -> Error {
+        Error::InvalidCall(e)
+    }
+}
+
+/// Why a group could not form.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum FormError {
+    /// Some ranks did not arrive in time. Check that they were started and can be reached.
+    #[error("ranks {missing:?} did not connect within {after:?}; check that they run and that their addresses can be reached")]
+    Missing {
+        /// Who did not come.
+        missing: Vec<usize>,
+        /// How long this rank waited.
+        after: Duration,
+    },
+    /// A peer could not form its side of the group.
+    #[error("rank {peer} could not form the group: {reason}")]
+    Peer {
+        /// Who.
+        peer: usize,
+        /// What it said; empty if it just vanished.
+        reason: String,
+    },
+    /// Staging memory could not be had. Lower `staging` or free memory.
+    #[error("cannot reserve {bytes} bytes of staging memory: {reason}; lower UNISONO_STAGING or free memory")]
+    Staging {
+        /// How much was asked for.
+        bytes: usize,
+        /// What the system answered.
+        reason: String,
+    },
+    /// Ranks were started with different settings.
+    #[error("rank {peer} runs with other settings than this rank (transport, algorithm, segment, streams, staging, timeout); make them equal")]
+    Settings {
+        /// Who differs.
+        peer: usize,
+    },
+    /// The transport cannot join these ranks.
+    #[error("transport {transport} cannot join ranks of different hosts; use auto or tcp")]
+    Transport {
+        /// The transport that was asked for.
+        transport: crate::options::Transport,
+    },
+    /// The epoch of the parent has ended.
+    #[error("epoch {epoch} has ended; no group can form in it")]
+    EpochEnded {
+        /// The epoch that ended.
+        epoch: u64,
+    },
+    /// The parent group failed while agreeing on the sub-group.
+    #[error("the parent group failed: {0}")]
+    Parent(#[from] Error),
+    /// The operating system refused something.
+    #[error("{what} failed: {reason}")]
+    System {
+        /// What was tried.
+        what: &'static str,
+        /// What the system answered.
+        reason: String,
+    },
+}
+
+fn loss_text(loss: &Loss) -> String {
+    match loss {
+        Loss::Closed => "died or was cut off (its connection closed)".into(),
+        Loss::Silent(after) => format!("has been silent for {:.1} s", after.as_secs_f64()),
+        Loss::Left => "left the group".into(),
+    }
+}
+
+fn during_text(during: &Option<Call>) -> String {
+    during.map(|call| format!(" during {call}")).unwrap_or_default()
+}

@@ -1,0 +1,280 @@
+//! Ranks that are processes: listening sockets, and connections that prove the job's token.
+
+use std::collections::HashMap;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use socket2::{Domain, SockAddr, Socket, Type};
+
+use super::ready::{self, Ready};
+use super::{Connector, Fabric, Plan, STAGING_BUFFERS, staging_buffer, system};
+use crate::acceptor::Acceptor;
+use crate::error::FormError;
+use crate::handshake::{self, HandshakeError, Introduction, Purpose, Token};
+use crate::options::Transport;
+use crate::schedule::Topology;
+use crate::window::region::Region;
+
+/// Connections that wait for their group to form. More than a large job needs; fewer would
+/// refuse a member that is early.
+const MAX_WAITING: usize = 1 << 16;
+
+/// Which ranks can share memory: equal on ranks of one machine and one network namespace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct HostId([u8; 16]);
+
+impl HostId {
+    /// This host.
+    pub fn current() -> HostId {
+        let boot = std::fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        let network = std::fs::read_link("/proc/self/ns/net").unwrap_or_default();
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(&boot).update(network.as_os_str().as_encoded_bytes());
+        if boot.is_empty() {
+            // Without an identity of the machine, nobody is on the same host.
+            let mut random = [0; 16];
+            if getrandom::fill(&mut random).is_ok() {
+                hasher.update(&random);
+            }
+        }
+        let mut id = [0; 16];
+        id.copy_from_slice(&hasher.finalize().as_bytes()[..16]);
+        HostId(id)
+    }
+}
+
+/// Where a rank can be reached.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Address {
+    /// Its host.
+    pub host: HostId,
+    /// Its TCP socket.
+    pub tcp: SocketAddr,
+    /// Its Unix socket, in the abstract namespace.
+    pub unix: String,
+}
+
+/// A rank's listening sockets, before it knows the others.
+pub struct Endpoint {
+    tcp: Socket,
+    unix: Socket,
+    address: Address,
+}
+
+impl Endpoint {
+    /// Listens on a free port of `ip`, and on a Unix socket.
+    pub fn bind(ip: IpAddr) -> std::io::Result<Endpoint> {
+        let tcp = Socket::new(Domain::for_address((ip, 0).into()), Type::STREAM, None)?;
+        tcp.bind(&SocketAddr::from((ip, 0)).into())?;
+        tcp.listen(4096)?;
+        let bound = tcp.local_addr()?.as_socket();
+        let bound = bound.ok_or_else(|| std::io::Error::other("a TCP socket without an address"))?;
+        let mut nonce = [0; 12];
+        getrandom::fill(&mut nonce).map_err(std::io::Error::from)?;
+        let name: String = nonce.iter().map(|b| format!("{b:02x}")).collect();
+        let name = format!("unisono-{name}");
+        let unix = Socket::new(Domain::UNIX, Type::STREAM, None)?;
+        unix.bind(&abstract_address(&name)?)?;
+        unix.listen(4096)?;
+        let address = Address { host: HostId::current(), tcp: bound, unix: name };
+        Ok(Endpoint { tcp, unix, address })
+    }
+
+    /// Where the others can reach this rank.
+    pub fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// Starts to accept members of the job, whose addresses are known now.
+    pub fn open(self, rank: usize, token: Token, roster: Vec<Address>) -> std::io::Result<Arc<dyn Connector>> {
+        let inbox = Arc::new(Inbox::default());
+        let deliver = inbox.clone();
+        let on_connection = move |socket, introduction| deliver.put(rank, socket, introduction);
+        let acceptor = Acceptor::start(vec![self.tcp, self.unix], token.clone(), on_connection)?;
+        Ok(Arc::new(Job { rank, token, roster, inbox, _acceptor: acceptor }))
+    }
+}
+
+/// A rank that knows all the others.
+struct Job {
+    rank: usize,
+    token: Token,
+    roster: Vec<Address>,
+    inbox: Arc<Inbox>,
+    _acceptor: Acceptor,
+}
+
+/// Connections that were accepted and wait for their group.
+#[derive(Default)]
+struct Inbox {
+    waiting: Mutex<HashMap<Introduction, Socket>>,
+    arrival: Condvar,
+}
+
+impl Inbox {
+    fn put(&self, rank: usize, socket: Socket, introduction: Introduction) {
+        if introduction.to as usize != rank {
+            log::warn!("refused a connection meant for rank {}", introduction.to);
+            return;
+        }
+        let mut waiting = self.waiting.lock().expect("no panic while locked");
+        if waiting.len() >= MAX_WAITING {
+            log::warn!("refused a connection of rank {}: too many wait", introduction.from);
+            return;
+        }
+        waiting.insert(introduction, socket);
+        self.arrival.notify_all();
+    }
+
+    fn take(&self, wanted: &Introduction, deadline: Instant) -> Option<Socket> {
+        let mut waiting = self.waiting.lock().expect("no panic while locked");
+        loop {
+            if let Some(socket) = waiting.remove(wanted) {
+                return Some(socket);
+            }
+            let left = deadline.checked_duration_since(Instant::now())?;
+            waiting = self.arrival.wait_timeout(waiting, left).expect("no panic while locked").0;
+        }
+    }
+}
+
+impl Job {
+    /// Opens a connection to a member.
+    fn dial(&self, peer: usize, unix: bool, introduction: &Introduction, deadline: Instant) -> Result<Socket, String> {
+        let address = &self.roster[peer];
+        let (socket, target) = if unix {
+            let socket = Socket::new(Domain::UNIX, Type::STREAM, None);
+            (socket, abstract_address(&address.unix))
+        } else {
+            let socket = Socket::new(Domain::for_address(address.tcp), Type::STREAM, None);
+            (socket, Ok(address.tcp.into()))
+        };
+        let (socket, target) = (socket.map_err(|e| e.to_string())?, target.map_err(|e| e.to_string())?);
+        let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        if unix {
+            socket.connect(&target).map_err(|e| e.to_string())?;
+        } else {
+            socket.connect_timeout(&target, left).map_err(|e| e.to_string())?;
+            socket.set_tcp_nodelay(true).map_err(|e| e.to_string())?;
+        }
+        let proven = handshake::initiate(&socket, &self.token, introduction, deadline);
+        proven.map_err(|e: HandshakeError| e.to_string())?;
+        Ok(socket)
+    }
+
+    /// The connection of one channel between this rank and another member: the higher rank
+    /// dials.
+    fn link(&self, plan: &Plan, peer: usize, unix: bool, channel: u32, deadline: Instant) -> Result<Socket, FormError> {
+        let (mine, theirs) = (self.rank, plan.members[peer]);
+        let dials = mine > theirs;
+        let (from, to) = if dials { (mine, theirs) } else { (theirs, mine) };
+        let introduction = Introduction {
+            purpose: if channel == 0 { Purpose::Control } else { Purpose::Data },
+            epoch: plan.epoch,
+            group: plan.id,
+            from: from as u32,
+            to: to as u32,
+            channel,
+        };
+        if dials {
+            self.dial(theirs, unix, &introduction, deadline)
+                .map_err(|reason| FormError::Peer { peer, reason: format!("cannot connect to it: {reason}") })
+        } else {
+            self.inbox
+                .take(&introduction, deadline)
+                .ok_or(FormError::Missing { missing: vec![peer], after: plan.options.timeout })
+        }
+    }
+
+    fn topology(&self, plan: &Plan) -> Result<Topology, FormError> {
+        let world = plan.members.len();
+        if plan.options.transport == Transport::Tcp {
+            return Ok(Topology::all_apart(world));
+        }
+        let hosts: Vec<HostId> = plan.members.iter().map(|&m| self.roster[m].host).collect();
+        let number = |id: &HostId| hosts.iter().position(|h| h == id).expect("is in the list") as u32;
+        let topology = Topology::new(&hosts.iter().map(number).collect::<Vec<_>>());
+        if plan.options.transport == Transport::Shm && !topology.is_one_host() {
+            return Err(FormError::Transport { transport: Transport::Shm });
+        }
+        Ok(topology)
+    }
+}
+
+impl Connector for Job {
+    fn connect(self: Arc<Self>, plan: &Plan) -> Result<Fabric, FormError> {
+        let world = plan.members.len();
+        let deadline = Instant::now() + plan.options.timeout;
+        let topology = self.topology(plan)?;
+        let together = |peer: usize| topology.together(plan.me, peer);
+        let peers = || (0..world).filter(|&p| p != plan.me);
+
+        // Side channels first: over them every member hears what went wrong elsewhere.
+        let mut side: Vec<Option<Socket>> = (0..world).map(|_| None).collect();
+        for peer in peers() {
+            side[peer] = Some(self.link(plan, peer, together(peer), 0, deadline)?);
+        }
+        let mut data: Vec<Vec<Socket>> = (0..world).map(|_| Vec::new()).collect();
+        let mut make_links = || {
+            for peer in peers() {
+                for channel in 1..=plan.options.streams as u32 {
+                    data[peer].push(self.link(plan, peer, together(peer), channel, deadline)?);
+                }
+            }
+            Ok(())
+        };
+        let members = topology.members(topology.host(plan.me)).to_vec();
+        let mut own = None;
+        let mut make_memory = || {
+            if members.len() > 1 {
+                own = Some(Region::create(STAGING_BUFFERS, staging_buffer(&plan.options))?);
+            }
+            Ok(())
+        };
+        let failure: Option<FormError> = make_links().and_then(|()| make_memory()).err();
+
+        let settings = plan.options.fingerprint();
+        for peer in peers() {
+            let memory = own.as_ref().filter(|_| together(peer)).map(Region::fd);
+            let ready = Ready { settings, failure: failure.as_ref().map(ToString::to_string), memory };
+            let socket = side[peer].as_ref().expect("connected above");
+            // A peer that is gone is noticed below.
+            let _ = ready.send(socket);
+        }
+        if let Some(failure) = failure {
+            return Err(failure);
+        }
+        let mut memories: HashMap<usize, std::os::fd::OwnedFd> = HashMap::new();
+        for peer in peers() {
+            let socket = side[peer].as_ref().expect("connected above");
+            if let Some(memory) = ready::receive(socket, peer, &settings, deadline)? {
+                memories.insert(peer, memory);
+            }
+        }
+        let mut regions = Vec::new();
+        if let Some(own) = own {
+            let mut own = Some(own);
+            for &member in &members {
+                regions.push(if member == plan.me {
+                    own.take().expect("this rank is one member")
+                } else {
+                    let memory = memories.remove(&member).ok_or(FormError::Peer {
+                        peer: member,
+                        reason: "it sent no staging memory".into(),
+                    })?;
+                    Region::open(memory, STAGING_BUFFERS, staging_buffer(&plan.options))?
+                });
+            }
+        }
+        for socket in side.iter().flatten() {
+            socket.set_nonblocking(true).map_err(system("making a socket non-blocking"))?;
+        }
+        Ok(Fabric { topology, side, data, regions })
+    }
+}
+
+fn abstract_address(name: &str) -> std::io::Result<SockAddr> {
+    SockAddr::unix(format!("\0{name}"))
+}

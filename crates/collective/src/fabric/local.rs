@@ -1,0 +1,95 @@
+//! Ranks that are threads of one process: socket pairs and shared mappings, nothing to connect.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+use socket2::{Domain, Socket, Type};
+
+use super::{Connector, Fabric, Plan, STAGING_BUFFERS, staging_buffer, system};
+use crate::error::FormError;
+use crate::options::Transport;
+use crate::schedule::Topology;
+use crate::window::region::Region;
+
+/// Where the threads of a process meet to form groups.
+pub struct LocalHub {
+    /// The host each rank pretends to be on.
+    hosts: Vec<u32>,
+    /// Fabrics made by the first member to come, waiting for the others.
+    forming: Mutex<HashMap<u64, Vec<Option<Fabric>>>>,
+}
+
+impl LocalHub {
+    /// A meeting place for ranks that share one host.
+    pub fn new(world: usize) -> Arc<LocalHub> {
+        LocalHub::on_hosts(&vec![0; world])
+    }
+
+    /// A meeting place for ranks that behave as if ranks with different numbers were on
+    /// different hosts: they share no memory.
+    pub fn on_hosts(hosts: &[u32]) -> Arc<LocalHub> {
+        Arc::new(LocalHub { hosts: hosts.to_vec(), forming: Mutex::default() })
+    }
+
+    fn build(&self, plan: &Plan) -> Result<Vec<Option<Fabric>>, FormError> {
+        let world = plan.members.len();
+        let hosts: Vec<u32> = plan.members.iter().map(|&m| self.hosts[m]).collect();
+        let topology = match plan.options.transport {
+            Transport::Tcp => Topology::all_apart(world),
+            Transport::Auto | Transport::Shm => Topology::new(&hosts),
+        };
+        let mut fabrics = Vec::with_capacity(world);
+        for _ in 0..world {
+            fabrics.push(Fabric {
+                topology: topology.clone(),
+                side: (0..world).map(|_| None).collect(),
+                data: (0..world).map(|_| Vec::new()).collect(),
+                regions: Vec::new(),
+            });
+        }
+        let pair = || Socket::pair(Domain::UNIX, Type::STREAM, None).map_err(system("socketpair"));
+        for a in 0..world {
+            for b in a + 1..world {
+                let (here, there) = pair()?;
+                fabrics[a].side[b] = Some(here);
+                fabrics[b].side[a] = Some(there);
+                for _ in 0..plan.options.streams {
+                    let (here, there) = pair()?;
+                    fabrics[a].data[b].push(here);
+                    fabrics[b].data[a].push(there);
+                }
+            }
+        }
+        for host in 0..topology.hosts() {
+            let members = topology.members(host);
+            if members.len() < 2 {
+                continue;
+            }
+            for _ in members {
+                let region = Region::create(STAGING_BUFFERS, staging_buffer(&plan.options))?;
+                for &member in members {
+                    fabrics[member].regions.push(region.duplicate()?);
+                }
+            }
+        }
+        Ok(fabrics.into_iter().map(Some).collect())
+    }
+}
+
+impl Connector for LocalHub {
+    fn connect(self: Arc<Self>, plan: &Plan) -> Result<Fabric, FormError> {
+        let mut forming = self.forming.lock().expect("no panic while locked");
+        let fabrics = match forming.entry(plan.id) {
+            std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
+            std::collections::hash_map::Entry::Vacant(entry) => entry.insert(self.build(plan)?),
+        };
+        let fabric = fabrics[plan.me].take().ok_or(FormError::Peer {
+            peer: plan.me,
+            reason: "another thread has taken its place".into(),
+        })?;
+        if fabrics.iter().all(Option::is_none) {
+            forming.remove(&plan.id);
+        }
+        Ok(fabric)
+    }
+}

@@ -1,0 +1,100 @@
+//! The last step of forming: every pair of members tells each other that all is well, or what
+//! is not, and members of one host hand over their staging memory.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Instant;
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags,
+};
+use socket2::Socket;
+
+use crate::error::FormError;
+
+/// Bytes of an explanation.
+const REASON: usize = 216;
+const SIZE: usize = 8 + 32 + REASON;
+
+/// What a member says when it has done its part.
+pub struct Ready<'a> {
+    /// The hash of its settings.
+    pub settings: [u8; 32],
+    /// What went wrong.
+    pub failure: Option<String>,
+    /// Its staging memory, for members of the same host.
+    pub memory: Option<BorrowedFd<'a>>,
+}
+
+impl Ready<'_> {
+    /// Tells a peer.
+    pub fn send(&self, socket: &Socket) -> rustix::io::Result<()> {
+        let mut bytes = [0; SIZE];
+        bytes[8..40].copy_from_slice(&self.settings);
+        if let Some(failure) = &self.failure {
+            let mut end = failure.len().min(REASON);
+            while !failure.is_char_boundary(end) {
+                end -= 1;
+            }
+            bytes[0] = 1;
+            bytes[1] = end as u8;
+            bytes[40..40 + end].copy_from_slice(&failure.as_bytes()[..end]);
+        }
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let fds;
+        if let Some(fd) = self.memory {
+            fds = [fd];
+            let pushed = control.push(SendAncillaryMessage::ScmRights(&fds));
+            debug_assert!(pushed, "there is room for one descriptor");
+        }
+        // A fresh connection has room for so little.
+        let sent = rustix::net::sendmsg(socket, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL)?;
+        if sent == SIZE { Ok(()) } else { Err(rustix::io::Errno::AGAIN) }
+    }
+}
+
+/// Hears from a peer; its staging memory, if it is of the same host.
+pub fn receive(
+    socket: &Socket,
+    peer: usize,
+    settings: &[u8; 32],
+    deadline: Instant,
+) -> Result<Option<OwnedFd>, FormError> {
+    let vanished = |reason: String| FormError::Peer { peer, reason };
+    let mut bytes = [0; SIZE];
+    let mut filled = 0;
+    let mut memory = None;
+    while filled < SIZE {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(vanished("it did not answer in time".into()));
+        }
+        socket.set_read_timeout(Some(left)).map_err(super::system("setting a time limit"))?;
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let slices = &mut [IoSliceMut::new(&mut bytes[filled..])];
+        match rustix::net::recvmsg(socket.as_fd(), slices, &mut control, RecvFlags::CMSG_CLOEXEC) {
+            Ok(message) if message.bytes == 0 => return Err(vanished("it vanished".into())),
+            Ok(message) => filled += message.bytes,
+            Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => {}
+            Err(e) => return Err(vanished(e.to_string())),
+        }
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(fds) = message {
+                memory = fds.last();
+            }
+        }
+    }
+    socket.set_read_timeout(None).map_err(super::system("lifting a time limit"))?;
+    if bytes[0] != 0 {
+        let end = 40 + usize::from(bytes[1]).min(REASON);
+        return Err(vanished(String::from_utf8_lossy(&bytes[40..end]).into_owned()));
+    }
+    if bytes[8..40] != settings[..] {
+        return Err(FormError::Settings { peer });
+    }
+    Ok(memory)
+}

@@ -1,0 +1,392 @@
+//! Runs calls: chooses the algorithm, cuts the buffers, drives the phases.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crate::buffers::Buffers;
+use crate::call::Call;
+use crate::cost::{self, Costs};
+use crate::dtype::{Dtype, Reduction};
+use crate::error::{Error, InvalidCall};
+use crate::link::{Links, Run};
+use crate::options::Options;
+use crate::schedule::{self, Algorithm, Layout, Op, Phase, Problem, Schedule, Topology};
+use crate::state::GroupState;
+use crate::window::WindowMemory;
+
+/// Decisions remembered. A training run has a few dozen different calls.
+const REMEMBERED: usize = 4096;
+
+/// A collective call, in memory that outlives it.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// The operation.
+    pub op: Op,
+    /// Whether it is a barrier.
+    pub barrier: bool,
+    /// The element type.
+    pub dtype: Dtype,
+    /// The reduction; `Sum` where nothing is reduced.
+    pub reduction: Reduction,
+    /// The input; null where this rank has none.
+    pub input: *const u8,
+    /// The output; null where this rank has none; equal to the input for a call in place.
+    pub output: *mut u8,
+    /// Elements of the whole buffer (all-reduce, broadcast, reduce) or of one block (the rest).
+    pub count: usize,
+    /// Blocks of different lengths.
+    pub unequal: Option<Unequal>,
+    /// Use this algorithm for this call.
+    pub algorithm: Option<Algorithm>,
+}
+
+// SAFETY: whoever submits a request keeps its memory valid, and away from other threads, until
+// its work is done.
+unsafe impl Send for Request {}
+
+/// Where blocks of different lengths start; one entry more than blocks.
+#[derive(Clone, Debug)]
+pub struct Unequal {
+    /// Of the input, if it has several blocks.
+    pub input: Vec<usize>,
+    /// Of the output.
+    pub output: Vec<usize>,
+    /// The longest block of any rank.
+    pub longest: usize,
+}
+
+/// What the engine decided about calls of one kind and size.
+#[derive(Clone, Copy, Debug)]
+struct Decision {
+    algorithm: Algorithm,
+    /// Elements of a column.
+    column: usize,
+}
+
+/// Runs the calls of one rank of a group.
+pub struct Engine {
+    rank: usize,
+    topology: Topology,
+    options: Options,
+    links: Links,
+    window: Option<WindowMemory>,
+    costs: Costs,
+    state: Arc<GroupState>,
+    seq: u32,
+    schedules: HashMap<(Op, Algorithm), Arc<Schedule>>,
+    decisions: HashMap<(Op, Dtype, usize, Option<Algorithm>), Decision>,
+}
+
+/// What is known about a call before it runs: its algorithm and predicted times.
+#[derive(Clone, Debug)]
+pub struct Explanation {
+    /// Every candidate with its predicted time in seconds, best first.
+    pub candidates: Vec<(Algorithm, f64)>,
+    /// The one that runs.
+    pub chosen: Algorithm,
+}
+
+impl Engine {
+    pub fn new(
+        rank: usize,
+        topology: Topology,
+        options: Options,
+        links: Links,
+        window: Option<WindowMemory>,
+        costs: Costs,
+        state: Arc<GroupState>,
+    ) -> Engine {
+        Engine {
+            rank,
+            topology,
+            options,
+            links,
+            window,
+            costs,
+            state,
+            seq: 0,
+            schedules: HashMap::new(),
+            decisions: HashMap::new(),
+        }
+    }
+
+    /// The number of the next call.
+    pub fn seq(&self) -> u32 {
+        self.seq
+    }
+
+    /// The measured costs.
+    pub fn costs(&self) -> &Costs {
+        &self.costs
+    }
+
+    /// Replaces the costs by which algorithms are chosen; equal on all ranks.
+    pub fn set_costs(&mut self, costs: Costs) {
+        self.costs = costs;
+        self.decisions.clear();
+    }
+
+    /// Runs a call to its end.
+    ///
+    /// # Safety
+    /// The request's memory is valid for its layouts, and nobody else uses it meanwhile.
+    pub unsafe fn execute(&mut self, request: &Request) -> Result<(), Error> {
+        if self.state.is_over() {
+            return Err(self.state.error(None));
+        }
+        let Decision { algorithm, column } = self.decide(request)?;
+        let call = Call {
+            seq: self.seq,
+            op: request.op,
+            barrier: request.barrier,
+            dtype: request.dtype,
+            reduction: request.reduction,
+            count: request.extent() as u64,
+            algorithm,
+            column: column as u32,
+        };
+        self.seq = self.seq.wrapping_add(1);
+        // SAFETY: passed on from the caller.
+        let outcome = unsafe { self.run(request, &call) };
+        if let Err(error) = &outcome {
+            // Whoever notices takes the group down; the monitor tells the others.
+            self.state.fail(error.clone());
+        }
+        outcome
+    }
+
+    /// What a call of this kind and size would do.
+    pub fn explain(&mut self, request: &Request) -> Result<Explanation, Error> {
+        let chosen = self.decide(request)?.algorithm;
+        let mut candidates = Vec::new();
+        let canonical = self.must_be_canonical(request);
+        let mut algorithms = schedule::candidates(request.op, &self.topology, canonical);
+        if !algorithms.contains(&chosen) {
+            algorithms.push(chosen);
+        }
+        for algorithm in algorithms {
+            let schedule = self.schedule(request.op, algorithm)?;
+            candidates.push((algorithm, self.price(request, &schedule, algorithm)));
+        }
+        candidates.sort_by(|a, b| a.1.total_cmp(&b.1));
+        Ok(Explanation { candidates, chosen })
+    }
+
+    unsafe fn run(&mut self, request: &Request, call: &Call) -> Result<(), Error> {
+        let schedule = self.schedule(request.op, call.algorithm)?;
+        let world = self.topology.world();
+        let column = call.column as usize;
+        let (input_layout, output_layout, shape) = layouts(request, self.rank, world, &schedule, column);
+        let longest = request.unequal.as_ref().map(|u| u.longest.div_ceil(column).max(1));
+        let segments = longest.unwrap_or_else(|| shape.segments());
+        let cells = schedule.cells as usize;
+        let depth = if schedule.phases.len() > 1 { 1 } else { self.depth(&schedule, column, request.dtype, segments) };
+        let cell_bytes = (column * request.dtype.size()).next_multiple_of(64);
+        let scratch = self.links.scratch.reserve(depth * cells * cell_bytes);
+        let buffers = Buffers {
+            input: request.input,
+            input_layout,
+            output: request.output,
+            output_layout,
+            shape,
+            scratch,
+            cells,
+            depth,
+            dtype: request.dtype,
+        };
+        if let [phase] = &schedule.phases[..] {
+            // SAFETY: passed on from the caller.
+            return unsafe { self.run_phase(phase, call, &buffers, 0..segments) };
+        }
+        for segment in 0..segments {
+            for phase in &schedule.phases {
+                // SAFETY: passed on from the caller.
+                unsafe { self.run_phase(phase, call, &buffers, segment..segment + 1) }?;
+            }
+        }
+        Ok(())
+    }
+
+    unsafe fn run_phase(
+        &mut self,
+        phase: &Phase,
+        call: &Call,
+        buffers: &Buffers<'_>,
+        segments: std::ops::Range<usize>,
+    ) -> Result<(), Error> {
+        let divisor = self.topology.world() as u32;
+        match phase {
+            Phase::Rounds(schedule) => {
+                let (rank, state) = (self.rank, &*self.state);
+                let run = Run { call, schedule, buffers, segments, divisor, rank, state };
+                // SAFETY: passed on from the caller.
+                unsafe { self.links.run(&run) }
+            }
+            Phase::Window(schedule) => match &mut self.window {
+                // SAFETY: passed on from the caller.
+                Some(window) => unsafe {
+                    window.run(call, schedule, buffers, segments, divisor, &self.state)
+                },
+                // A host with one rank has no window: its part of the phase is its own.
+                None => {
+                    // SAFETY: passed on from the caller.
+                    unsafe { crate::window::run_alone(call, schedule, buffers, segments, divisor) };
+                    Ok(())
+                }
+            },
+        }
+    }
+
+    fn must_be_canonical(&self, request: &Request) -> bool {
+        self.options.canonical && request.dtype.is_float()
+    }
+
+    fn decide(&mut self, request: &Request) -> Result<Decision, Error> {
+        let forced = request.algorithm.or(self.options.algorithm);
+        let key = (request.op, request.dtype, request.extent(), forced);
+        if let Some(decision) = self.decisions.get(&key) {
+            return Ok(*decision);
+        }
+        let algorithm = match forced {
+            // A forced algorithm that cannot do this operation at all leaves the choice to the
+            // model, unless it was forced for this very call.
+            Some(a) if a.supports(request.op, &self.topology) => a,
+            Some(algorithm) if request.algorithm.is_some() => {
+                let op = request.op.name();
+                return Err(InvalidCall::UnsupportedAlgorithm { algorithm, op }.into());
+            }
+            _ => self.cheapest(request)?,
+        };
+        let schedule = self.schedule(request.op, algorithm)?;
+        let column = self.column(request, &schedule, algorithm);
+        let decision = Decision { algorithm, column };
+        if self.decisions.len() >= REMEMBERED {
+            self.decisions.clear();
+        }
+        self.decisions.insert(key, decision);
+        Ok(decision)
+    }
+
+    fn cheapest(&mut self, request: &Request) -> Result<Algorithm, Error> {
+        let canonical = self.must_be_canonical(request);
+        let mut best: Option<(Algorithm, f64)> = None;
+        for algorithm in schedule::candidates(request.op, &self.topology, canonical) {
+            let schedule = self.schedule(request.op, algorithm)?;
+            let price = self.price(request, &schedule, algorithm);
+            if best.is_none_or(|(_, least)| price < least) {
+                best = Some((algorithm, price));
+            }
+        }
+        Ok(best.expect("pairwise does every operation").0)
+    }
+
+    fn price(&self, request: &Request, schedule: &Schedule, algorithm: Algorithm) -> f64 {
+        let column = self.column(request, schedule, algorithm);
+        let world = self.topology.world();
+        let (.., shape) = layouts(request, self.rank, world, schedule, column);
+        let segments = request.unequal.as_ref().map_or(shape.segments(), |u| u.longest.div_ceil(column).max(1));
+        let column_bytes = shape.span(0, 0).len() * request.dtype.size();
+        cost::predict(schedule, segments, column_bytes, &self.costs)
+    }
+
+    fn schedule(&mut self, op: Op, algorithm: Algorithm) -> Result<Arc<Schedule>, Error> {
+        if let Some(schedule) = self.schedules.get(&(op, algorithm)) {
+            return Ok(schedule.clone());
+        }
+        let problem = Problem { op, rank: self.rank, world: self.topology.world() };
+        let schedule = schedule::build(algorithm, &problem, &self.topology)
+            .ok_or(InvalidCall::UnsupportedAlgorithm { algorithm, op: op.name() })?;
+        let schedule = Arc::new(schedule);
+        self.schedules.insert((op, algorithm), schedule.clone());
+        Ok(schedule)
+    }
+
+    /// Segments in flight over links.
+    fn depth(&self, schedule: &Schedule, column: usize, dtype: Dtype, segments: usize) -> usize {
+        /// More segments in flight: more overlap of sending, receiving and folding, until the
+        /// socket buffers hold them all anyway.
+        const DEPTH: usize = 4;
+        /// Scratch memory that a call may use, per rank.
+        const SCRATCH: usize = 8 << 20;
+        let bytes = schedule.cells as usize * column * dtype.size();
+        segments.min(DEPTH).min(SCRATCH / bytes.max(1)).max(1)
+    }
+
+    /// Elements of a column.
+    fn column(&self, request: &Request, schedule: &Schedule, algorithm: Algorithm) -> usize {
+        let size = request.dtype.size();
+        let line = 64 / size;
+        let world = self.topology.world();
+        let (blocks, longest) = match request.op {
+            Op::AllReduce | Op::Broadcast { .. } | Op::Reduce { .. } => {
+                let parts = schedule.parts as usize;
+                (parts, request.count.div_ceil(parts))
+            }
+            _ => (world, request.unequal.as_ref().map_or(request.count, |u| u.longest)),
+        };
+        let window_cells = schedule.phases.iter().filter_map(|phase| match phase {
+            Phase::Window(window) => Some(window.cells as usize),
+            Phase::Rounds(_) => None,
+        });
+        let window_cells = window_cells.max().unwrap_or(0);
+        let segment = self.options.segment.unwrap_or_else(|| self.segment(algorithm));
+        let mut bytes = segment / blocks.max(1);
+        if window_cells > 0 {
+            let capacity = self.window.as_ref().map_or(usize::MAX, WindowMemory::capacity);
+            bytes = bytes.min(capacity / window_cells);
+        }
+        // All members of a host must come to the same result, also where a host has no window.
+        let column = (bytes / 64 * line).max(line);
+        column.min(longest.next_multiple_of(line)).max(line)
+    }
+
+    /// Bytes of a segment, over all its blocks.
+    fn segment(&self, algorithm: Algorithm) -> usize {
+        match algorithm {
+            Algorithm::Window | Algorithm::WindowDirect => {
+                let ranks = self.topology.world();
+                if crate::window::cores() >= ranks { 512 << 10 } else { 256 << 10 }
+            }
+            Algorithm::Hierarchical => 1 << 20,
+            _ => 512 << 10,
+        }
+    }
+}
+
+impl Request {
+    /// Elements that decide about the algorithm; equal on all ranks.
+    fn extent(&self) -> usize {
+        self.unequal.as_ref().map_or(self.count, |u| u.longest)
+    }
+}
+
+/// The layouts of the input, of the output, and of what passes through scratch.
+fn layouts<'a>(
+    request: &'a Request,
+    rank: usize,
+    world: usize,
+    schedule: &Schedule,
+    column: usize,
+) -> (Layout<'a>, Layout<'a>, Layout<'a>) {
+    let count = request.count;
+    let single = |count| Layout::single(rank, count, column);
+    let equal = Layout::equal(count, world, column);
+    match (request.op, &request.unequal) {
+        (Op::AllReduce | Op::Broadcast { .. } | Op::Reduce { .. }, _) => {
+            let tiled = Layout::tiled(count, schedule.parts as usize, column);
+            (tiled, tiled, tiled)
+        }
+        (Op::ReduceScatter | Op::Scatter { .. }, _) => (equal, single(count), equal),
+        (Op::AllGather, Some(unequal)) => {
+            let output = Layout::unequal(&unequal.output, column);
+            let own = unequal.output[rank + 1] - unequal.output[rank];
+            (single(own), output, output)
+        }
+        (Op::AllGather | Op::Gather { .. }, _) => (single(count), equal, equal),
+        (Op::AllToAll, Some(unequal)) => {
+            let input = Layout::unequal(&unequal.input, column);
+            (input, Layout::unequal(&unequal.output, column), input)
+        }
+        (Op::AllToAll, None) => (equal, equal, equal),
+    }
+}

@@ -1,0 +1,161 @@
+//! A group of ranks: the public face of this crate.
+
+mod engine;
+mod ops;
+mod queue;
+mod subgroup;
+mod tune;
+
+use std::sync::Arc;
+
+use crate::error::{Error, FormError};
+use crate::fabric::{Connector, Fabric, LocalHub, Plan};
+use crate::link::Links;
+use crate::options::Options;
+use crate::schedule::Topology;
+use crate::side::Side;
+use crate::state::{Epoch, GroupState};
+use crate::window::{self, Patience, WindowMemory};
+use engine::Engine;
+use queue::Queue;
+
+pub use engine::{Explanation, Request, Unequal};
+
+/// Ordered ranks of one epoch, with connections and an operation counter of their own.
+///
+/// All ranks of a group issue the same collective calls in the same order, from one thread or
+/// from several that agree on the order. Messages ([`Group::send`], [`Group::receive`]) are not
+/// part of that order.
+///
+/// Dropping the last handle of a rank leaves the group: later calls of the other ranks fail,
+/// calls that this rank has completed do not.
+pub struct Group {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    plan: Plan,
+    connector: Arc<dyn Connector>,
+    epoch: Arc<Epoch>,
+    state: Arc<GroupState>,
+    topology: Topology,
+    /// Dropped before the side channel, so that no call is under way when this rank leaves.
+    queue: Queue,
+    side: std::sync::Mutex<Side>,
+    /// Splits made so far, to number them.
+    children: std::sync::atomic::AtomicU64,
+    /// Sub-groups made so far of each list of members, to number them.
+    made: std::sync::Mutex<std::collections::HashMap<u64, u64>>,
+}
+
+impl Group {
+    /// A world of ranks that are threads of this process.
+    pub fn local(world: usize, options: &Options) -> Result<Vec<Group>, FormError> {
+        Group::local_on_hosts(&vec![0; world], options)
+    }
+
+    /// As [`Group::local`], as if ranks with different numbers were on different hosts.
+    pub fn local_on_hosts(hosts: &[u32], options: &Options) -> Result<Vec<Group>, FormError> {
+        let hub = LocalHub::on_hosts(hosts);
+        let epoch = Epoch::new(0);
+        let world = hosts.len();
+        let form = |me: usize| {
+            let (hub, epoch, options) = (hub.clone(), epoch.clone(), options.clone());
+            move || Group::world(hub, epoch, me, world, options)
+        };
+        // Forming a group measures it, for which all ranks are needed.
+        std::thread::scope(|scope| {
+            let ranks: Vec<_> = (0..world).map(|me| scope.spawn(form(me))).collect();
+            ranks.into_iter().map(|rank| rank.join().expect("forming does not panic")).collect()
+        })
+    }
+
+    /// The world of a job: all ranks that the connector knows.
+    pub fn world(
+        connector: Arc<dyn Connector>,
+        epoch: Arc<Epoch>,
+        rank: usize,
+        world: usize,
+        options: Options,
+    ) -> Result<Group, FormError> {
+        let members = (0..world).collect();
+        let plan = Plan { id: 0, epoch: epoch.number(), members, me: rank, options };
+        Group::form(connector, epoch, plan, None)
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.inner.plan.me
+    }
+
+    /// The number of ranks.
+    pub fn size(&self) -> usize {
+        self.inner.plan.members.len()
+    }
+
+    /// The epoch this group belongs to.
+    pub fn epoch(&self) -> &Arc<Epoch> {
+        &self.inner.epoch
+    }
+
+    /// The settings.
+    pub fn options(&self) -> &Options {
+        &self.inner.plan.options
+    }
+
+    /// Which ranks share a host.
+    pub fn topology(&self) -> &Topology {
+        &self.inner.topology
+    }
+
+    /// Why the group can no longer be used, if so.
+    pub fn failure(&self) -> Option<Error> {
+        self.inner.state.is_over().then(|| self.inner.state.error(None))
+    }
+
+    fn form(
+        connector: Arc<dyn Connector>,
+        epoch: Arc<Epoch>,
+        plan: Plan,
+        inherited: Option<crate::cost::Costs>,
+    ) -> Result<Group, FormError> {
+        if epoch.has_ended() {
+            return Err(FormError::EpochEnded { epoch: epoch.number() });
+        }
+        let world = plan.members.len();
+        let Fabric { topology, side, data, regions } = connector.clone().connect(&plan)?;
+        let state = GroupState::new(plan.me, world, plan.options.stall_after);
+        let failed = |what| move |e: std::io::Error| FormError::System { what, reason: e.to_string() };
+
+        let here = topology.members(topology.host(plan.me)).to_vec();
+        let patience = Patience::for_host(here.len(), window::cores());
+        let links = Links::new(data, patience.link_spins()).map_err(failed("preparing links"))?;
+        state.shut_down_on_failure(links.handles().map_err(failed("preparing links"))?);
+        let window = (!regions.is_empty()).then(|| {
+            let me = here.iter().position(|&m| m == plan.me).expect("a rank is on its own host");
+            WindowMemory::new(regions, crate::fabric::STAGING_BUFFERS, here, me, patience)
+        });
+        let side = Side::start(side, plan.me, plan.options.timeout, state.clone());
+        let side = side.map_err(failed("starting the monitor"))?;
+        epoch.enter(&state);
+
+        let options = plan.options.clone();
+        let costs = inherited.clone().unwrap_or_default();
+        let mut engine = Engine::new(plan.me, topology.clone(), options, links, window, costs, state.clone());
+        if inherited.is_none() && world > 1 {
+            tune::measure(&mut engine, &topology)?;
+        }
+        let queue = Queue::new(engine, plan.me);
+        let (children, made) = Default::default();
+        let side = std::sync::Mutex::new(side);
+        let inner = Inner { plan, connector, epoch, state, topology, queue, side, children, made };
+        Ok(Group { inner: Arc::new(inner) })
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        let seq = self.queue.close();
+        self.side.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner).leave(seq);
+    }
+}

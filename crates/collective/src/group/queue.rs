@@ -1,0 +1,151 @@
+//! The calls of a group, in the order in which they were made.
+//!
+//! A blocking call on an idle group runs on the caller's thread: handing it to another one costs
+//! more than a small all-reduce. Everything else is queued for a progress thread, which starts
+//! with the first submission.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+
+use super::engine::{Engine, Request};
+use crate::error::Error;
+use crate::work::{Work, WorkPool};
+
+/// The queue of one rank of a group.
+pub struct Queue {
+    shared: Arc<Shared>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    rank: usize,
+}
+
+struct Shared {
+    line: Mutex<Line>,
+    /// Signals the progress thread and whoever waits for the engine.
+    change: Condvar,
+    /// Used by whoever has set `Line::busy`.
+    engine: Mutex<Engine>,
+}
+
+struct Line {
+    requests: VecDeque<(Request, Work)>,
+    /// Whether a call is running.
+    busy: bool,
+    closed: bool,
+    pool: WorkPool,
+}
+
+impl Queue {
+    pub fn new(engine: Engine, rank: usize) -> Queue {
+        let requests = VecDeque::with_capacity(64);
+        let line = Line { requests, busy: false, closed: false, pool: WorkPool::default() };
+        let shared = Shared { line: Mutex::new(line), change: Condvar::new(), engine: Mutex::new(engine) };
+        Queue { shared: Arc::new(shared), thread: Mutex::default(), rank }
+    }
+
+    /// Runs a call after all earlier ones and waits for it.
+    ///
+    /// # Safety
+    /// The request's memory is valid for its layouts, and nobody else uses it meanwhile.
+    pub unsafe fn run(&self, request: Request) -> Result<(), Error> {
+        let mut line = self.shared.lock();
+        if line.busy || !line.requests.is_empty() {
+            drop(line);
+            // SAFETY: the memory outlives the wait.
+            return unsafe { self.submit(request) }.wait();
+        }
+        line.busy = true;
+        drop(line);
+        // SAFETY: passed on from the caller.
+        let outcome = unsafe { self.shared.engine().execute(&request) };
+        self.shared.release();
+        outcome
+    }
+
+    /// Queues a call.
+    ///
+    /// # Safety
+    /// The request's memory is valid for its layouts, and nobody else uses it, until the work is
+    /// done.
+    pub unsafe fn submit(&self, request: Request) -> Work {
+        self.start_thread();
+        let mut line = self.shared.lock();
+        let work = line.pool.take();
+        line.requests.push_back((request, work.clone()));
+        drop(line);
+        self.shared.change.notify_all();
+        work
+    }
+
+    /// Uses the engine between calls.
+    pub fn with_engine<R>(&self, action: impl FnOnce(&mut Engine) -> R) -> R {
+        action(&mut self.shared.engine())
+    }
+
+    /// Runs what is queued, then ends the progress thread; the number of calls made.
+    pub fn close(&mut self) -> u32 {
+        self.shared.lock().closed = true;
+        self.shared.change.notify_all();
+        let thread = self.thread.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if let Some(thread) = thread.take()
+            && thread.join().is_err()
+        {
+            log::error!("the progress thread of a group panicked");
+        }
+        self.shared.engine().seq()
+    }
+
+    fn start_thread(&self) {
+        let mut thread = self.thread.lock().expect("no panic while locked");
+        if thread.is_some() {
+            return;
+        }
+        let shared = self.shared.clone();
+        let name = format!("unisono-progress-{}", self.rank);
+        let spawned = std::thread::Builder::new().name(name).spawn(move || shared.serve());
+        *thread = Some(spawned.expect("the system can start one more thread"));
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Line> {
+        self.line.lock().expect("no panic while locked")
+    }
+
+    fn engine(&self) -> MutexGuard<'_, Engine> {
+        self.engine.lock().expect("calls do not panic")
+    }
+
+    /// The engine is free again.
+    fn release(&self) {
+        let mut line = self.lock();
+        line.busy = false;
+        if !line.requests.is_empty() {
+            self.change.notify_all();
+        }
+    }
+
+    /// The progress thread.
+    fn serve(&self) {
+        let mut line = self.lock();
+        loop {
+            if line.busy || line.requests.is_empty() {
+                if line.closed && line.requests.is_empty() {
+                    return;
+                }
+                line = self.change.wait(line).expect("no panic while locked");
+                continue;
+            }
+            let (request, work) = line.requests.pop_front().expect("checked above");
+            line.busy = true;
+            drop(line);
+            // SAFETY: whoever submitted the request keeps its memory valid until the work is
+            // done.
+            let outcome = unsafe { self.engine().execute(&request) };
+            self.lock().busy = false;
+            work.complete(outcome);
+            drop(work);
+            line = self.lock();
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! Groups inside a group.
+
+use std::sync::atomic::Ordering;
+
+use super::Group;
+use crate::error::{Error, FormError, InvalidCall};
+use crate::fabric::Plan;
+
+impl Group {
+    /// Splits the group: ranks with the same color form a group, ordered by key and then by
+    /// rank. `None` joins no group. Every rank must call it.
+    pub fn split(&self, color: Option<u32>, key: i64) -> Result<Option<Group>, FormError> {
+        let mine = [color.map_or(-1, i64::from), key];
+        let mut all = vec![0i64; 2 * self.size()];
+        self.all_gather(&mine, &mut all)?;
+        let number = self.inner.children.fetch_add(1, Ordering::SeqCst);
+        let Some(color) = color else { return Ok(None) };
+        let entries = all.chunks_exact(2).enumerate();
+        let mut members: Vec<(i64, usize)> = entries
+            .filter(|(_, entry)| entry[0] == i64::from(color))
+            .map(|(rank, entry)| (entry[1], rank))
+            .collect();
+        members.sort_unstable();
+        let members: Vec<usize> = members.into_iter().map(|(_, rank)| rank).collect();
+        self.descend(&members, self.child_id(number, u64::from(color))).map(Some)
+    }
+
+    /// A group of the ranks in `members`, in this order. Only they call it, all with the same
+    /// list.
+    pub fn subgroup(&self, members: &[usize]) -> Result<Group, FormError> {
+        let world = self.size();
+        let mut sorted = members.to_vec();
+        sorted.sort_unstable();
+        sorted.dedup();
+        if sorted.len() != members.len() || !sorted.contains(&self.rank()) {
+            return Err(FormError::Parent(Error::InvalidCall(InvalidCall::Members)));
+        }
+        if let Some(&rank) = sorted.iter().find(|&&m| m >= world) {
+            let error = InvalidCall::NoSuchRank { rank, world };
+            return Err(FormError::Parent(Error::InvalidCall(error)));
+        }
+        // Ranks outside the list do not take part, so the number cannot come from a counter
+        // that all ranks share: it counts how often this rank made a group of this list.
+        let list: Vec<u8> = members.iter().flat_map(|m| (*m as u64).to_le_bytes()).collect();
+        let list = hash(&[&list]);
+        let mut made = self.inner.made.lock().expect("no panic while locked");
+        let number = made.entry(list).or_insert(0);
+        *number += 1;
+        let id = hash(&[b"list", &self.inner.plan.id.to_le_bytes(), &list.to_le_bytes(), &u64::to_le_bytes(*number)]);
+        drop(made);
+        self.descend(members, id)
+    }
+
+    fn child_id(&self, number: u64, color: u64) -> u64 {
+        let id = self.inner.plan.id.to_le_bytes();
+        hash(&[b"split", &id, &number.to_le_bytes(), &color.to_le_bytes()])
+    }
+
+    fn descend(&self, members: &[usize], id: u64) -> Result<Group, FormError> {
+        if let Some(failure) = self.failure() {
+            return Err(FormError::Parent(failure));
+        }
+        let inner = &self.inner;
+        let me = members.iter().position(|&m| m == self.rank()).expect("checked by the caller");
+        let plan = Plan {
+            id,
+            epoch: inner.plan.epoch,
+            members: members.iter().map(|&m| inner.plan.members[m]).collect(),
+            me,
+            options: inner.plan.options.clone(),
+        };
+        let costs = inner.queue.with_engine(|engine| engine.costs().clone());
+        Group::form(inner.connector.clone(), inner.epoch.clone(), plan, Some(costs))
+    }
+}
+
+/// A number that different inputs do not share, but for one chance in 2⁶⁴; never the world's 0.
+fn hash(parts: &[&[u8]]) -> u64 {
+    let mut hasher = blake3::Hasher::new();
+    for part in parts {
+        hasher.update(&(part.len() as u64).to_le_bytes());
+        hasher.update(part);
+    }
+    let bytes: [u8; 8] = hasher.finalize().as_bytes()[..8].try_into().expect("eight of 32 bytes");
+    u64::from_le_bytes(bytes).max(1)
+}

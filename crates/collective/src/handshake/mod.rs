@@ -1,0 +1,206 @@
+//! Mutual proof of the job's token, before a connection is believed.
+//!
+//! Whoever opens a connection (the *initiator*) and whoever accepted it (the *responder*) both
+//! hold the [`Token`] of their job. Four messages of fixed size pass between them:
+//!
+//! ```text
+//! initiator                                                       responder
+//!   hello     { magic, version, job, nonce, introduction }  ──────────►
+//!             ◄──────────  challenge { magic, version, status, nonce, proof "responder" }
+//!   answer    { proof "initiator" }                         ──────────►
+//!             ◄──────────  verdict   { magic, version, status }
+//! ```
+//!
+//! A proof is BLAKE3 keyed with the token over the prover's role, both nonces and the whole hello.
+//! The role keeps a proof from being reflected to its maker, the nonces keep it from being
+//! replayed, and the hello keeps the [`Introduction`] from being changed on the way. The job id in
+//! the hello is derived one-way from the token: it only lets a peer of another job be told apart
+//! from a peer that lies.
+//!
+//! The proofs establish who opened the connection; what follows on it is neither encrypted nor
+//! authenticated. The token keeps strangers and mistakes out of a job, not someone who can rewrite
+//! packets on its network.
+//!
+//! The first twelve bytes of hello, challenge and verdict (magic, version, status) keep their
+//! meaning in every version, so that peers of different versions can tell each other so.
+//!
+//! [`Initiator`] and [`Responder`] are state machines: bytes in, bytes and decisions out. They own
+//! no socket, no clock and no source of randomness, accept bytes in pieces of any size, allocate
+//! nothing, and never take a byte past the end of the handshake. [`initiate`] runs the initiator
+//! on a blocking socket; the [`acceptor`](crate::acceptor) runs responders.
+
+mod initiator;
+mod responder;
+mod stream;
+mod token;
+mod wire;
+
+pub use initiator::{Initiated, Initiator, initiate};
+pub use responder::{Reply, Responder, Step};
+pub use stream::TimedStream;
+pub(crate) use stream::timespec;
+pub use token::{Token, TokenError};
+pub use wire::VERSION;
+
+use std::io;
+
+/// A number used once: 32 fresh random bytes chosen by one side of one handshake.
+pub type Nonce = [u8; 32];
+
+/// A fresh nonce from the operating system.
+pub fn random_nonce() -> io::Result<Nonce> {
+    let mut nonce = [0; 32];
+    getrandom::fill(&mut nonce).map_err(io::Error::from)?;
+    Ok(nonce)
+}
+
+/// Who opens a connection, to whom, and what for. The handshake's proofs cover it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Introduction {
+    /// What the connection will carry.
+    pub purpose: Purpose,
+    /// The epoch the initiator is in.
+    pub epoch: u64,
+    /// The group the connection belongs to.
+    pub group: u64,
+    /// The initiator: a rank, or a node for [`Purpose::Launcher`].
+    pub from: u32,
+    /// Whom the initiator believes to have reached.
+    pub to: u32,
+    /// Which of several parallel connections between the two this is.
+    pub channel: u32,
+}
+
+/// What a connection will carry once it is accepted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u32)]
+#[non_exhaustive]
+pub enum Purpose {
+    /// Frames of collective operations.
+    Data = 1,
+    /// Heartbeats, aborts and other small messages beside the data.
+    Control = 2,
+    /// Descriptors of shared memory, over a Unix socket.
+    Memory = 3,
+    /// A rank that looks for its peers.
+    Rendezvous = 4,
+    /// A launcher that joins the launcher of node 0.
+    Launcher = 5,
+}
+
+impl Purpose {
+    /// Every purpose.
+    pub const ALL: [Purpose; 5] =
+        [Purpose::Data, Purpose::Control, Purpose::Memory, Purpose::Rendezvous, Purpose::Launcher];
+
+    /// The purpose with this wire code.
+    pub fn from_code(code: u32) -> Option<Purpose> {
+        Purpose::ALL.into_iter().find(|purpose| *purpose as u32 == code)
+    }
+}
+
+/// Why a responder turned a connection away.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// The first bytes are not Unisono's: a port scanner, or a client of something else.
+    #[error("does not speak Unisono's protocol")]
+    NotUnisono,
+    /// Another version of the protocol.
+    #[error("speaks version {theirs} of the protocol, not {VERSION}")]
+    Version {
+        /// The version the initiator speaks.
+        theirs: u16,
+    },
+    /// A peer of another job, or of this job with another token.
+    #[error("belongs to another job")]
+    OtherJob,
+    /// A hello of the right version with impossible contents.
+    #[error("sent a malformed hello")]
+    Malformed,
+    /// The proof does not fit: the initiator does not hold the token.
+    #[error("failed to prove the job's token")]
+    BadProof,
+}
+
+impl Refusal {
+    /// The status that stands for this refusal on the wire; 0 means accepted.
+    fn code(self) -> u16 {
+        match self {
+            Refusal::NotUnisono => 1,
+            Refusal::Version { .. } => 2,
+            Refusal::OtherJob => 3,
+            Refusal::Malformed => 4,
+            Refusal::BadProof => 5,
+        }
+    }
+}
+
+/// Why a handshake failed, as the initiator sees it.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum HandshakeError {
+    /// The other side does not speak Unisono's protocol: probably the wrong port.
+    #[error("the other side does not speak Unisono's protocol")]
+    NotUnisono,
+    /// The other side speaks another version: start all ranks with the same Unisono.
+    #[error("the other side speaks version {theirs} of the protocol, this one {VERSION}")]
+    Version {
+        /// The version the responder speaks.
+        theirs: u16,
+    },
+    /// The other side belongs to another job, or this job's ranks hold different tokens.
+    #[error("the other side belongs to another job (or the tokens differ)")]
+    OtherJob,
+    /// The other side could not prove that it holds the token.
+    #[error("the other side failed to prove the job's token")]
+    BadProof,
+    /// The other side did not accept this side's proof: the tokens differ.
+    #[error("the other side did not accept the proof of the job's token")]
+    ProofRejected,
+    /// The other side sent, or says it received, something no correct peer sends.
+    #[error("a handshake message is malformed")]
+    Malformed,
+    /// The connection ended in the middle of the handshake.
+    #[error("the connection closed during the handshake")]
+    Truncated,
+    /// The deadline passed; nobody may be listening behind the connection.
+    #[error("the handshake did not finish in time")]
+    TimedOut,
+    /// The socket failed.
+    #[error("the handshake failed: {0}")]
+    Io(#[from] io::Error),
+}
+
+/// Runs one whole handshake over `bytes`, read as what a stranger sends to a responder, and says
+/// how many of them were taken. For fuzzers: it must return, whatever the bytes.
+#[doc(hidden)]
+pub fn fuzz_responder(token: &Token, nonce: Nonce, bytes: &[u8]) -> usize {
+    let mut responder = Responder::new(token, nonce);
+    let mut taken = 0;
+    loop {
+        let (consumed, step) = responder.feed(&bytes[taken..]);
+        taken += consumed;
+        match step {
+            Step::Send(_) => continue,
+            Step::More | Step::Accepted { .. } | Step::Refused { .. } => return taken,
+        }
+    }
+}
+
+/// Feeds `bytes` to an initiator as what a stranger answers. For fuzzers, like
+/// [`fuzz_responder`].
+#[doc(hidden)]
+pub fn fuzz_initiator(token: &Token, nonce: Nonce, bytes: &[u8]) -> usize {
+    let introduction =
+        Introduction { purpose: Purpose::Data, epoch: 0, group: 0, from: 0, to: 1, channel: 0 };
+    let mut initiator = Initiator::new(token, &introduction, nonce);
+    let mut taken = 0;
+    while let (consumed, Ok(Initiated::Send(_))) = initiator.feed(&bytes[taken..]) {
+        taken += consumed;
+    }
+    taken
+}
+
+#[cfg(test)]
+mod tests;

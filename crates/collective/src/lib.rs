@@ -1,0 +1,60 @@
+//! A group of ranks that moves and reduces bytes.
+//!
+//! ```
+//! use unisono_collective::{Group, Options, Reduction};
+//!
+//! let groups = Group::local(4, &Options::default())?;
+//! std::thread::scope(|scope| {
+//!     for group in &groups {
+//!         scope.spawn(move || {
+//!             let mut gradient = vec![group.rank() as f32; 1000];
+//!             group.all_reduce(&mut gradient, Reduction::Mean).expect("all ranks are here");
+//!             assert_eq!(gradient[0], 1.5);
+//!         });
+//!     }
+//! });
+//! # Ok::<(), unisono_collective::FormError>(())
+//! ```
+//!
+//! From the caller to the wire: [`Group`] queues calls, its engine chooses an algorithm by
+//! [`cost`], the algorithm's [`schedule`] says what to do, and `window` (shared memory) and
+//! `link` (sockets) do it with the [`kernel`]s. Beside them, `side` watches over the peers, and
+//! [`fabric`] makes the connections, each of which proves the job's token ([`handshake`]).
+
+pub mod acceptor;
+mod buffers;
+pub mod call;
+pub mod dtype;
+pub mod error;
+pub mod fabric;
+mod group;
+pub mod handshake;
+pub mod kernel;
+mod link;
+mod memory;
+pub mod options;
+pub mod schedule;
+mod side;
+mod state;
+pub mod tree;
+mod window;
+mod work;
+pub mod cost {
+    use crate::schedule::*;
+    #[derive(Clone, Debug, Default)]
+    pub struct Costs {}
+    pub fn predict(_s: &Schedule, segments: usize, bytes: usize, _c: &Costs) -> f64 {
+        let w = match &_s.phases[0] { Phase::Window(w) if _s.phases.len()==1 => if w.publishes { 0.5e-6 + segments as f64*bytes as f64*1e-10 } else { 0.2e-6+ segments as f64*bytes as f64*1e-9 }, 
+        Phase::Rounds(r) => 1e-3*r.rounds.len() as f64, _ => 1.0 };
+        w
+    }
+}
+
+pub use call::Call;
+pub use dtype::{Dtype, Element, Reduction};
+pub use error::{Error, FormError, InvalidCall, Loss};
+pub use group::{Explanation, Group, Request, Unequal};
+pub use options::{BadSetting, Options, Transport};
+pub use schedule::{Algorithm, Op};
+pub use state::Epoch;
+pub use work::{Pending, Work};

@@ -1,0 +1,245 @@
+//! Runs a [`Rounds`](crate::schedule::Rounds) schedule over the links.
+
+use crate::buffers::Buffers;
+use crate::call::{Call, MessageHeader, WireCall};
+use crate::dtype::Reduction;
+use crate::error::Error;
+use crate::schedule::Rounds;
+use crate::state::GroupState;
+
+use super::Links;
+use super::order::Waves;
+use super::stream::{Part, Received};
+
+/// A segment in flight.
+#[derive(Clone, Debug)]
+pub struct Flight {
+    segment: usize,
+    /// Rounds finished.
+    rounds: usize,
+    /// Messages, or parts of them, that the current round still waits for.
+    awaited: u32,
+    /// Messages, or parts of them, that still have to be sent.
+    unsent: u32,
+}
+
+/// What a run over links is about.
+pub struct Run<'a> {
+    pub call: &'a Call,
+    pub schedule: &'a Rounds,
+    pub buffers: &'a Buffers<'a>,
+    pub segments: std::ops::Range<usize>,
+    pub divisor: u32,
+    pub rank: usize,
+    pub state: &'a GroupState,
+}
+
+impl Links {
+    /// Runs the segments of a schedule.
+    ///
+    /// # Safety
+    /// The buffers are valid for the call's layouts and nobody else uses them meanwhile.
+    pub unsafe fn run(&mut self, run: &Run<'_>) -> Result<(), Error> {
+        let Run { schedule, segments, buffers, .. } = run;
+        if schedule.rounds.is_empty() {
+            return Ok(());
+        }
+        let depth = buffers.depth.min(segments.len());
+        let mut waves = Waves::new(segments.len(), schedule.rounds.len(), depth);
+        self.flights.clear();
+        let mut finished = 0;
+        let mut idle = 0;
+        let mut watch = None;
+        loop {
+            // SAFETY: passed on from the caller.
+            let mut moved = unsafe { self.start_rounds(run, &mut waves, &mut finished, depth) };
+            // SAFETY: passed on from the caller.
+            moved |= unsafe { self.move_bytes(run) }?;
+            if finished + self.flights.iter().filter(|f| f.is_done(run)).count() == segments.len() {
+                return Ok(());
+            }
+            if moved {
+                idle = 0;
+                watch = None;
+            } else if idle < self.spins {
+                idle += 1;
+                std::hint::spin_loop();
+            } else {
+                watch.get_or_insert_with(|| run.state.watch(run.call));
+                self.wait(run.call, run.state, &mut watch)?;
+            }
+        }
+    }
+
+    /// Starts the rounds whose turn it is.
+    unsafe fn start_rounds(&mut self, run: &Run<'_>, waves: &mut Waves, finished: &mut usize, depth: usize) -> bool {
+        let mut moved = false;
+        while let Some((segment, round)) = waves.peek() {
+            if round == 0 {
+                if self.flights.len() == depth {
+                    // Only the oldest segment makes room, and only once its messages are sent:
+                    // they may lie in the scratch cells that the newcomer takes over.
+                    if !self.flights[0].is_done(run) {
+                        break;
+                    }
+                    self.flights.remove(0);
+                    *finished += 1;
+                }
+                let segment = run.segments.start + segment;
+                self.flights.push(Flight { segment, rounds: 0, awaited: 0, unsent: 0 });
+            } else {
+                let flight = self.flight(run.segments.start + segment);
+                if flight.rounds < round {
+                    break;
+                }
+            }
+            // SAFETY: passed on from the caller.
+            unsafe { self.start_round(run, run.segments.start + segment, round) };
+            waves.advance();
+            moved = true;
+        }
+        moved
+    }
+
+    unsafe fn start_round(&mut self, run: &Run<'_>, segment: usize, round: usize) {
+        let steps = &run.schedule.rounds[round];
+        let wire = WireCall::from(*run.call);
+        let mut unsent = 0;
+        for (i, send) in steps.sends.iter().enumerate() {
+            let index = steps.sends[..i].iter().filter(|s| s.to == send.to).count();
+            let bytes = Part::total(run.buffers, send.from, segment, &send.blocks);
+            for (stream, bytes) in self.stripes(send.to, bytes) {
+                let header = MessageHeader {
+                    call: wire,
+                    segment: (segment as u32).into(),
+                    round: (round as u16).into(),
+                    index: (index as u16).into(),
+                    length: (bytes.len() as u32).into(),
+                    reserved: 0.into(),
+                };
+                let part = Part { segment, place: send.from, blocks: send.blocks.clone(), bytes };
+                self.streams[stream].enqueue(header, part);
+                unsent += 1;
+            }
+        }
+        let mut awaited = 0;
+        for recv in &steps.recvs {
+            let bytes = Part::total(run.buffers, recv.into, segment, &recv.blocks);
+            for (stream, _) in self.stripes(recv.from, bytes) {
+                self.streams[stream].expected += 1;
+                awaited += 1;
+            }
+        }
+        let flight = self.flight(segment);
+        flight.unsent += unsent;
+        flight.awaited = awaited;
+        if awaited == 0 {
+            // SAFETY: passed on from the caller.
+            unsafe { self.finish_round(run, segment) };
+        }
+    }
+
+    /// All messages of a segment's round are there: fold them.
+    unsafe fn finish_round(&mut self, run: &Run<'_>, segment: usize) {
+        let round = self.flight(segment).rounds;
+        let divisor = (run.call.reduction == Reduction::Mean).then_some(run.divisor);
+        for fold in &run.schedule.rounds[round].folds {
+            // SAFETY: passed on from the caller.
+            unsafe { run.buffers.fold(fold, segment, run.call, divisor, &mut self.inputs) };
+        }
+        self.flight(segment).rounds += 1;
+    }
+
+    /// Sends and receives what the sockets allow.
+    unsafe fn move_bytes(&mut self, run: &Run<'_>) -> Result<bool, Error> {
+        let mut moved = false;
+        for i in 0..self.streams.len() {
+            while self.streams[i].has_output() {
+                // SAFETY: all queued messages belong to this run.
+                let (some, done) = unsafe { self.streams[i].send(run.buffers) }
+                    .map_err(|_| run.state.lost_link(self.streams[i].peer, run.call))?;
+                if let Some(segment) = done {
+                    self.flight(segment).unsent -= 1;
+                }
+                if !some {
+                    break;
+                }
+                moved = true;
+            }
+            while self.streams[i].expected > 0 {
+                // SAFETY: an accepted message belongs to this run.
+                let received = unsafe { self.streams[i].receive(run.buffers) }
+                    .map_err(|_| run.state.lost_link(self.streams[i].peer, run.call))?;
+                match received {
+                    Received::Nothing => break,
+                    Received::Some => moved = true,
+                    Received::Header(header) => match self.place(run, i, &header)? {
+                        Some(part) => self.streams[i].accept(part),
+                        None => {
+                            self.streams[i].park(header);
+                            break;
+                        }
+                    },
+                    Received::Message { segment } => {
+                        moved = true;
+                        self.streams[i].expected -= 1;
+                        let flight = self.flight(segment);
+                        flight.awaited -= 1;
+                        if flight.awaited == 0 {
+                            // SAFETY: passed on from the caller.
+                            unsafe { self.finish_round(run, segment) };
+                        }
+                    }
+                }
+            }
+        }
+        Ok(moved)
+    }
+
+    /// Where the message with this header goes; `None` if its round has not started yet here.
+    fn place(&mut self, run: &Run<'_>, stream: usize, header: &MessageHeader) -> Result<Option<Part>, Error> {
+        let peer = self.streams[stream].peer;
+        let malformed = |what: &str| Error::System {
+            what: "reading a message",
+            reason: format!("rank {peer} sent {what}"),
+        };
+        let call = Call::try_from(header.call).map_err(|_| malformed("a malformed header"))?;
+        if call != *run.call {
+            return Err(Error::Mismatch { rank: run.rank, call: *run.call, peer, peer_call: call });
+        }
+        let segment = header.segment.get() as usize;
+        let round = header.round.get() as usize;
+        let steps = run.schedule.rounds.get(round).ok_or_else(|| malformed("an unknown round"))?;
+        if !run.segments.contains(&segment) {
+            return Err(malformed("an unknown segment"));
+        }
+        let started = |f: &Flight| f.segment == segment && f.rounds == round && f.awaited > 0;
+        if !self.flights.iter().any(started) {
+            return Ok(None);
+        }
+        let mut from_peer = steps.recvs.iter().filter(|r| r.from == peer);
+        let recv = from_peer
+            .nth(header.index.get() as usize)
+            .ok_or_else(|| malformed("an unexpected message"))?;
+        let total = Part::total(run.buffers, recv.into, segment, &recv.blocks);
+        let (_, bytes) = self
+            .stripes(peer, total)
+            .find(|(s, _)| *s == stream)
+            .ok_or_else(|| malformed("a message on the wrong stream"))?;
+        if bytes.len() != header.length.get() as usize {
+            return Err(malformed("a message of the wrong length"));
+        }
+        Ok(Some(Part { segment, place: recv.into, blocks: recv.blocks.clone(), bytes }))
+    }
+
+    fn flight(&mut self, segment: usize) -> &mut Flight {
+        let flight = self.flights.iter_mut().find(|f| f.segment == segment);
+        flight.expect("messages name segments in flight")
+    }
+}
+
+impl Flight {
+    fn is_done(&self, run: &Run<'_>) -> bool {
+        self.rounds == run.schedule.rounds.len() && self.unsent == 0
+    }
+}

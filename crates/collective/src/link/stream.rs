@@ -1,0 +1,251 @@
+//! The bytes of one socket: whole messages out, checked messages in.
+
+use std::collections::VecDeque;
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::ops::Range;
+
+use rustix::io::Errno;
+use rustix::net::{SendAncillaryBuffer, SendFlags};
+use socket2::Socket;
+use zerocopy::{FromBytes, IntoBytes};
+
+use crate::buffers::Buffers;
+use crate::call::MessageHeader;
+use crate::schedule::Place;
+
+/// Bytes read ahead while looking for a header. Larger: more of a payload is copied twice.
+/// Smaller: small messages need a second system call.
+const LOOK_AHEAD: usize = 4096;
+
+/// Pieces of memory handed to the kernel at once.
+const PIECES: usize = 16;
+
+/// One socket of a link.
+pub struct Stream {
+    pub socket: Socket,
+    pub peer: usize,
+    /// Messages that the running call wants from this stream now.
+    pub expected: u32,
+    output: VecDeque<Outgoing>,
+    input: Input,
+    /// The message being received.
+    body: Option<Incoming>,
+    /// A header whose message nobody wants yet.
+    parked: Option<MessageHeader>,
+}
+
+/// Part of a message in the memory of a call.
+#[derive(Clone, Debug)]
+pub struct Part {
+    pub segment: usize,
+    pub place: Place,
+    pub blocks: Range<u32>,
+    /// Which bytes of the blocks, taken one after the other.
+    pub bytes: Range<usize>,
+}
+
+struct Outgoing {
+    header: MessageHeader,
+    part: Part,
+    /// Bytes sent, header included.
+    sent: usize,
+}
+
+struct Incoming {
+    part: Part,
+    received: usize,
+}
+
+/// Bytes read ahead.
+struct Input {
+    bytes: Box<[u8; LOOK_AHEAD]>,
+    filled: Range<usize>,
+}
+
+/// What became of an attempt to receive.
+pub enum Received {
+    /// Nothing to read, or nobody wants what is next.
+    Nothing,
+    /// Some bytes moved.
+    Some,
+    /// A header; [`Stream::accept`] or [`Stream::park`] it.
+    Header(MessageHeader),
+    /// The message that was accepted is complete.
+    Message {
+        /// Its segment.
+        segment: usize,
+    },
+}
+
+impl Stream {
+    pub fn new(socket: Socket, peer: usize) -> Stream {
+        let input = Input { bytes: Box::new([0; LOOK_AHEAD]), filled: 0..0 };
+        Stream { socket, peer, expected: 0, output: VecDeque::with_capacity(32), input, body: None, parked: None }
+    }
+
+    /// Queues a message. The memory it names must stay as it is until it is sent.
+    pub fn enqueue(&mut self, header: MessageHeader, part: Part) {
+        self.output.push_back(Outgoing { header, part, sent: 0 });
+    }
+
+    pub fn has_output(&self) -> bool {
+        !self.output.is_empty()
+    }
+
+    /// Whether the next message has arrived before anybody wanted it.
+    pub fn is_parked(&self) -> bool {
+        self.parked.is_some()
+    }
+
+    /// Sends what the socket takes of the first message. `Some(segment)` if that completed it.
+    ///
+    /// # Safety
+    /// The buffers are those of the call whose messages are queued.
+    pub unsafe fn send(&mut self, buffers: &Buffers<'_>) -> Result<(bool, Option<usize>), Errno> {
+        let Some(message) = self.output.front_mut() else { return Ok((false, None)) };
+        let total = MessageHeader::SIZE + message.part.bytes.len();
+        let mut slices = [IoSlice::new(&[]); PIECES];
+        let mut used = 0;
+        let header = message.header.as_bytes();
+        if message.sent < header.len() {
+            slices[0] = IoSlice::new(&header[message.sent..]);
+            used = 1;
+        }
+        let skip = message.sent.saturating_sub(header.len());
+        for (address, len) in message.part.pieces(buffers, skip).take(PIECES - used) {
+            // SAFETY: pieces lie in the call's buffers, which outlive the call and are not
+            // written while a message that names them is queued.
+            slices[used] = IoSlice::new(unsafe { std::slice::from_raw_parts(address, len) });
+            used += 1;
+        }
+        let mut control = SendAncillaryBuffer::default();
+        match rustix::net::sendmsg(&self.socket, &slices[..used], &mut control, SendFlags::NOSIGNAL) {
+            Ok(sent) => {
+                message.sent += sent;
+                let done = (message.sent == total).then_some(message.part.segment);
+                if done.is_some() {
+                    self.output.pop_front();
+                }
+                Ok((true, done))
+            }
+            Err(Errno::AGAIN | Errno::INTR) => Ok((false, None)),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Receives what is there: part of the accepted message, or the next header.
+    ///
+    /// # Safety
+    /// The buffers are those of the call whose message was accepted.
+    pub unsafe fn receive(&mut self, buffers: &Buffers<'_>) -> Result<Received, Errno> {
+        if let Some(header) = self.parked.take() {
+            return Ok(Received::Header(header));
+        }
+        let Some(body) = &mut self.body else { return self.receive_header() };
+        let left = body.part.bytes.len() - body.received;
+        if left > 0 && self.input.filled.is_empty() {
+            let mut slices = [const { MaybeUninit::<IoSliceMut<'_>>::uninit() }; PIECES];
+            let mut used = 0;
+            for (address, len) in body.part.pieces(buffers, body.received).take(PIECES) {
+                // SAFETY: pieces lie in the call's buffers, and until the message is complete
+                // nobody else touches where it goes.
+                slices[used].write(IoSliceMut::new(unsafe { std::slice::from_raw_parts_mut(address, len) }));
+                used += 1;
+            }
+            // SAFETY: the first `used` entries were written just above.
+            let slices = unsafe { std::slice::from_raw_parts_mut(slices.as_mut_ptr().cast::<IoSliceMut<'_>>(), used) };
+            match rustix::io::readv(&self.socket, slices) {
+                Ok(0) => return Err(Errno::CONNRESET),
+                Ok(n) => body.received += n,
+                Err(Errno::AGAIN | Errno::INTR) => return Ok(Received::Nothing),
+                Err(e) => return Err(e),
+            }
+        } else {
+            for (address, len) in body.part.pieces(buffers, body.received) {
+                let ahead = &self.input.bytes[self.input.filled.clone()];
+                let n = len.min(ahead.len());
+                // SAFETY: as above; `ahead` is memory of this stream.
+                unsafe { std::ptr::copy_nonoverlapping(ahead.as_ptr(), address, n) };
+                self.input.filled.start += n;
+                body.received += n;
+                if n < len {
+                    break;
+                }
+            }
+        }
+        if body.received < body.part.bytes.len() {
+            return Ok(Received::Some);
+        }
+        let segment = body.part.segment;
+        self.body = None;
+        Ok(Received::Message { segment })
+    }
+
+    /// Says where the message of the header just received goes.
+    pub fn accept(&mut self, part: Part) {
+        self.body = Some(Incoming { part, received: 0 });
+    }
+
+    /// Keeps a header until somebody wants its message.
+    pub fn park(&mut self, header: MessageHeader) {
+        self.parked = Some(header);
+    }
+
+    fn receive_header(&mut self) -> Result<Received, Errno> {
+        let input = &mut self.input;
+        if input.filled.len() < MessageHeader::SIZE {
+            input.bytes.copy_within(input.filled.clone(), 0);
+            input.filled = 0..input.filled.len();
+            match rustix::io::read(&self.socket, &mut input.bytes[input.filled.end..]) {
+                Ok(0) => return Err(Errno::CONNRESET),
+                Ok(n) => input.filled.end += n,
+                Err(Errno::AGAIN | Errno::INTR) => return Ok(Received::Nothing),
+                Err(e) => return Err(e),
+            }
+            if input.filled.len() < MessageHeader::SIZE {
+                return Ok(Received::Some);
+            }
+        }
+        let bytes = &input.bytes[input.filled.clone()];
+        let (header, _) = MessageHeader::read_from_prefix(bytes).expect("enough bytes, checked above");
+        input.filled.start += MessageHeader::SIZE;
+        Ok(Received::Header(header))
+    }
+}
+
+impl Part {
+    /// The bytes of all blocks of a place in a segment.
+    pub fn total(buffers: &Buffers<'_>, place: Place, segment: usize, blocks: &Range<u32>) -> usize {
+        let count = |(i, block)| buffers.block(place, segment, block, i as u32).1;
+        blocks.clone().enumerate().map(count).sum::<usize>() * buffers.dtype.size()
+    }
+
+    /// The memory of this part but for its first `skip` bytes, adjacent pieces joined.
+    fn pieces<'a>(&'a self, buffers: &'a Buffers<'a>, skip: usize) -> impl Iterator<Item = (*mut u8, usize)> + 'a {
+        let wanted = self.bytes.start + skip..self.bytes.end;
+        let size = buffers.dtype.size();
+        let mut at = 0;
+        let mut blocks = self.blocks.clone().enumerate().peekable();
+        std::iter::from_fn(move || {
+            let mut joined: Option<(*mut u8, usize)> = None;
+            while let Some(&(i, block)) = blocks.peek() {
+                let (address, count) = buffers.block(self.place, self.segment, block, i as u32);
+                let here = at..at + count * size;
+                let from = here.start.max(wanted.start);
+                let to = here.end.min(wanted.end);
+                if from < to {
+                    let piece = (address.wrapping_add(from - here.start), to - from);
+                    match &mut joined {
+                        None => joined = Some(piece),
+                        Some((start, len)) if start.wrapping_add(*len) == piece.0 => *len += piece.1,
+                        Some(_) => return joined,
+                    }
+                }
+                at = here.end;
+                blocks.next();
+            }
+            joined
+        })
+    }
+}

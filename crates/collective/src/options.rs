@@ -1,0 +1,167 @@
+//! What a user can choose about a group.
+
+use std::time::Duration;
+
+use crate::schedule::Algorithm;
+
+/// How the ranks of a group exchange data.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Transport {
+    /// Shared memory between ranks of one host, TCP between hosts.
+    #[default]
+    Auto,
+    /// Shared memory only; all ranks must be on one host.
+    Shm,
+    /// TCP only, also inside a host.
+    Tcp,
+}
+
+impl Transport {
+    /// The name used on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Transport::Auto => "auto",
+            Transport::Shm => "shm",
+            Transport::Tcp => "tcp",
+        }
+    }
+}
+
+impl std::fmt::Display for Transport {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl std::str::FromStr for Transport {
+    type Err = String;
+    fn from_str(s: &str) -> Result<Transport, String> {
+        [Transport::Auto, Transport::Shm, Transport::Tcp]
+            .into_iter()
+            .find(|t| t.name() == s)
+            .ok_or_else(|| format!("unknown transport {s:?}; expected auto, shm or tcp"))
+    }
+}
+
+/// The settings of a group. Equal on all its ranks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Options {
+    /// How data travels.
+    pub transport: Transport,
+    /// Always use this algorithm; by default the cost model chooses.
+    pub algorithm: Option<Algorithm>,
+    /// Whether float reductions must have canonical bits. Without, ring and double binary tree
+    /// may be chosen too.
+    pub canonical: bool,
+    /// A peer that is silent for this long is lost. Larger: a cut-off host is noticed later.
+    /// Smaller: a host that swaps or is suspended for a moment is taken for dead.
+    pub timeout: Duration,
+    /// After how long a waiting operation says in the log for whom it waits.
+    pub stall_after: Duration,
+    /// TCP connections per pair of ranks for data.
+    pub streams: usize,
+    /// Bytes of one segment, over all its blocks; by default chosen from the transport and the
+    /// number of ranks. Larger: less overlap, more cache misses. Smaller: more synchronization.
+    pub segment: Option<usize>,
+    /// Bytes of shared staging memory per rank. Larger: bigger segments are possible. Smaller:
+    /// less memory.
+    pub staging: usize,
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options {
+            transport: Transport::Auto,
+            algorithm: None,
+            canonical: true,
+            timeout: Duration::from_secs(10),
+            stall_after: Duration::from_secs(2),
+            streams: 1,
+            segment: None,
+            staging: 8 << 20,
+        }
+    }
+}
+
+impl Options {
+    /// The defaults, changed by the environment: `UNISONO_TRANSPORT`, `UNISONO_ALGORITHM`,
+    /// `UNISONO_CANONICAL`, `UNISONO_TIMEOUT` (seconds), `UNISONO_STREAMS`, `UNISONO_SEGMENT`
+    /// (bytes) and `UNISONO_STAGING` (bytes).
+    pub fn from_env() -> Result<Options, BadSetting> {
+        Options::from_lookup(|name| std::env::var(name).ok())
+    }
+
+    /// As [`Options::from_env`], from any source of variables.
+    pub fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Options, BadSetting> {
+        fn parse<T>(name: &'static str, value: Option<String>, into: &mut T) -> Result<(), BadSetting>
+        where
+            T: std::str::FromStr,
+            T::Err: std::fmt::Display,
+        {
+            let Some(value) = value.filter(|v| !v.is_empty()) else { return Ok(()) };
+            *into = value.parse().map_err(|e: T::Err| BadSetting {
+                name,
+                value,
+                reason: e.to_string(),
+            })?;
+            Ok(())
+        }
+        fn optional<T>(name: &'static str, value: Option<String>) -> Result<Option<T>, BadSetting>
+        where
+            T: std::str::FromStr + Default,
+            T::Err: std::fmt::Display,
+        {
+            let Some(value) = value.filter(|v| !v.is_empty()) else { return Ok(None) };
+            let mut parsed = T::default();
+            parse(name, Some(value), &mut parsed)?;
+            Ok(Some(parsed))
+        }
+        let mut options = Options::default();
+        parse("UNISONO_TRANSPORT", lookup("UNISONO_TRANSPORT"), &mut options.transport)?;
+        if let Some(value) = lookup("UNISONO_ALGORITHM").filter(|v| !v.is_empty()) {
+            let mut algorithm = Algorithm::Tree;
+            parse("UNISONO_ALGORITHM", Some(value), &mut algorithm)?;
+            options.algorithm = Some(algorithm);
+        }
+        parse("UNISONO_CANONICAL", lookup("UNISONO_CANONICAL"), &mut options.canonical)?;
+        let mut timeout = options.timeout.as_secs_f64();
+        parse("UNISONO_TIMEOUT", lookup("UNISONO_TIMEOUT"), &mut timeout)?;
+        options.timeout = Duration::try_from_secs_f64(timeout)
+            .ok()
+            .filter(|t| *t >= Duration::from_millis(50))
+            .ok_or(BadSetting {
+                name: "UNISONO_TIMEOUT",
+                value: timeout.to_string(),
+                reason: "expected seconds, at least 0.05".into(),
+            })?;
+        parse("UNISONO_STREAMS", lookup("UNISONO_STREAMS"), &mut options.streams)?;
+        options.segment = optional("UNISONO_SEGMENT", lookup("UNISONO_SEGMENT"))?;
+        parse("UNISONO_STAGING", lookup("UNISONO_STAGING"), &mut options.staging)?;
+        if !(1..=64).contains(&options.streams) {
+            return Err(BadSetting {
+                name: "UNISONO_STREAMS",
+                value: options.streams.to_string(),
+                reason: "expected 1 to 64".into(),
+            });
+        }
+        Ok(options)
+    }
+
+    /// A hash of the settings that must be equal on all ranks.
+    pub(crate) fn fingerprint(&self) -> [u8; 32] {
+        *blake3::hash(format!("{self:?}").as_bytes()).as_bytes()
+    }
+}
+
+/// A setting that cannot be understood.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{name}={value}: {reason}")]
+pub struct BadSetting {
+    /// The variable.
+    pub name: &'static str,
+    /// Its value.
+    pub value: String,
+    /// What is wrong with it.
+    pub reason: String,
+}

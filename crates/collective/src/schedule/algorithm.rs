@@ -1,0 +1,224 @@
+//! The algorithms by name, and which of them can do what.
+
+use super::{
+    Fold, Op, Place, Problem, Round, Schedule, Topology, block, direct, double_tree,
+    halving_doubling, hierarchical, pairwise, ring, tree, window,
+};
+use crate::tree::Tree;
+
+/// A way to do a collective operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Algorithm {
+    /// Blocks travel around a ring of ranks. Not canonical.
+    Ring,
+    /// Binomial tree.
+    Tree,
+    /// Two binary trees that carry half of the data each. Not canonical.
+    DoubleTree,
+    /// Recursive halving, then recursive doubling.
+    HalvingDoubling,
+    /// Everybody exchanges one block with everybody.
+    Pairwise,
+    /// Everybody sends everything to whoever needs it, in one round.
+    Direct,
+    /// Shared memory; every rank reduces one block for all.
+    Window,
+    /// Shared memory; every rank reduces everything for itself.
+    WindowDirect,
+    /// Shared memory inside the hosts, pairwise exchange between them.
+    Hierarchical,
+}
+
+impl Algorithm {
+    /// Every algorithm, in the order of their wire codes.
+    pub const ALL: [Algorithm; 9] = [
+        Algorithm::Ring,
+        Algorithm::Tree,
+        Algorithm::DoubleTree,
+        Algorithm::HalvingDoubling,
+        Algorithm::Pairwise,
+        Algorithm::Direct,
+        Algorithm::Window,
+        Algorithm::WindowDirect,
+        Algorithm::Hierarchical,
+    ];
+
+    /// The algorithm with this wire code, which is its place in [`Algorithm::ALL`].
+    pub fn from_code(code: u8) -> Option<Algorithm> {
+        Algorithm::ALL.get(code as usize).copied()
+    }
+
+    /// The name used on the command line, in the environment and in reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Algorithm::Ring => "ring",
+            Algorithm::Tree => "tree",
+            Algorithm::DoubleTree => "double-tree",
+            Algorithm::HalvingDoubling => "halving-doubling",
+            Algorithm::Pairwise => "pairwise",
+            Algorithm::Direct => "direct",
+            Algorithm::Window => "window",
+            Algorithm::WindowDirect => "window-direct",
+            Algorithm::Hierarchical => "hierarchical",
+        }
+    }
+
+    /// Whether its reductions evaluate the canonical tree.
+    pub const fn is_canonical(self) -> bool {
+        !matches!(self, Algorithm::Ring | Algorithm::DoubleTree)
+    }
+
+    /// Whether it can do the operation among these ranks.
+    pub fn supports(self, op: Op, topology: &Topology) -> bool {
+        let world = topology.world();
+        if world == 1 {
+            return true;
+        }
+        match self {
+            Algorithm::Ring => {
+                matches!(op, Op::AllReduce | Op::ReduceScatter | Op::AllGather)
+            }
+            Algorithm::Tree => {
+                !matches!(op, Op::ReduceScatter | Op::AllGather | Op::AllToAll)
+            }
+            Algorithm::DoubleTree => op == Op::AllReduce,
+            Algorithm::HalvingDoubling => match op {
+                Op::AllReduce => true,
+                Op::ReduceScatter | Op::AllGather => world.is_power_of_two(),
+                _ => false,
+            },
+            Algorithm::Pairwise => true,
+            Algorithm::Direct => !op.has_blocks(),
+            Algorithm::Window => topology.is_one_host(),
+            Algorithm::WindowDirect => {
+                topology.is_one_host() && matches!(op, Op::AllReduce | Op::Reduce { .. })
+            }
+            Algorithm::Hierarchical => {
+                !matches!(op, Op::Gather { .. } | Op::Scatter { .. } | Op::AllToAll)
+            }
+        }
+    }
+}
+
+impl std::fmt::Display for Algorithm {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// A name that is no algorithm's.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("unknown algorithm {name:?}; expected one of {}", Algorithm::ALL.map(Algorithm::name).join(", "))]
+pub struct UnknownAlgorithm {
+    /// The name.
+    pub name: String,
+}
+
+impl std::str::FromStr for Algorithm {
+    type Err = UnknownAlgorithm;
+    fn from_str(s: &str) -> Result<Algorithm, UnknownAlgorithm> {
+        let found = Algorithm::ALL.into_iter().find(|a| a.name() == s);
+        found.ok_or_else(|| UnknownAlgorithm { name: s.to_owned() })
+    }
+}
+
+/// What `problem.rank` does; `None` if the algorithm [does not do this](Algorithm::supports).
+///
+/// # Panics
+/// If the problem's world is not the topology's.
+pub fn build(algorithm: Algorithm, problem: &Problem, topology: &Topology) -> Option<Schedule> {
+    assert_eq!(problem.world, topology.world(), "a topology of another world");
+    if !algorithm.supports(problem.op, topology) {
+        return None;
+    }
+    if problem.world == 1 {
+        return Some(alone(problem.op));
+    }
+    match algorithm {
+        Algorithm::Ring => ring::build(problem),
+        Algorithm::Tree => tree::build(problem),
+        Algorithm::DoubleTree => double_tree::build(problem),
+        Algorithm::HalvingDoubling => halving_doubling::build(problem),
+        Algorithm::Pairwise => Some(pairwise::build(problem)),
+        Algorithm::Direct => direct::build(problem),
+        Algorithm::Window => Some(window::build(problem)),
+        Algorithm::WindowDirect => window::build_direct(problem),
+        Algorithm::Hierarchical => hierarchical::build(problem, topology),
+    }
+}
+
+/// The algorithms worth pricing for an operation. Where the reduction must be `canonical`, those
+/// that are not are left out; so are hierarchies of one level.
+pub fn candidates(op: Op, topology: &Topology, canonical: bool) -> Vec<Algorithm> {
+    if topology.world() == 1 {
+        return vec![Algorithm::Direct];
+    }
+    let flat = topology.is_one_host() || topology.is_all_apart();
+    Algorithm::ALL
+        .into_iter()
+        .filter(|a| a.supports(op, topology))
+        .filter(|a| a.is_canonical() || !canonical || !op.reduces())
+        .filter(|a| *a != Algorithm::Hierarchical || !flat)
+        .collect()
+}
+
+/// A world of one has nobody to talk to: the input is the output.
+fn alone(op: Op) -> Schedule {
+    let fold = Fold {
+        inputs: vec![Place::Input],
+        tree: Tree::canonical(1),
+        blocks: block(0),
+        into: Place::Output,
+        root: op.reduces(),
+    };
+    Schedule::of_rounds(vec![Round { folds: vec![fold], ..Round::default() }], 1, 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_and_codes_round_trip() {
+        for algorithm in Algorithm::ALL {
+            assert_eq!(algorithm.name().parse(), Ok(algorithm));
+            assert_eq!(Algorithm::from_code(algorithm as u8), Some(algorithm));
+        }
+        let error = "rings".parse::<Algorithm>().unwrap_err();
+        assert!(error.to_string().contains("double-tree"), "{error}");
+    }
+
+    #[test]
+    fn what_is_supported_is_built() {
+        let ops = [
+            Op::AllReduce,
+            Op::ReduceScatter,
+            Op::AllGather,
+            Op::Broadcast { root: 0 },
+            Op::Reduce { root: 0 },
+            Op::Gather { root: 0 },
+            Op::Scatter { root: 0 },
+            Op::AllToAll,
+        ];
+        for world in [1, 2, 3, 4] {
+            for topology in [Topology::one_host(world), Topology::all_apart(world)] {
+                for (op, algorithm) in
+                    ops.iter().flat_map(|op| Algorithm::ALL.map(|algorithm| (*op, algorithm)))
+                {
+                    let built = build(algorithm, &Problem { op, rank: 0, world }, &topology);
+                    assert_eq!(built.is_some(), algorithm.supports(op, &topology));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn canonical_candidates_are_canonical() {
+        let topology = Topology::all_apart(4);
+        let canonical = candidates(Op::AllReduce, &topology, true);
+        assert!(!canonical.contains(&Algorithm::Ring));
+        assert!(candidates(Op::AllReduce, &topology, false).contains(&Algorithm::Ring));
+        assert!(candidates(Op::AllGather, &topology, true).contains(&Algorithm::Ring));
+    }
+}

@@ -1,0 +1,267 @@
+//! The side channel of a group: who is alive, who leaves, and messages with tags.
+//!
+//! Every pair of ranks has one connection for it, and every rank one thread, the *monitor*, that
+//! serves them all. It notices a closed connection at once and a silent peer after the timeout,
+//! ends the group, and tells everybody else why. Messages between two ranks also travel here,
+//! because a send and a receive that cross must not wait for each other: the sender announces a
+//! message, the receiver clears it once somebody wants it, and only then do its bytes follow,
+//! straight into the receiver's buffer.
+
+pub mod frame;
+mod peer;
+
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use socket2::Socket;
+
+use crate::error::{Error, Loss};
+use crate::state::GroupState;
+use crate::work::Work;
+use frame::Frame;
+use peer::{Event, Peer};
+
+/// How long a leaving rank waits for its last words to be taken.
+const FAREWELL: Duration = Duration::from_millis(200);
+
+/// The side channel, as the group sees it.
+pub struct Side {
+    shared: Arc<Shared>,
+    monitor: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    commands: Mutex<Vec<Command>>,
+    wake: OwnedFd,
+}
+
+/// A send or a receive, in memory that outlives it.
+pub struct Transfer {
+    /// The other rank.
+    pub peer: usize,
+    /// The tag both sides name.
+    pub tag: u32,
+    /// The memory to send or to fill.
+    pub address: *mut u8,
+    /// Its length in bytes.
+    pub length: usize,
+    /// Told when it is done.
+    pub work: Work,
+}
+
+// SAFETY: whoever submits a transfer keeps its memory valid, and away from other threads, until
+// its work is done.
+unsafe impl Send for Transfer {}
+
+enum Command {
+    Send(Transfer),
+    Receive(Transfer),
+    Leave { seq: u32 },
+}
+
+impl Side {
+    /// Starts the monitor over the connections; `sockets[peer]` is `None` for this rank itself.
+    pub fn start(
+        sockets: Vec<Option<Socket>>,
+        rank: usize,
+        timeout: Duration,
+        state: Arc<GroupState>,
+    ) -> std::io::Result<Side> {
+        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        state.wake_on_failure(wake.try_clone()?);
+        let shared = Arc::new(Shared { commands: Mutex::default(), wake });
+        let mut peers = Vec::with_capacity(sockets.len());
+        for (peer, socket) in sockets.into_iter().enumerate() {
+            peers.push(match socket {
+                None => None,
+                Some(socket) => {
+                    socket.set_nonblocking(true)?;
+                    Some(Peer::new(socket, peer, rank))
+                }
+            });
+        }
+        let monitor = Monitor { peers, timeout, state, shared: shared.clone(), told: false };
+        let monitor = std::thread::Builder::new()
+            .name(format!("unisono-monitor-{rank}"))
+            .spawn(move || monitor.run())?;
+        Ok(Side { shared, monitor: Some(monitor) })
+    }
+
+    /// Submits a send.
+    pub fn send(&self, transfer: Transfer) {
+        self.shared.command(Command::Send(transfer));
+    }
+
+    /// Submits a receive.
+    pub fn receive(&self, transfer: Transfer) {
+        self.shared.command(Command::Receive(transfer));
+    }
+
+    /// Leaves the group in an orderly way, having taken part in all calls before `seq`.
+    pub fn leave(&mut self, seq: u32) {
+        let Some(monitor) = self.monitor.take() else { return };
+        self.shared.command(Command::Leave { seq });
+        if monitor.join().is_err() {
+            log::error!("the monitor of a group panicked");
+        }
+    }
+}
+
+impl Drop for Side {
+    fn drop(&mut self) {
+        self.leave(0);
+    }
+}
+
+impl Shared {
+    fn command(&self, command: Command) {
+        self.commands.lock().expect("no panic while locked").push(command);
+        // The counter of an eventfd can only refuse to overflow, and then it is readable.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+}
+
+struct Monitor {
+    peers: Vec<Option<Peer>>,
+    timeout: Duration,
+    state: Arc<GroupState>,
+    shared: Arc<Shared>,
+    /// Whether the other ranks have been told that the group failed.
+    told: bool,
+}
+
+impl Monitor {
+    fn run(mut self) {
+        // Often enough that one lost or late heartbeat does not look like silence.
+        let beat = (self.timeout / 8).min(Duration::from_secs(1));
+        let mut next_beat = Instant::now();
+        loop {
+            if let Some(seq) = self.obey() {
+                self.farewell(seq);
+                return;
+            }
+            self.exchange();
+            let now = Instant::now();
+            if now >= next_beat {
+                next_beat = now + beat;
+                self.beat(now);
+            }
+            if self.state.is_over() {
+                self.give_up();
+            }
+            self.sleep(next_beat);
+        }
+    }
+
+    /// Carries out what the group asked for; `Some` when it leaves.
+    fn obey(&mut self) -> Option<u32> {
+        let commands = std::mem::take(&mut *self.shared.commands.lock().expect("no panic while locked"));
+        let mut leave = None;
+        for command in commands {
+            match command {
+                Command::Leave { seq } => leave = Some(seq),
+                Command::Send(t) | Command::Receive(t) if self.state.is_over() => {
+                    t.work.complete(Err(self.state.error(None)));
+                }
+                Command::Send(t) => peer(&mut self.peers, &t).submit_send(t, &self.state),
+                Command::Receive(t) => peer(&mut self.peers, &t).submit_receive(t, &self.state),
+            }
+        }
+        leave
+    }
+
+    /// Moves what the sockets allow and acts on what arrives.
+    fn exchange(&mut self) {
+        for peer in self.peers.iter_mut().flatten() {
+            while let Some(event) = peer.progress() {
+                match event {
+                    Event::Lost => {
+                        let error = Error::PeerLost { peer: peer.rank, loss: Loss::Closed, during: None };
+                        self.state.fail(error);
+                    }
+                    Event::Aborted(error) => {
+                        // Who reports a failure tells everybody, so this rank need not.
+                        self.told |= self.state.fail(error);
+                    }
+                    Event::Failed(error) => {
+                        self.state.fail(error);
+                    }
+                    Event::Left { seq } => {
+                        self.state.note_left(peer.rank, seq);
+                        let loss = Loss::Left;
+                        peer.fail_transfers(&Error::PeerLost { peer: peer.rank, loss, during: None });
+                    }
+                }
+            }
+        }
+    }
+
+    fn beat(&mut self, now: Instant) {
+        for peer in self.peers.iter_mut().flatten().filter(|p| p.is_present()) {
+            peer.queue(Frame::Heartbeat, Vec::new());
+            let silence = now.saturating_duration_since(peer.last_heard);
+            if silence > self.timeout {
+                let loss = Loss::Silent(silence);
+                self.state.fail(Error::PeerLost { peer: peer.rank, loss, during: None });
+            }
+        }
+    }
+
+    /// Tells everybody why the group failed and ends all transfers.
+    fn give_up(&mut self) {
+        let error = self.state.error(None);
+        let reason = frame::encode_reason(&error);
+        for peer in self.peers.iter_mut().flatten() {
+            peer.fail_transfers(&error);
+            if !self.told && peer.is_present() {
+                peer.queue(Frame::Abort { length: reason.len() }, reason.clone());
+                // Whatever this brings comes too late to matter.
+                while peer.progress().is_some() {}
+            }
+        }
+        self.told = true;
+    }
+
+    fn farewell(&mut self, seq: u32) {
+        if self.state.is_over() {
+            self.give_up();
+        }
+        let deadline = Instant::now() + FAREWELL;
+        for peer in self.peers.iter_mut().flatten() {
+            if !self.state.is_over() {
+                peer.queue(Frame::Goodbye { seq }, Vec::new());
+            }
+            let left = Error::PeerLost { peer: peer.rank, loss: Loss::Left, during: None };
+            peer.fail_transfers(&left);
+        }
+        while Instant::now() < deadline && self.peers.iter().flatten().any(|p| p.is_present() && p.has_output()) {
+            self.exchange();
+            self.sleep(deadline.min(Instant::now() + Duration::from_millis(5)));
+        }
+    }
+
+    fn sleep(&self, until: Instant) {
+        let left = until.saturating_duration_since(Instant::now());
+        let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
+        let mut fds = Vec::with_capacity(self.peers.len() + 1);
+        fds.push(PollFd::new(&self.shared.wake, PollFlags::IN));
+        for peer in self.peers.iter().flatten().filter(|p| p.is_present()) {
+            let mut flags = PollFlags::IN;
+            flags.set(PollFlags::OUT, peer.has_output());
+            fds.push(PollFd::new(peer.socket(), flags));
+        }
+        // Interrupted or failed: the loop comes round again.
+        let _ = rustix::event::poll(&mut fds, Some(&timeout));
+        let mut count = [0; 8];
+        // Empty the counter; nothing to read is fine.
+        let _ = rustix::io::read(&self.shared.wake, &mut count);
+    }
+}
+
+/// The peer of a transfer.
+fn peer<'a>(peers: &'a mut [Option<Peer>], transfer: &Transfer) -> &'a mut Peer {
+    peers[transfer.peer].as_mut().expect("the group checks that transfers go to another rank")
+}

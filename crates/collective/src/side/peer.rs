@@ -1,0 +1,408 @@
+//! The side channel to one peer: frames in and out, transfers under way.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags};
+use socket2::Socket;
+
+use super::Transfer;
+use super::frame::{self, Frame, MAX_DATA};
+use crate::error::{Error, Loss};
+use crate::state::GroupState;
+
+/// Announcements a peer may have waiting. More than that is a program that sends and never
+/// receives.
+const MAX_ANNOUNCED: usize = 1 << 16;
+
+/// The connection to one peer and what is under way on it.
+pub struct Peer {
+    pub rank: usize,
+    /// This rank.
+    me: usize,
+    socket: Socket,
+    pub last_heard: Instant,
+    presence: Presence,
+    output: VecDeque<Output>,
+    input: Input,
+    /// Sends in order of submission.
+    sends: VecDeque<Sending>,
+    next_id: u32,
+    /// Receives nobody has announced a message for.
+    receives: VecDeque<Transfer>,
+    /// Messages nobody wants yet.
+    announced: VecDeque<Announced>,
+    /// Receives whose message is cleared to come.
+    cleared: Vec<Receiving>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Presence {
+    Here,
+    /// Said goodbye; its connection may close.
+    Leaving,
+    Gone,
+}
+
+/// What a peer did.
+pub enum Event {
+    /// Its connection closed without a goodbye.
+    Lost,
+    /// It says that the group failed.
+    Aborted(Error),
+    /// It broke the rules, or a transfer does not fit.
+    Failed(Error),
+    /// It said goodbye.
+    Left {
+        /// The first call without it.
+        seq: u32,
+    },
+}
+
+struct Output {
+    head: [u8; frame::SIZE],
+    body: Vec<u8>,
+    /// A part of the first cleared send follows the head.
+    data: usize,
+    sent: usize,
+}
+
+struct Sending {
+    transfer: Transfer,
+    id: u32,
+    cleared: bool,
+    /// Whether a data frame has been queued; an empty message has one too.
+    started: bool,
+    /// Bytes handed to frames.
+    framed: usize,
+    /// Bytes handed to the kernel.
+    sent: usize,
+}
+
+struct Announced {
+    tag: u32,
+    id: u32,
+    length: u64,
+}
+
+struct Receiving {
+    transfer: Transfer,
+    id: u32,
+    received: usize,
+}
+
+/// What is being read.
+enum Input {
+    Head { bytes: [u8; frame::SIZE], filled: usize },
+    Reason { bytes: Vec<u8>, filled: usize },
+    Data { id: u32, left: usize },
+}
+
+const EMPTY: Input = Input::Head { bytes: [0; frame::SIZE], filled: 0 };
+
+impl Peer {
+    pub fn new(socket: Socket, rank: usize, me: usize) -> Peer {
+        Peer {
+            rank,
+            me,
+            socket,
+            last_heard: Instant::now(),
+            presence: Presence::Here,
+            output: VecDeque::new(),
+            input: EMPTY,
+            sends: VecDeque::new(),
+            next_id: 0,
+            receives: VecDeque::new(),
+            announced: VecDeque::new(),
+            cleared: Vec::new(),
+        }
+    }
+
+    pub fn socket(&self) -> &Socket {
+        &self.socket
+    }
+
+    pub fn is_present(&self) -> bool {
+        self.presence != Presence::Gone
+    }
+
+    pub fn has_output(&self) -> bool {
+        !self.output.is_empty()
+    }
+
+    /// Queues a frame with what follows it.
+    pub fn queue(&mut self, frame: Frame, body: Vec<u8>) {
+        self.output.push_back(Output { head: frame.encode(), body, data: 0, sent: 0 });
+    }
+
+    pub fn submit_send(&mut self, transfer: Transfer, state: &GroupState) {
+        if self.presence != Presence::Here || state.is_over() {
+            return transfer.work.complete(Err(self.left()));
+        }
+        let id = self.next_id;
+        self.next_id = self.next_id.wrapping_add(1);
+        let length = transfer.length as u64;
+        self.queue(Frame::Announce { tag: transfer.tag, id, length }, Vec::new());
+        self.sends.push_back(Sending { transfer, id, cleared: false, started: false, framed: 0, sent: 0 });
+    }
+
+    pub fn submit_receive(&mut self, transfer: Transfer, state: &GroupState) {
+        if state.is_over() {
+            return transfer.work.complete(Err(state.error(None)));
+        }
+        let matching = self.announced.iter().position(|a| a.tag == transfer.tag);
+        match matching.and_then(|i| self.announced.remove(i)) {
+            Some(announced) => {
+                if let Err(error) = self.clear(transfer, announced) {
+                    state.fail(error);
+                }
+            }
+            None if self.presence != Presence::Here => transfer.work.complete(Err(self.left())),
+            None => self.receives.push_back(transfer),
+        }
+    }
+
+    /// Ends all transfers with this error.
+    pub fn fail_transfers(&mut self, error: &Error) {
+        let sends = self.sends.drain(..).map(|s| s.transfer);
+        let receives = self.receives.drain(..);
+        let cleared = self.cleared.drain(..).map(|r| r.transfer);
+        for transfer in sends.chain(receives).chain(cleared) {
+            transfer.work.complete(Err(error.clone()));
+        }
+        // Frames whose data is no longer there must not go out.
+        self.output.retain(|o| o.data == 0);
+    }
+
+    /// Sends and receives what the socket allows; what happened, or `None` when it is idle.
+    pub fn progress(&mut self) -> Option<Event> {
+        if self.presence == Presence::Gone {
+            return None;
+        }
+        if self.write().is_err() {
+            return self.closed();
+        }
+        loop {
+            match self.read() {
+                Ok(Some(event)) => return Some(event),
+                Ok(None) => {}
+                Err(Errno::AGAIN) => break,
+                Err(Errno::INTR) => {}
+                Err(_) => return self.closed(),
+            }
+        }
+        // What was read may have cleared a send.
+        if self.write().is_err() {
+            return self.closed();
+        }
+        None
+    }
+
+    fn closed(&mut self) -> Option<Event> {
+        let was = std::mem::replace(&mut self.presence, Presence::Gone);
+        self.output.clear();
+        (was == Presence::Here).then_some(Event::Lost)
+    }
+
+    fn left(&self) -> Error {
+        Error::PeerLost { peer: self.rank, loss: Loss::Left, during: None }
+    }
+
+    fn write(&mut self) -> Result<(), Errno> {
+        loop {
+            if self.output.is_empty() && !self.frame_data() {
+                return Ok(());
+            }
+            let Some(output) = self.output.front_mut() else { return Ok(()) };
+            let head = output.head.len();
+            let result = if output.sent < head {
+                rustix::net::send(&self.socket, &output.head[output.sent..], SendFlags::NOSIGNAL)
+            } else if output.data > 0 {
+                let sending = self.sends.front().expect("a data frame belongs to the first send");
+                let from = sending.sent;
+                let left = output.data - (output.sent - head);
+                // SAFETY: `from + left` is within the transfer's memory, which its submitter
+                // keeps valid until the work is done.
+                let bytes = unsafe { std::slice::from_raw_parts(sending.transfer.address.add(from), left) };
+                rustix::net::send(&self.socket, bytes, SendFlags::NOSIGNAL)
+            } else if output.sent < head + output.body.len() {
+                rustix::net::send(&self.socket, &output.body[output.sent - head..], SendFlags::NOSIGNAL)
+            } else {
+                Ok(0)
+            };
+            let sent = match result {
+                Ok(n) => n,
+                Err(Errno::AGAIN) => return Ok(()),
+                Err(Errno::INTR) => continue,
+                Err(e) => return Err(e),
+            };
+            if output.sent >= head && output.data > 0 {
+                self.sends.front_mut().expect("as above").sent += sent;
+            }
+            output.sent += sent;
+            if output.sent == head + output.body.len() + output.data {
+                self.output.pop_front();
+                self.finish_send();
+            }
+        }
+    }
+
+    /// Queues the next part of the first cleared send; whether there was one.
+    fn frame_data(&mut self) -> bool {
+        // Data frames always belong to the send at the front: bring the oldest cleared one
+        // there. None is half-sent unless it is at the front already.
+        if let Some(i) = self.sends.iter().position(|s| s.cleared)
+            && i > 0
+            && let Some(sending) = self.sends.remove(i)
+        {
+            self.sends.push_front(sending);
+        }
+        let Some(sending) = self.sends.front_mut().filter(|s| s.cleared) else { return false };
+        let length = (sending.transfer.length - sending.framed).min(MAX_DATA);
+        sending.started = true;
+        sending.framed += length;
+        let head = Frame::Data { id: sending.id, length }.encode();
+        self.output.push_back(Output { head, body: Vec::new(), data: length, sent: 0 });
+        true
+    }
+
+    fn finish_send(&mut self) {
+        let done = self.sends.front().is_some_and(|s| s.started && s.sent == s.transfer.length);
+        if done && let Some(sending) = self.sends.pop_front() {
+            sending.transfer.work.complete(Ok(()));
+        }
+    }
+
+    fn read(&mut self) -> Result<Option<Event>, Errno> {
+        match &mut self.input {
+            Input::Head { bytes, filled } => {
+                *filled += receive(&self.socket, &mut bytes[*filled..])?;
+                self.last_heard = Instant::now();
+                if *filled < frame::SIZE {
+                    return Ok(None);
+                }
+                let decoded = Frame::decode(bytes);
+                self.input = EMPTY;
+                Ok(match decoded {
+                    Ok(frame) => self.act_on(frame),
+                    Err(_) => Some(self.broke_rules("an unreadable frame")),
+                })
+            }
+            Input::Reason { bytes, filled } => {
+                if *filled < bytes.len() {
+                    *filled += receive(&self.socket, &mut bytes[*filled..])?;
+                }
+                if *filled < bytes.len() {
+                    return Ok(None);
+                }
+                let error = frame::decode_reason(self.rank, bytes);
+                self.input = EMPTY;
+                Ok(Some(Event::Aborted(error)))
+            }
+            Input::Data { id, left } => {
+                let Some(receiving) = self.cleared.iter_mut().find(|r| r.id == *id) else {
+                    return Ok(Some(self.broke_rules("data nobody asked for")));
+                };
+                if *left > 0 {
+                    let room = receiving.transfer.length - receiving.received;
+                    if *left > room {
+                        return Ok(Some(self.broke_rules("more data than announced")));
+                    }
+                    // SAFETY: within the transfer's memory, which its submitter keeps valid and
+                    // untouched until the work is done.
+                    let into = unsafe {
+                        std::slice::from_raw_parts_mut(receiving.transfer.address.add(receiving.received), *left)
+                    };
+                    let n = receive(&self.socket, into)?;
+                    self.last_heard = Instant::now();
+                    receiving.received += n;
+                    *left -= n;
+                }
+                if *left == 0 {
+                    let done = receiving.received == receiving.transfer.length;
+                    let id = *id;
+                    self.input = EMPTY;
+                    if done {
+                        let i = self.cleared.iter().position(|r| r.id == id).expect("found above");
+                        self.cleared.swap_remove(i).transfer.work.complete(Ok(()));
+                    }
+                }
+                Ok(None)
+            }
+        }
+    }
+
+    fn act_on(&mut self, frame: Frame) -> Option<Event> {
+        match frame {
+            Frame::Heartbeat => None,
+            Frame::Goodbye { seq } => {
+                self.presence = Presence::Leaving;
+                Some(Event::Left { seq })
+            }
+            Frame::Abort { length } => {
+                self.input = Input::Reason { bytes: vec![0; length], filled: 0 };
+                None
+            }
+            Frame::Announce { tag, id, length } => {
+                let announced = Announced { tag, id, length };
+                match self.receives.iter().position(|t| t.tag == tag).and_then(|i| self.receives.remove(i)) {
+                    Some(transfer) => self.clear(transfer, announced).err().map(Event::Failed),
+                    None if self.announced.len() == MAX_ANNOUNCED => {
+                        Some(self.broke_rules("more messages than anybody receives"))
+                    }
+                    None => {
+                        self.announced.push_back(announced);
+                        None
+                    }
+                }
+            }
+            Frame::Clear { id } => {
+                match self.sends.iter_mut().find(|s| s.id == id && !s.cleared) {
+                    Some(sending) => {
+                        sending.cleared = true;
+                        None
+                    }
+                    None => Some(self.broke_rules("a clearance for no message")),
+                }
+            }
+            Frame::Data { id, length } => {
+                self.input = Input::Data { id, left: length };
+                None
+            }
+        }
+    }
+
+    /// A send and a receive have met.
+    fn clear(&mut self, transfer: Transfer, announced: Announced) -> Result<(), Error> {
+        if announced.length != transfer.length as u64 {
+            let error = Error::LengthMismatch {
+                from: self.rank,
+                to: self.me,
+                tag: transfer.tag,
+                sent: announced.length,
+                expected: transfer.length as u64,
+            };
+            transfer.work.complete(Err(error.clone()));
+            return Err(error);
+        }
+        self.queue(Frame::Clear { id: announced.id }, Vec::new());
+        self.cleared.push(Receiving { transfer, id: announced.id, received: 0 });
+        Ok(())
+    }
+
+    fn broke_rules(&mut self, what: &str) -> Event {
+        self.presence = Presence::Gone;
+        Event::Failed(Error::System {
+            what: "the side channel",
+            reason: format!("rank {} sent {what}", self.rank),
+        })
+    }
+}
+
+fn receive(socket: &Socket, into: &mut [u8]) -> Result<usize, Errno> {
+    match rustix::net::recv(socket, into, RecvFlags::empty())? {
+        (_, 0) => Err(Errno::CONNRESET),
+        (_, n) => Ok(n),
+    }
+}

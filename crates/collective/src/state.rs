@@ -1,0 +1,201 @@
+//! What the threads of a group share: whether it still stands, and if not, why.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::time::{Duration, Instant};
+
+use socket2::Socket;
+
+use crate::call::Call;
+use crate::error::{Error, Loss};
+
+/// How long a broken link waits for the monitor to say whose fault it is. Longer: a dead peer
+/// is noticed later where only its link tells. Shorter: a bystander may be blamed.
+const VERDICT: Duration = Duration::from_millis(50);
+
+/// A membership of the job. Groups belong to one; when it ends they stop working.
+pub struct Epoch {
+    number: u64,
+    ended: AtomicBool,
+    groups: Mutex<Vec<Weak<GroupState>>>,
+}
+
+impl Epoch {
+    /// A new epoch.
+    pub fn new(number: u64) -> Arc<Epoch> {
+        Arc::new(Epoch { number, ended: AtomicBool::new(false), groups: Mutex::default() })
+    }
+
+    /// Its number.
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// Whether it has ended.
+    pub fn has_ended(&self) -> bool {
+        self.ended.load(Ordering::SeqCst)
+    }
+
+    /// Ends the epoch: every pending and later operation of its groups fails with
+    /// [`Error::EpochEnded`].
+    pub fn end(&self) {
+        self.ended.store(true, Ordering::SeqCst);
+        let groups = std::mem::take(&mut *self.groups.lock().expect("no panic while locked"));
+        for group in groups.iter().filter_map(Weak::upgrade) {
+            group.fail(Error::EpochEnded { epoch: self.number });
+        }
+    }
+
+    /// Registers a group to be ended with the epoch.
+    pub(crate) fn enter(&self, group: &Arc<GroupState>) {
+        {
+            let mut groups = self.groups.lock().expect("no panic while locked");
+            groups.retain(|g| g.strong_count() > 0);
+            groups.push(Arc::downgrade(group));
+        }
+        if self.has_ended() {
+            group.fail(Error::EpochEnded { epoch: self.number });
+        }
+    }
+}
+
+/// Whether a group still stands. Shared by callers, the progress thread and the monitor.
+pub struct GroupState {
+    rank: usize,
+    over: AtomicBool,
+    failure: Mutex<Option<Error>>,
+    /// For each peer, the first call it takes no part in; `u32::MAX` while it is present.
+    left: Vec<AtomicU32>,
+    /// Sockets whose shutdown wakes whoever waits for them.
+    sockets: Mutex<Vec<Socket>>,
+    /// Wakes the monitor, which tells the other ranks.
+    monitor: OnceLock<OwnedFd>,
+    /// After how long a waiting rank says for whom it waits.
+    stall_after: Duration,
+}
+
+impl GroupState {
+    /// The state of a new group.
+    pub fn new(rank: usize, world: usize, stall_after: Duration) -> Arc<GroupState> {
+        Arc::new(GroupState {
+            rank,
+            over: AtomicBool::new(false),
+            failure: Mutex::new(None),
+            left: (0..world).map(|_| AtomicU32::new(u32::MAX)).collect(),
+            sockets: Mutex::default(),
+            monitor: OnceLock::new(),
+            stall_after,
+        })
+    }
+
+    /// Hands over sockets to shut down when the group fails.
+    pub fn shut_down_on_failure(&self, sockets: Vec<Socket>) {
+        self.sockets.lock().expect("no panic while locked").extend(sockets);
+    }
+
+    /// Registers the eventfd on which the monitor sleeps.
+    pub fn wake_on_failure(&self, monitor: OwnedFd) {
+        let registered = self.monitor.set(monitor);
+        debug_assert!(registered.is_ok(), "a group has one monitor");
+    }
+
+    /// Whether the group has failed.
+    pub fn is_over(&self) -> bool {
+        self.over.load(Ordering::SeqCst)
+    }
+
+    /// Whether `call` cannot complete: the group failed, or `peer` left before it.
+    pub fn is_over_for(&self, peer: usize, call: &Call) -> bool {
+        if self.has_left(peer, call.seq) {
+            self.fail(Error::PeerLost { peer, loss: Loss::Left, during: Some(*call) });
+        }
+        self.is_over()
+    }
+
+    /// Ends the group, unless it has failed before; whether this was the first failure.
+    pub fn fail(&self, error: Error) -> bool {
+        {
+            let mut failure = self.failure.lock().expect("no panic while locked");
+            if failure.is_some() {
+                return false;
+            }
+            *failure = Some(error);
+        }
+        self.over.store(true, Ordering::SeqCst);
+        if let Some(monitor) = self.monitor.get() {
+            // An eventfd only refuses a write that would overflow, and then it is readable.
+            let _ = rustix::io::write(monitor, &1u64.to_ne_bytes());
+        }
+        for socket in self.sockets.lock().expect("no panic while locked").drain(..) {
+            // A socket that is closed already needs no shutdown.
+            let _ = socket.shutdown(std::net::Shutdown::Both);
+        }
+        true
+    }
+
+    /// The connection to `peer` broke in the middle of `call`. Either the peer died, or it ended
+    /// the group because of somebody else, and then the monitor is about to learn why: the true
+    /// cause is worth a short wait.
+    pub fn lost_link(&self, peer: usize, call: &Call) -> Error {
+        let deadline = Instant::now() + VERDICT;
+        while !self.is_over() && !self.has_left(peer, call.seq) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let loss = if self.has_left(peer, call.seq) { Loss::Left } else { Loss::Closed };
+        self.fail(Error::PeerLost { peer, loss, during: Some(*call) });
+        self.error(Some(*call))
+    }
+
+    /// Why the group failed, as seen by `during`.
+    pub fn error(&self, during: Option<Call>) -> Error {
+        let failure = self.failure.lock().expect("no panic while locked").clone();
+        match failure {
+            Some(Error::PeerLost { peer, loss, .. }) => Error::PeerLost { peer, loss, during },
+            Some(error) => error,
+            None => Error::System { what: "waiting", reason: "interrupted for no reason".into() },
+        }
+    }
+
+    /// Notes that a peer takes part only in calls before `seq`.
+    pub fn note_left(&self, peer: usize, seq: u32) {
+        self.left[peer].store(seq, Ordering::SeqCst);
+    }
+
+    /// Whether a peer takes no part in call `seq`.
+    pub fn has_left(&self, peer: usize, seq: u32) -> bool {
+        self.left[peer].load(Ordering::SeqCst) <= seq
+    }
+
+    /// Starts to watch a wait of `call`.
+    pub fn watch<'a>(&'a self, call: &'a Call) -> StallWatch<'a> {
+        StallWatch { state: self, call, since: Instant::now(), reported: false }
+    }
+}
+
+/// Reports once, in the log, for whom a wait has been waiting too long.
+pub struct StallWatch<'a> {
+    state: &'a GroupState,
+    call: &'a Call,
+    since: Instant,
+    reported: bool,
+}
+
+impl StallWatch<'_> {
+    /// To be called now and then while waiting; `missing` names the ranks that have not
+    /// arrived.
+    pub fn tick(&mut self, missing: impl FnOnce() -> Vec<usize>) {
+        let waited = self.since.elapsed();
+        if self.reported || waited < self.state.stall_after {
+            return;
+        }
+        self.reported = true;
+        log::warn!(
+            "rank {} has waited {:.1} s in {} for ranks {:?}",
+            self.state.rank,
+            waited.as_secs_f64(),
+            self.call,
+            missing(),
+        );
+    }
+}

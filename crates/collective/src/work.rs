@@ -1,0 +1,170 @@
+//! Handles to operations under way.
+
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Instant;
+
+use crate::error::Error;
+
+type Outcome = Result<(), Error>;
+type Callback = Box<dyn FnOnce(&Outcome) + Send>;
+
+/// An operation that was submitted.
+///
+/// Dropping the handle does not cancel the operation: other ranks count on it.
+#[derive(Clone)]
+pub struct Work {
+    shared: Arc<Shared>,
+}
+
+#[derive(Default)]
+struct Shared {
+    progress: Mutex<Progress>,
+    done: Condvar,
+}
+
+#[derive(Default)]
+struct Progress {
+    outcome: Option<Outcome>,
+    callbacks: Vec<Callback>,
+}
+
+impl Work {
+    /// Waits until the operation has ended.
+    pub fn wait(&self) -> Outcome {
+        let mut progress = self.lock();
+        loop {
+            if let Some(outcome) = &progress.outcome {
+                return outcome.clone();
+            }
+            progress = self.shared.done.wait(progress).expect("no panic while locked");
+        }
+    }
+
+    /// Waits until the operation has ended or the deadline has passed, then `None`.
+    pub fn wait_until(&self, deadline: Instant) -> Option<Outcome> {
+        let mut progress = self.lock();
+        loop {
+            if let Some(outcome) = &progress.outcome {
+                return Some(outcome.clone());
+            }
+            let left = deadline.checked_duration_since(Instant::now())?;
+            let waited = self.shared.done.wait_timeout(progress, left);
+            progress = waited.expect("no panic while locked").0;
+        }
+    }
+
+    /// Whether the operation has ended, well or not.
+    pub fn is_done(&self) -> bool {
+        self.lock().outcome.is_some()
+    }
+
+    /// Calls `callback` when the operation has ended: at once if it has, else on the thread that
+    /// ends it, which must not be kept waiting.
+    pub fn on_completion(&self, callback: impl FnOnce(&Result<(), Error>) + Send + 'static) {
+        let mut progress = self.lock();
+        match progress.outcome.clone() {
+            None => progress.callbacks.push(Box::new(callback)),
+            Some(outcome) => {
+                drop(progress);
+                callback(&outcome);
+            }
+        }
+    }
+
+    pub(crate) fn new() -> Work {
+        Work { shared: Arc::default() }
+    }
+
+    /// Ends the operation; later endings are ignored.
+    pub(crate) fn complete(&self, outcome: Outcome) {
+        let callbacks = {
+            let mut progress = self.lock();
+            if progress.outcome.is_some() {
+                return;
+            }
+            progress.outcome = Some(outcome.clone());
+            std::mem::take(&mut progress.callbacks)
+        };
+        self.shared.done.notify_all();
+        for callback in callbacks {
+            callback(&outcome);
+        }
+    }
+
+    /// Whether nobody else holds this handle, so that it can serve the next operation.
+    fn is_unshared(&self) -> bool {
+        Arc::strong_count(&self.shared) == 1
+    }
+
+    fn reset(&self) {
+        *self.lock() = Progress::default();
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Progress> {
+        self.shared.progress.lock().expect("no panic while locked")
+    }
+}
+
+/// Handles that are used again, so that submitting allocates nothing once warm.
+#[derive(Default)]
+pub(crate) struct WorkPool {
+    handles: Vec<Work>,
+    next: usize,
+}
+
+impl WorkPool {
+    /// Handles kept for reuse. Larger: more idle memory. Smaller: a burst of submissions
+    /// allocates.
+    const KEPT: usize = 256;
+
+    /// A handle nobody uses.
+    pub fn take(&mut self) -> Work {
+        // Submissions end in order, so the handle after the last one taken is the one that has
+        // been in use for longest.
+        for _ in 0..self.handles.len().min(4) {
+            self.next = (self.next + 1) % self.handles.len();
+            let handle = &self.handles[self.next];
+            if handle.is_unshared() {
+                handle.reset();
+                return handle.clone();
+            }
+        }
+        let handle = Work::new();
+        if self.handles.len() < Self::KEPT {
+            self.handles.push(handle.clone());
+        }
+        handle
+    }
+}
+
+/// An operation that owns its buffer until it has ended.
+pub struct Pending<B> {
+    work: Work,
+    buffer: Option<B>,
+}
+
+impl<B> Pending<B> {
+    pub(crate) fn new(work: Work, buffer: B) -> Pending<B> {
+        Pending { work, buffer: Some(buffer) }
+    }
+
+    /// The handle, to ask or to be told when it is done.
+    pub fn work(&self) -> &Work {
+        &self.work
+    }
+
+    /// Waits until the operation has ended and returns the buffer.
+    pub fn wait(mut self) -> Result<B, Error> {
+        self.work.wait()?;
+        Ok(self.buffer.take().expect("taken only here and in drop"))
+    }
+}
+
+impl<B> Drop for Pending<B> {
+    fn drop(&mut self) {
+        if self.buffer.is_some() {
+            // The operation writes to the buffer until it ends, however it ends.
+            let _ = self.work.wait();
+        }
+    }
+}

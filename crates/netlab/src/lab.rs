@@ -1,0 +1,140 @@
+use std::env;
+use std::io::{self, Write};
+use std::net::{Ipv4Addr, Ipv6Addr};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+
+use crate::LabError;
+use crate::host::Host;
+use crate::iproute::iproute;
+use crate::link::Link;
+use crate::namespace::{Door, Namespace};
+use crate::owner::Owner;
+
+/// Set to `require`, this variable makes [`lab_or_skip`] panic where it would skip.
+const MODE: &str = "UNISONO_NETLAB";
+
+/// Numbers the labs of this process.
+static LABS: AtomicU64 = AtomicU64::new(0);
+
+/// Some hosts that reach each other, and nothing else, through a switch.
+#[derive(Debug)]
+pub struct Lab {
+    hosts: Vec<Host>,
+}
+
+impl Lab {
+    /// Builds a lab of `hosts` hosts with one `link` each and returns once all links are up.
+    ///
+    /// # Errors
+    ///
+    /// [`LabError::Unavailable`] if this user on this machine cannot have such a lab, and
+    /// [`LabError::DelayUnavailable`] if it could without the delay.
+    pub fn new(hosts: usize, link: Link) -> Result<Lab, LabError> {
+        Namespace::sweep();
+        Lab::build(hosts, &link).map_err(|error| match error {
+            LabError::Unavailable(_) | LabError::DelayUnavailable(_) => error,
+            other => LabError::Unavailable(other.to_string()),
+        })
+    }
+
+    /// The `index`-th host.
+    ///
+    /// # Panics
+    ///
+    /// If there are no more than `index` hosts.
+    pub fn host(&self, index: usize) -> &Host {
+        &self.hosts[index]
+    }
+
+    /// All hosts, in order.
+    pub fn hosts(&self) -> &[Host] {
+        &self.hosts
+    }
+
+    fn build(hosts: usize, link: &Link) -> Result<Lab, LabError> {
+        let owner = Owner::current()
+            .map_err(|error| LabError::Unavailable(format!("/proc cannot be read: {error}")))?;
+        let lab = LABS.fetch_add(1, Ordering::Relaxed);
+        let switch = Arc::new(Switch::create(owner.name(lab, "switch"))?);
+        let hosts = (0..hosts)
+            .map(|index| Host::plug(index, owner.name(lab, index), &switch, link))
+            .collect::<Result<Vec<_>, _>>()?;
+        for host in &hosts {
+            if !host.reaches_switch()? {
+                let reason = format!("the link of host {} carries nothing", host.index());
+                return Err(LabError::Unavailable(reason));
+            }
+        }
+        Ok(Lab { hosts })
+    }
+}
+
+/// Builds a lab, or says on stderr that the calling test is skipped and why.
+///
+/// Where a skipped test would go unnoticed, `UNISONO_NETLAB=require` makes it fail instead, unless
+/// all that is missing is a kernel that can delay packets: no user can help that.
+///
+/// # Panics
+///
+/// If the lab is required and cannot be built.
+pub fn lab_or_skip(hosts: usize, link: Link) -> Option<Lab> {
+    let error = match Lab::new(hosts, link) {
+        Ok(lab) => return Some(lab),
+        Err(error) => error,
+    };
+    let advice = match error {
+        LabError::DelayUnavailable(_) => "a kernel with netem can",
+        _ => "run as root, or in a user namespace as unisono-netlab documents",
+    };
+    let required = env::var_os(MODE).is_some_and(|mode| mode == "require");
+    if required && !matches!(error, LabError::DelayUnavailable(_)) {
+        panic!("{error}; {advice}");
+    }
+    let current = thread::current();
+    let test = current.name().unwrap_or("a test");
+    // Not `eprintln!`, which the test harness swallows when a test passes. A stderr that is
+    // closed is no reason to fail.
+    let _ = writeln!(io::stderr(), "SKIPPED {test}: {error}; {advice}");
+    None
+}
+
+/// The bridge to which all hosts are linked, in a namespace of its own. It has an address so that
+/// a host can prove that its link works.
+#[derive(Debug)]
+pub(crate) struct Switch {
+    namespace: Namespace,
+}
+
+impl Switch {
+    pub(crate) const DEVICE: &str = "switch";
+    pub(crate) const NETWORK_V4: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 0);
+    pub(crate) const PREFIX_V4: u8 = 16;
+    pub(crate) const NETWORK_V6: Ipv6Addr =
+        Ipv6Addr::new(0xfd75, 0x6e69, 0x736f, 0x6e6f, 0, 0, 0, 0);
+    pub(crate) const PREFIX_V6: u8 = 64;
+    pub(crate) const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 77, 255, 254);
+
+    /// A bridge takes over the address of one of its ports unless it is given its own, and hosts
+    /// would go on to send to the former.
+    const MAC: &str = "02:75:6e:69:73:6f";
+
+    fn create(name: String) -> Result<Switch, LabError> {
+        let namespace = Namespace::create(name)?;
+        let (name, device) = (namespace.name(), Switch::DEVICE);
+        iproute(&format!("ip -n {name} link add {device} address {} type bridge", Switch::MAC))?;
+        let address = format!("{}/{}", Switch::ADDRESS, Switch::PREFIX_V4);
+        iproute(&format!("ip -n {name} addr add {address} dev {device}"))?;
+        iproute(&format!("ip -n {name} link set {device} up"))?;
+        Ok(Switch { namespace })
+    }
+
+    pub(crate) fn namespace(&self) -> &str {
+        self.namespace.name()
+    }
+
+    pub(crate) fn door(&self) -> &Door {
+        self.namespace.door()
+    }
+}

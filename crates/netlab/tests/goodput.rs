@@ -1,0 +1,80 @@
+//! A link carries its rate: not less, and never more. In a test binary of its own, so that no
+//! other test competes with the streams for the processor.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use unisono_netlab::{Host, Link, Rate, lab_or_skip};
+
+/// How long anything may take before the test calls it hung.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// How often a transfer is tried. TCP takes the first to find out the rate, and a busy machine
+/// may slow one down, but nothing can make one too fast.
+const ATTEMPTS: usize = 10;
+
+#[test]
+fn a_stream_fills_a_link() {
+    for (rate, bytes) in [(Rate::gbit(1), 32 << 20), (Rate::mbit(100), 4 << 20)] {
+        let Some(lab) = lab_or_skip(2, Link::new(rate)) else { return };
+        let there = Stream::connect(lab.host(0), lab.host(1));
+        let back = Stream::connect(lab.host(1), lab.host(0));
+        assert_filled("one way", rate, || vec![there.transfer(bytes)]);
+        assert_filled("both ways", rate, || {
+            thread::scope(|scope| {
+                let there = scope.spawn(|| there.transfer(bytes));
+                let back = scope.spawn(|| back.transfer(bytes));
+                vec![there.join().unwrap(), back.join().unwrap()]
+            })
+        });
+    }
+}
+
+/// Asserts that the streams carry at most the rate each time, and at least 90 % of it once.
+/// `transfer` returns the bits that each carried in a second.
+fn assert_filled(what: &str, rate: Rate, transfer: impl Fn() -> Vec<f64>) {
+    let filled = (0..ATTEMPTS).any(|_| {
+        let bits = rate.as_bits_per_second();
+        let shares: Vec<f64> = transfer().iter().map(|carried| carried / bits as f64).collect();
+        println!("{what} at {} Mbit/s: {shares:.3?} of the rate", bits / 1_000_000);
+        assert!(shares.iter().all(|share| *share <= 1.0), "more than the rate: {shares:?}");
+        shares.iter().all(|share| *share >= 0.9)
+    });
+    assert!(filled, "less than 90 % of {rate:?} {what} in {ATTEMPTS} attempts");
+}
+
+struct Stream {
+    sender: TcpStream,
+    receiver: TcpStream,
+}
+
+impl Stream {
+    fn connect(from: &Host, to: &Host) -> Stream {
+        let listener = to.run(|| TcpListener::bind((to.address(), 0)).unwrap()).unwrap();
+        let target = listener.local_addr().unwrap();
+        let sender = from.run(|| TcpStream::connect_timeout(&target, PATIENCE).unwrap()).unwrap();
+        let (receiver, _) = listener.accept().unwrap();
+        sender.set_write_timeout(Some(PATIENCE)).unwrap();
+        receiver.set_read_timeout(Some(PATIENCE)).unwrap();
+        Stream { sender, receiver }
+    }
+
+    /// Sends `bytes` bytes and returns the bits that arrived in a second.
+    fn transfer(&self, bytes: usize) -> f64 {
+        let start = Instant::now();
+        thread::scope(|scope| {
+            scope.spawn(|| (&self.sender).write_all(&vec![0; bytes]).unwrap());
+            let mut buffer = vec![0; 256 << 10];
+            let mut left = bytes;
+            while left > 0 {
+                let wanted = left.min(buffer.len());
+                let received = (&self.receiver).read(&mut buffer[..wanted]).unwrap();
+                assert!(received > 0, "the stream ended {left} bytes early");
+                left -= received;
+            }
+        });
+        bytes as f64 * 8.0 / start.elapsed().as_secs_f64()
+    }
+}

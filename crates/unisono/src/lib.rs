@@ -1,0 +1,1 @@
+//! The public library of Unisono.
