@@ -52,7 +52,11 @@ class Row:
     size: int
     samples: dict = field(default_factory=dict)
     failures: dict = field(default_factory=dict)
-    other_load: float = 0.0  # cores at work while all systems slept
+    other_loads: list = field(default_factory=list)  # cores that other work took, run by run
+
+    @property
+    def other_load(self):
+        return statistics.mean(self.other_loads) if self.other_loads else 0.0
 
     def median(self, key):
         return statistics.median(self.samples[key]) if self.samples.get(key) else None
@@ -111,7 +115,7 @@ class Table:
 
     def note(self):
         worst = max((row.other_load for row in self.rows), default=0.0)
-        return f"Other work on the machine meanwhile: up to {worst:.1f} cores."
+        return f"Other work on the machine meanwhile: {worst:.1f} cores in the worst row."
 
     def verdict(self, row):
         """Losses first, then targets missed; `ok` only where all set targets are met."""

@@ -4,6 +4,8 @@ A `Session` owns everything it started: leaving it ends every process of the sys
 first and by force after a grace period.
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import select
@@ -11,6 +13,8 @@ import signal
 import statistics
 import subprocess
 import time
+
+F_SETPIPE_SZ = 1031  # the module fcntl names it only from Python 3.10 on
 
 START_SECONDS = 120  # importing torch on sixteen ranks at once takes a while
 RUN_SECONDS = 120  # beyond this a run counts as hung
@@ -31,6 +35,7 @@ class Session:
         self.world = world
         self.log_path = os.path.join(directory, f"{self.name}.log")
         self.processes = []
+        self.fifos = []
         self.unread = b""
         self.deadline_of_first_run = time.monotonic() + START_SECONDS
         # Opened for reading and writing, so that neither end waits for the other to open it and
@@ -39,6 +44,8 @@ class Session:
             self._fifo(os.path.join(directory, f"{self.name}.{rank}")) for rank in range(world)
         ]
         self.answers = self._fifo(os.path.join(directory, f"{self.name}.out"))
+        # Room for the longest answers of many ranks: a full pipe would mix their lines.
+        fcntl.fcntl(self.answers, F_SETPIPE_SZ, 1 << 20)
         with open(self.log_path, "wb") as log:
             for command, environment in launcher.commands(world, transport, directory, self.name):
                 self.processes.append(
@@ -52,10 +59,10 @@ class Session:
                     )
                 )
 
-    @staticmethod
-    def _fifo(path):
+    def _fifo(self, path):
         os.mkfifo(path)
-        return os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        self.fifos.append(os.open(path, os.O_RDWR | os.O_NONBLOCK))
+        return self.fifos[-1]
 
     def run(self, op, size, iterations, warmup):
         """The samples, in microseconds per operation, of the rank with the largest median."""
@@ -92,21 +99,33 @@ class Session:
             lines = log.read().splitlines()[-15:]
         return "".join(f"\n    {line}" for line in lines)
 
+    def cpu_seconds(self):
+        """The processor time that the living processes of the system have used."""
+        ticks = 0
+        for pid in _members({process.pid for process in self.processes}):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as stat:
+                # The second field, the name, may hold spaces; user and system time are 14 and 15.
+                fields = stat.read().rpartition(")")[2].split()
+                ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
     def close(self):
+        """Ends all processes of the system; a second call does nothing."""
         for fifo in self.commands:
-            try:
+            with contextlib.suppress(OSError):  # full, of a rank that hangs and is ended below
                 os.write(fifo, b"quit\n")
-            except OSError:
-                pass  # a full FIFO: its rank hangs, and is ended below
         if not self._ended_within(GRACE_SECONDS):
             for process in self.processes:
                 process.terminate()
             self._ended_within(GRACE_SECONDS)
+        for pid in _members({process.pid for process in self.processes}):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         for process in self.processes:
-            _kill_session(process.pid)
             process.wait()
-        for fifo in [*self.commands, self.answers]:
-            os.close(fifo)
+        while self.fifos:
+            os.close(self.fifos.pop())
+        self.processes, self.commands = [], []
 
     def _ended_within(self, seconds):
         deadline = time.monotonic() + seconds
@@ -118,14 +137,12 @@ class Session:
         return True
 
 
-def _kill_session(leader):
-    """Kills what is left of the process session that `leader` led. A launcher may have put its
-    ranks into process groups of their own, so killing the leader's group would not do."""
+def _members(leaders):
+    """The processes in the process sessions that `leaders` lead. A launcher may have put its
+    ranks into process groups of their own, so going by groups would miss them."""
     for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
         try:
-            if os.getsid(int(entry)) == leader:
-                os.kill(int(entry), signal.SIGKILL)
+            if entry.isdigit() and os.getsid(int(entry)) in leaders:
+                yield int(entry)
         except (ProcessLookupError, PermissionError):
             continue

@@ -75,10 +75,12 @@ class Gloo:
 
     @staticmethod
     def _torch_version(python):
-        check = "import torch; assert torch.distributed.is_gloo_available(); print(torch.__version__)"
+        check = (
+            "import torch; assert torch.distributed.is_gloo_available(); print(torch.__version__)"
+        )
         try:
             return _output(python, "-W", "ignore", "-c", check)
-        except (OSError, subprocess.CalledProcessError):
+        except Missing:
             return None
 
     @staticmethod
@@ -161,9 +163,13 @@ def _do(*command, **options):
 
 
 def _output(*command):
-    return subprocess.run(
-        command, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    ).stdout.strip()
+    try:
+        done = subprocess.run(
+            command, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise Missing(str(error)) from error
+    return done.stdout.strip()
 
 
 def _apt(*packages):

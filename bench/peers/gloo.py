@@ -12,9 +12,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# Operations of up to this size are timed SMALL_BATCH at a time.
-SMALL_BYTES = 64 * 1024
-SMALL_BATCH = 16
+# A sample is as many operations as it takes to fill SAMPLE_US, LARGEST_BATCH at most: longer
+# samples would average away what a median is for, shorter ones would time the clock.
+SAMPLE_US = 20.0
+LARGEST_BATCH = 16
 
 # All-reduce in place multiplies the values by `world` each time: from START on, they may grow
 # by GROWTH_BITS before they leave the range of f32.
@@ -122,22 +123,26 @@ def run(name, size, iterations, warmup):
     world = dist.get_world_size()
     collective = COLLECTIVES[name](size // 4, size // 4 // world)
     operate = collective.operate
-    batch = SMALL_BATCH if size <= SMALL_BYTES else 1
-    bits = max(1, (world - 1).bit_length())
-    stretch = max(batch, GROWTH_BITS // bits // batch * batch)
+    stretch = GROWTH_BITS // max(1, (world - 1).bit_length())
+    clock = time.perf_counter_ns
 
     collective.refill()
     dist.barrier()
     operate()
     right = collective.is_right(0, 0.0)
 
+    spent = 0
     for done in range(warmup):
         if done % stretch == 0:
             collective.refill()
+        start = clock()
         operate()
+        spent += clock() - start
+    batch = 1
+    while batch < LARGEST_BATCH and batch * spent < SAMPLE_US * 1000 * warmup:
+        batch *= 2
 
     samples = []
-    clock = time.perf_counter_ns
     done = 0
     while done < iterations:
         collective.refill()
@@ -145,12 +150,13 @@ def run(name, size, iterations, warmup):
         operate()
         repeats = 0
         while repeats < stretch and done < iterations:
+            todo = min(batch, stretch - repeats, iterations - done)
             start = clock()
-            for _ in range(batch):
+            for _ in range(todo):
                 operate()
-            samples.append((clock() - start) / batch / 1000)
-            repeats += batch
-            done += batch
+            samples.append((clock() - start) / todo / 1000)
+            repeats += todo
+            done += todo
         right = right and collective.is_right(repeats, 1e-4)
 
     if not right:

@@ -17,9 +17,10 @@ enum op { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, OPS };
 static const char *const OP_NAMES[OPS] = {"all-reduce", "reduce-scatter", "all-gather",
                                           "broadcast"};
 
-/* Operations of up to this size are timed SMALL_BATCH at a time. */
-static const long SMALL_BYTES = 64 * 1024;
-static const long SMALL_BATCH = 16;
+/* A sample is as many operations as it takes to fill SAMPLE_US, LARGEST_BATCH at most: longer
+ * samples would average away what a median is for, shorter ones would time the clock. */
+static const double SAMPLE_US = 20.0;
+static const long LARGEST_BATCH = 16;
 
 /* All-reduce in place multiplies the values by `world` each time: from START on, they may
  * grow by GROWTH_BITS before they leave the range of f32. */
@@ -122,6 +123,8 @@ static long first_wrong(const struct buffers *b, long repeats, double tolerance)
     return -1;
 }
 
+static long min(long a, long b) { return a < b ? a : b; }
+
 static double now_us(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -153,24 +156,27 @@ static void append(struct reply *r, const char *format, ...) {
  * whatever its checks find, so that a wrong result cannot leave the others waiting. */
 static void run(enum op op, long bytes, long iterations, long warmup, struct reply *reply) {
     struct buffers b = buffers_new(op, bytes);
-    long batch = bytes <= SMALL_BYTES ? SMALL_BATCH : 1;
-    int bits = 0;
+    int bits = 1;
     while (1 << bits < world)
         bits++;
-    long stretch = GROWTH_BITS / (bits ? bits : 1) / batch * batch;
-    if (stretch < batch)
-        stretch = batch;
+    long stretch = GROWTH_BITS / bits;
 
     refill(&b);
     MPI_Barrier(MPI_COMM_WORLD);
     operate(&b);
     long wrong = first_wrong(&b, 0, 0.0);
 
+    double spent = 0.0;
     for (long done = 0; done < warmup; done++) {
         if (done % stretch == 0)
             refill(&b);
+        double start = now_us();
         operate(&b);
+        spent += now_us() - start;
     }
+    long batch = 1;
+    while (batch < LARGEST_BATCH && batch * spent < SAMPLE_US * warmup)
+        batch *= 2;
 
     append(reply, "[");
     for (long done = 0; done < iterations;) {
@@ -179,12 +185,13 @@ static void run(enum op op, long bytes, long iterations, long warmup, struct rep
         operate(&b);
         long repeats = 0;
         while (repeats < stretch && done < iterations) {
+            long todo = min(batch, min(stretch - repeats, iterations - done));
             double start = now_us();
-            for (long i = 0; i < batch; i++)
+            for (long i = 0; i < todo; i++)
                 operate(&b);
-            append(reply, "%s%.3f", done ? "," : "", (now_us() - start) / batch);
-            repeats += batch;
-            done += batch;
+            append(reply, "%s%.3f", done ? "," : "", (now_us() - start) / todo);
+            repeats += todo;
+            done += todo;
         }
         if (wrong < 0)
             wrong = first_wrong(&b, repeats, 1e-4);

@@ -1,2 +1,38 @@
-//! The program `unisono`.
-fn main() {}
+//! The program `unisono`: launch ranks, measure collectives.
+
+mod bench;
+mod run;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Keeps the replicas of a model in step while many workers train it.
+#[derive(Parser)]
+#[command(name = "unisono", version, about, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Start a program on several ranks.
+    Run(run::RunArgs),
+    /// Measure this machine and its network.
+    #[command(subcommand)]
+    Bench(bench::BenchCommand),
+}
+
+fn main() -> ExitCode {
+    let level = env_logger::Env::default().filter_or("UNISONO_LOG", "warn");
+    env_logger::Builder::from_env(level).init();
+    let outcome = match Cli::parse().command {
+        Command::Run(args) => run::run(args),
+        Command::Bench(command) => bench::run(command),
+    };
+    outcome.unwrap_or_else(|error| {
+        eprintln!("unisono: {error:#}");
+        ExitCode::FAILURE
+    })
+}

@@ -24,6 +24,7 @@
 pub mod acceptor;
 mod buffers;
 pub mod call;
+pub mod cost;
 pub mod dtype;
 pub mod error;
 pub mod fabric;
@@ -39,16 +40,6 @@ mod state;
 pub mod tree;
 mod window;
 mod work;
-pub mod cost {
-    use crate::schedule::*;
-    #[derive(Clone, Debug, Default)]
-    pub struct Costs {}
-    pub fn predict(_s: &Schedule, segments: usize, bytes: usize, _c: &Costs) -> f64 {
-        let w = match &_s.phases[0] { Phase::Window(w) if _s.phases.len()==1 => if w.publishes { 0.5e-6 + segments as f64*bytes as f64*1e-10 } else { 0.2e-6+ segments as f64*bytes as f64*1e-9 }, 
-        Phase::Rounds(r) => 1e-3*r.rounds.len() as f64, _ => 1.0 };
-        w
-    }
-}
 
 pub use call::Call;
 pub use dtype::{Dtype, Element, Reduction};

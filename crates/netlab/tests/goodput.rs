@@ -13,7 +13,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 /// How often a transfer is tried. TCP takes the first to find out the rate, and a busy machine
 /// may slow one down, but nothing can make one too fast.
-const ATTEMPTS: usize = 10;
+const ATTEMPTS: usize = 20;
 
 #[test]
 fn a_stream_fills_a_link() {
@@ -21,8 +21,10 @@ fn a_stream_fills_a_link() {
         let Some(lab) = lab_or_skip(2, Link::new(rate)) else { return };
         let there = Stream::connect(lab.host(0), lab.host(1));
         let back = Stream::connect(lab.host(1), lab.host(0));
-        assert_filled("one way", rate, || vec![there.transfer(bytes)]);
-        assert_filled("both ways", rate, || {
+        assert_filled("one way", rate, 0.9, || vec![there.transfer(bytes)]);
+        // Two directions that shared one rate would carry 1.0 between them. Two that do not carry
+        // 1.9, if the processor keeps up with both.
+        assert_filled("both ways", rate, 1.5, || {
             thread::scope(|scope| {
                 let there = scope.spawn(|| there.transfer(bytes));
                 let back = scope.spawn(|| back.transfer(bytes));
@@ -32,17 +34,17 @@ fn a_stream_fills_a_link() {
     }
 }
 
-/// Asserts that the streams carry at most the rate each time, and at least 90 % of it once.
-/// `transfer` returns the bits that each carried in a second.
-fn assert_filled(what: &str, rate: Rate, transfer: impl Fn() -> Vec<f64>) {
+/// Asserts that each stream carries at most the rate each time, and all together at least `least`
+/// times the rate once. `transfer` returns the bits that each carried in a second.
+fn assert_filled(what: &str, rate: Rate, least: f64, transfer: impl Fn() -> Vec<f64>) {
     let filled = (0..ATTEMPTS).any(|_| {
         let bits = rate.as_bits_per_second();
         let shares: Vec<f64> = transfer().iter().map(|carried| carried / bits as f64).collect();
         println!("{what} at {} Mbit/s: {shares:.3?} of the rate", bits / 1_000_000);
         assert!(shares.iter().all(|share| *share <= 1.0), "more than the rate: {shares:?}");
-        shares.iter().all(|share| *share >= 0.9)
+        shares.iter().sum::<f64>() >= least
     });
-    assert!(filled, "less than 90 % of {rate:?} {what} in {ATTEMPTS} attempts");
+    assert!(filled, "less than {least} of {rate:?} {what} in {ATTEMPTS} attempts");
 }
 
 struct Stream {

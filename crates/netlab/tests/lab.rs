@@ -110,7 +110,7 @@ fn a_kill_ends_every_process_of_one_host() {
     // A shell with a stopped child: it answers no signal but the one.
     let mut family = victim
         .command("sh")
-        .args(["-c", "sleep 1000 & kill -STOP $!; echo ready; wait"])
+        .args(["-c", "sleep 60 & kill -STOP $!; echo ready; wait"])
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
@@ -265,9 +265,12 @@ fn receive(socket: &UdpSocket) -> Vec<u8> {
     datagram[..length].to_vec()
 }
 
-/// A process on `host` that does nothing until it is killed.
+/// A process on `host` that does nothing until it is killed. Should nobody kill it, it ends after
+/// a minute, and it holds no output open for which somebody may wait.
 fn idle(host: &Host) -> Child {
-    host.command("sleep").arg("1000").spawn().unwrap()
+    let mut command = host.command("sleep");
+    command.arg("60").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    command.spawn().unwrap()
 }
 
 fn namespace_of(child: &Child) -> String {

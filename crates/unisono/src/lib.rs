@@ -1,1 +1,30 @@
-//! The public library of Unisono.
+//! Keeps the replicas of a model in step while many workers train it.
+//!
+//! A process started by `unisono run`, `torchrun`, `mpirun` or `srun` joins its job without
+//! being told where it is:
+//!
+//! ```
+//! use unisono::prelude::*;
+//!
+//! let job = Job::join()?;
+//! let mut gradient = vec![job.world().rank() as f32; 1024];
+//! job.world().all_reduce(&mut gradient, Reduction::Mean)?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod interface;
+mod job;
+
+pub use interface::InterfaceError;
+pub use job::{Job, JoinError};
+pub use unisono_cluster as cluster;
+pub use unisono_collective as collective;
+pub use unisono_collective::{
+    Algorithm, BadSetting, Call, Dtype, Element, Epoch, Error, Explanation, FormError, Group,
+    InvalidCall, Loss, Op, Options, Pending, Reduction, Request, Transport, Unequal, Work,
+};
+
+/// What most programs need.
+pub mod prelude {
+    pub use crate::{Dtype, Element, Error, Group, Job, Options, Reduction, Work};
+}

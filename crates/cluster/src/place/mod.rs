@@ -22,6 +22,8 @@ use std::fmt;
 
 use unisono_collective::handshake::Token;
 
+pub(crate) use unisono::split_host_port;
+
 /// Environment variables by name.
 pub type Vars = BTreeMap<String, String>;
 
@@ -139,13 +141,8 @@ impl Place {
 
     /// The place of a process with these variables.
     pub fn from_vars(vars: &Vars) -> Result<Place, PlaceError> {
-        let recognizers = [
-            unisono::place,
-            torchrun::place,
-            open_mpi::place,
-            slurm::place,
-            pmi::place,
-        ];
+        let recognizers =
+            [unisono::place, torchrun::place, open_mpi::place, slurm::place, pmi::place];
         for recognize in recognizers {
             if let Some(place) = recognize(vars)? {
                 return place.checked();
@@ -258,9 +255,9 @@ impl Reader<'_> {
 fn token(vars: &Vars, launcher: Launcher) -> Result<Option<Token>, PlaceError> {
     let reader = Reader { vars, launcher };
     let Some(text) = reader.text("UNISONO_TOKEN") else { return Ok(None) };
-    text.parse().map(Some).map_err(|_| {
-        reader.invalid("UNISONO_TOKEN", "(not shown)".into(), "64 hexadecimal digits")
-    })
+    text.parse()
+        .map(Some)
+        .map_err(|_| reader.invalid("UNISONO_TOKEN", "(not shown)".into(), "64 hexadecimal digits"))
 }
 
 /// Candidate ports for a job that has a name but no port.

@@ -8,10 +8,9 @@ pub(super) fn place(vars: &Vars) -> Result<Option<Place>, PlaceError> {
     // A batch script has a SLURM_PROCID too, but only `srun` starts steps of many tasks.
     let step = reader.text("SLURM_STEP_ID").or_else(|| reader.text("SLURM_STEPID"));
     let (Some(step), Some(_)) = (step, reader.text("SLURM_PROCID")) else { return Ok(None) };
-    let job = reader
-        .text("SLURM_JOB_ID")
-        .or_else(|| reader.text("SLURM_JOBID"))
-        .ok_or(PlaceError::Missing { launcher, variable: "SLURM_JOB_ID", meaning: "the job's id" })?;
+    let job = reader.text("SLURM_JOB_ID").or_else(|| reader.text("SLURM_JOBID")).ok_or(
+        PlaceError::Missing { launcher, variable: "SLURM_JOB_ID", meaning: "the job's id" },
+    )?;
     let job_name = format!("slurm:{job}.{step}");
     let world = match reader.number("SLURM_STEP_NUM_TASKS", "the number of tasks")? {
         Some(world) => world,
@@ -44,15 +43,13 @@ pub(super) fn place(vars: &Vars) -> Result<Option<Place>, PlaceError> {
 
 /// The machine of rank 0: the first of the step's nodes.
 fn first_node(reader: &Reader<'_>) -> Result<String, PlaceError> {
-    let one_node = reader.text("SLURM_STEP_NUM_NODES") == Some("1");
     for variable in ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"] {
         let Some(list) = reader.text(variable) else { continue };
         let nodes = expand_nodes(list)
             .ok_or_else(|| reader.invalid(variable, list.into(), "a list of nodes"))?;
         return Ok(match nodes.as_slice() {
-            [_] => LOOPBACK.into(),
-            _ if one_node && variable == "SLURM_STEP_NODELIST" => LOOPBACK.into(),
-            nodes => nodes[0].clone(),
+            [first, _, ..] => first.clone(),
+            _ => LOOPBACK.into(),
         });
     }
     reader.required(None, "MASTER_ADDR", "the name or address of rank 0's machine")

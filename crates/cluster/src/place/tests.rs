@@ -130,10 +130,8 @@ fn torchrun_mistakes_name_the_variable() {
 #[test]
 fn unisono_comes_before_torchrun() {
     let token = Token::public("test");
-    let ours = format!(
-        "{TORCHRUN}\nUNISONO_RENDEZVOUS=[::1]:4000\nUNISONO_TOKEN={}",
-        token.to_hex()
-    );
+    let ours =
+        format!("{TORCHRUN}\nUNISONO_RENDEZVOUS=[::1]:4000\nUNISONO_TOKEN={}", token.to_hex());
     let ours = place(&ours).unwrap();
     assert_eq!(ours.launcher, Launcher::Unisono);
     assert_eq!(ours.rendezvous, Rendezvous::Launcher { host: "::1".into(), port: 4000 });
@@ -164,7 +162,10 @@ fn mpirun_across_machines_meets_where_mpirun_runs() {
     };
     assert_eq!(host(&across), "192.0.2.2");
     assert_eq!(host(&format!("{across}\nMASTER_ADDR=node-a")), "node-a");
-    assert_eq!(host(&format!("{across}\nOMPI_MCA_orte_hnp_uri=1.0;tcp6://[fd00::2]:52")), "fd00::2");
+    assert_eq!(
+        host(&format!("{across}\nOMPI_MCA_orte_hnp_uri=1.0;tcp6://[fd00::2]:52")),
+        "fd00::2"
+    );
     let error = place(&format!("{across}\nOMPI_MCA_orte_hnp_uri=")).unwrap_err();
     assert!(matches!(error, PlaceError::Missing { variable: "MASTER_ADDR", .. }), "{error}");
 }

@@ -44,8 +44,8 @@ pub(super) fn place(vars: &Vars) -> Result<Option<Place>, PlaceError> {
 /// Ranks started by hand often lack the local variables; on one machine they are the global ones.
 fn local(reader: &Reader<'_>, rank: u32, world: u32) -> Result<(u32, u32), PlaceError> {
     let unset = reader.text("LOCAL_RANK").is_none() && reader.text("LOCAL_WORLD_SIZE").is_none();
-    let on_loopback = world == 1
-        || matches!(reader.text("MASTER_ADDR"), Some(LOOPBACK | "localhost" | "::1"));
+    let on_loopback =
+        world == 1 || matches!(reader.text("MASTER_ADDR"), Some(LOOPBACK | "localhost" | "::1"));
     if unset && on_loopback {
         return Ok((rank, world));
     }

@@ -6,9 +6,8 @@ pub(super) fn place(vars: &Vars) -> Result<Option<Place>, PlaceError> {
     let launcher = Launcher::Unisono;
     let reader = Reader { vars, launcher };
     let Some(rendezvous) = reader.text("UNISONO_RENDEZVOUS") else { return Ok(None) };
-    let (host, port) = split_host_port(rendezvous).ok_or_else(|| {
-        reader.invalid("UNISONO_RENDEZVOUS", rendezvous.into(), "HOST:PORT")
-    })?;
+    let (host, port) = split_host_port(rendezvous)
+        .ok_or_else(|| reader.invalid("UNISONO_RENDEZVOUS", rendezvous.into(), "HOST:PORT"))?;
     let secret = token(vars, launcher)?;
     let secret = reader.required(secret, "UNISONO_TOKEN", "the token of the launcher")?;
     let world = reader.count("WORLD_SIZE", "the number of ranks")?;
@@ -22,7 +21,8 @@ pub(super) fn place(vars: &Vars) -> Result<Option<Place>, PlaceError> {
         local_rank: reader.count("LOCAL_RANK", "the rank of this process on its node")?,
         local_world: reader.count("LOCAL_WORLD_SIZE", "the number of ranks on this node")?,
         node: reader.number("GROUP_RANK", "the number of this node")?,
-        job_name: format!("unisono:{host}:{port}"),
+        // Made from the token, because addresses of the launcher differ from node to node.
+        job_name: format!("unisono:{:.16}", blake3::keyed_hash(secret.as_bytes(), b"job name")),
         rendezvous,
         token: Some(secret),
         launcher,

@@ -5,14 +5,19 @@ use std::sync::Arc;
 
 use crate::buffers::Buffers;
 use crate::call::Call;
-use crate::cost::{self, Costs};
+use crate::cost::{Contest, Costs, Cut, Prediction};
 use crate::dtype::{Dtype, Reduction};
 use crate::error::{Error, InvalidCall};
+use crate::fabric::staging_buffer;
 use crate::link::{Links, Run};
 use crate::options::Options;
 use crate::schedule::{self, Algorithm, Layout, Op, Phase, Problem, Schedule, Topology};
 use crate::state::GroupState;
 use crate::window::WindowMemory;
+
+/// Segments in flight over links. More: more overlap of sending, receiving and folding, until the
+/// socket buffers hold them all anyway. Fewer: less scratch memory.
+const DEPTH: usize = 4;
 
 /// Decisions remembered. A training run has a few dozen different calls.
 const REMEMBERED: usize = 4096;
@@ -65,14 +70,15 @@ struct Decision {
 
 /// Runs the calls of one rank of a group.
 pub struct Engine {
-    rank: usize,
-    topology: Topology,
+    pub(super) rank: usize,
+    pub(super) topology: Topology,
     options: Options,
-    links: Links,
-    window: Option<WindowMemory>,
+    pub(super) links: Links,
+    pub(super) window: Option<WindowMemory>,
     costs: Costs,
-    state: Arc<GroupState>,
-    seq: u32,
+    pub(super) state: Arc<GroupState>,
+    pub(super) seq: u32,
+    contests: HashMap<(Op, bool), Contest>,
     schedules: HashMap<(Op, Algorithm), Arc<Schedule>>,
     decisions: HashMap<(Op, Dtype, usize, Option<Algorithm>), Decision>,
 }
@@ -80,8 +86,8 @@ pub struct Engine {
 /// What is known about a call before it runs: its algorithm and predicted times.
 #[derive(Clone, Debug)]
 pub struct Explanation {
-    /// Every candidate with its predicted time in seconds, best first.
-    pub candidates: Vec<(Algorithm, f64)>,
+    /// Every candidate with its predicted time, best first.
+    pub candidates: Vec<Prediction>,
     /// The one that runs.
     pub chosen: Algorithm,
 }
@@ -105,6 +111,7 @@ impl Engine {
             costs,
             state,
             seq: 0,
+            contests: HashMap::new(),
             schedules: HashMap::new(),
             decisions: HashMap::new(),
         }
@@ -158,17 +165,12 @@ impl Engine {
     /// What a call of this kind and size would do.
     pub fn explain(&mut self, request: &Request) -> Result<Explanation, Error> {
         let chosen = self.decide(request)?.algorithm;
-        let mut candidates = Vec::new();
-        let canonical = self.must_be_canonical(request);
-        let mut algorithms = schedule::candidates(request.op, &self.topology, canonical);
-        if !algorithms.contains(&chosen) {
-            algorithms.push(chosen);
+        let mut candidates = self.predictions(request);
+        if candidates.iter().all(|p| p.algorithm != chosen) {
+            let contest = Contest::new(request.op, &self.topology, &[chosen]);
+            candidates.extend(contest.predict(&self.costs, |a, s| self.cut(request, s, a)));
+            candidates.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
         }
-        for algorithm in algorithms {
-            let schedule = self.schedule(request.op, algorithm)?;
-            candidates.push((algorithm, self.price(request, &schedule, algorithm)));
-        }
-        candidates.sort_by(|a, b| a.1.total_cmp(&b.1));
         Ok(Explanation { candidates, chosen })
     }
 
@@ -180,7 +182,7 @@ impl Engine {
         let longest = request.unequal.as_ref().map(|u| u.longest.div_ceil(column).max(1));
         let segments = longest.unwrap_or_else(|| shape.segments());
         let cells = schedule.cells as usize;
-        let depth = if schedule.phases.len() > 1 { 1 } else { self.depth(&schedule, column, request.dtype, segments) };
+        let depth = if schedule.phases.len() > 1 { 1 } else { segments.min(DEPTH) };
         let cell_bytes = (column * request.dtype.size()).next_multiple_of(64);
         let scratch = self.links.scratch.reserve(depth * cells * cell_bytes);
         let buffers = Buffers {
@@ -223,16 +225,17 @@ impl Engine {
                 unsafe { self.links.run(&run) }
             }
             Phase::Window(schedule) => match &mut self.window {
-                // SAFETY: passed on from the caller.
-                Some(window) => unsafe {
-                    window.run(call, schedule, buffers, segments, divisor, &self.state)
-                },
-                // A host with one rank has no window: its part of the phase is its own.
-                None => {
+                // Nothing is shared, so nobody waits.
+                _ if schedule.cells == 0 => {
                     // SAFETY: passed on from the caller.
                     unsafe { crate::window::run_alone(call, schedule, buffers, segments, divisor) };
                     Ok(())
                 }
+                // SAFETY: passed on from the caller.
+                Some(window) => unsafe {
+                    window.run(call, schedule, buffers, segments, divisor, &self.state)
+                },
+                None => unreachable!("schedules share memory only where ranks share a host"),
             },
         }
     }
@@ -255,7 +258,7 @@ impl Engine {
                 let op = request.op.name();
                 return Err(InvalidCall::UnsupportedAlgorithm { algorithm, op }.into());
             }
-            _ => self.cheapest(request)?,
+            _ => self.predictions(request).first().expect("pairwise does everything").algorithm,
         };
         let schedule = self.schedule(request.op, algorithm)?;
         let column = self.column(request, &schedule, algorithm);
@@ -267,26 +270,30 @@ impl Engine {
         Ok(decision)
     }
 
-    fn cheapest(&mut self, request: &Request) -> Result<Algorithm, Error> {
+    /// All candidates, best first.
+    fn predictions(&mut self, request: &Request) -> Vec<Prediction> {
         let canonical = self.must_be_canonical(request);
-        let mut best: Option<(Algorithm, f64)> = None;
-        for algorithm in schedule::candidates(request.op, &self.topology, canonical) {
-            let schedule = self.schedule(request.op, algorithm)?;
-            let price = self.price(request, &schedule, algorithm);
-            if best.is_none_or(|(_, least)| price < least) {
-                best = Some((algorithm, price));
-            }
-        }
-        Ok(best.expect("pairwise does every operation").0)
+        let key = (request.op, canonical);
+        let contest = self.contests.remove(&key).unwrap_or_else(|| {
+            let algorithms = schedule::candidates(request.op, &self.topology, canonical);
+            Contest::new(request.op, &self.topology, &algorithms)
+        });
+        let predictions = contest.predict(&self.costs, |a, s| self.cut(request, s, a));
+        self.contests.insert(key, contest);
+        predictions
     }
 
-    fn price(&self, request: &Request, schedule: &Schedule, algorithm: Algorithm) -> f64 {
+    /// How a call is cut for a schedule.
+    fn cut(&self, request: &Request, schedule: &Schedule, algorithm: Algorithm) -> Cut {
         let column = self.column(request, schedule, algorithm);
-        let world = self.topology.world();
-        let (.., shape) = layouts(request, self.rank, world, schedule, column);
-        let segments = request.unequal.as_ref().map_or(shape.segments(), |u| u.longest.div_ceil(column).max(1));
-        let column_bytes = shape.span(0, 0).len() * request.dtype.size();
-        cost::predict(schedule, segments, column_bytes, &self.costs)
+        let (blocks, longest) = self.blocks(request, schedule);
+        let segments = if self.is_tiled(request) {
+            request.count.div_ceil(column * blocks).max(1)
+        } else {
+            longest.div_ceil(column).max(1)
+        };
+        let bytes = column.min(longest) * request.dtype.size();
+        Cut { column: bytes, segments, in_flight: DEPTH }
     }
 
     fn schedule(&mut self, op: Op, algorithm: Algorithm) -> Result<Arc<Schedule>, Error> {
@@ -301,41 +308,34 @@ impl Engine {
         Ok(schedule)
     }
 
-    /// Segments in flight over links.
-    fn depth(&self, schedule: &Schedule, column: usize, dtype: Dtype, segments: usize) -> usize {
-        /// More segments in flight: more overlap of sending, receiving and folding, until the
-        /// socket buffers hold them all anyway.
-        const DEPTH: usize = 4;
-        /// Scratch memory that a call may use, per rank.
-        const SCRATCH: usize = 8 << 20;
-        let bytes = schedule.cells as usize * column * dtype.size();
-        segments.min(DEPTH).min(SCRATCH / bytes.max(1)).max(1)
+    /// Whether the buffer has no blocks of its own.
+    fn is_tiled(&self, request: &Request) -> bool {
+        matches!(request.op, Op::AllReduce | Op::Broadcast { .. } | Op::Reduce { .. })
     }
 
-    /// Elements of a column.
-    fn column(&self, request: &Request, schedule: &Schedule, algorithm: Algorithm) -> usize {
-        let size = request.dtype.size();
-        let line = 64 / size;
-        let world = self.topology.world();
-        let (blocks, longest) = match request.op {
-            Op::AllReduce | Op::Broadcast { .. } | Op::Reduce { .. } => {
-                let parts = schedule.parts as usize;
-                (parts, request.count.div_ceil(parts))
-            }
-            _ => (world, request.unequal.as_ref().map_or(request.count, |u| u.longest)),
-        };
-        let window_cells = schedule.phases.iter().filter_map(|phase| match phase {
-            Phase::Window(window) => Some(window.cells as usize),
-            Phase::Rounds(_) => None,
-        });
-        let window_cells = window_cells.max().unwrap_or(0);
-        let segment = self.options.segment.unwrap_or_else(|| self.segment(algorithm));
-        let mut bytes = segment / blocks.max(1);
-        if window_cells > 0 {
-            let capacity = self.window.as_ref().map_or(usize::MAX, WindowMemory::capacity);
-            bytes = bytes.min(capacity / window_cells);
+    /// The number of blocks, and the elements of the longest.
+    fn blocks(&self, request: &Request, schedule: &Schedule) -> (usize, usize) {
+        if self.is_tiled(request) {
+            let parts = schedule.parts as usize;
+            return (parts, request.count.div_ceil(parts));
         }
-        // All members of a host must come to the same result, also where a host has no window.
+        (self.topology.world(), request.extent())
+    }
+
+    /// Elements of a column: the same on all ranks, so it depends on nothing that differs.
+    fn column(&self, request: &Request, schedule: &Schedule, algorithm: Algorithm) -> usize {
+        let line = 64 / request.dtype.size();
+        let (blocks, longest) = self.blocks(request, schedule);
+        let segment = self.options.segment.unwrap_or_else(|| self.segment(algorithm));
+        let pieces = match algorithm {
+            // Everybody's whole segment arrives at once.
+            Algorithm::Direct => self.topology.world(),
+            _ => blocks,
+        };
+        let mut bytes = segment / pieces.max(1);
+        if schedule.staging > 0 {
+            bytes = bytes.min(staging_buffer(&self.options) / schedule.staging as usize);
+        }
         let column = (bytes / 64 * line).max(line);
         column.min(longest.next_multiple_of(line)).max(line)
     }

@@ -140,10 +140,10 @@ impl Group {
         epoch.enter(&state);
 
         let options = plan.options.clone();
-        let costs = inherited.clone().unwrap_or_default();
+        let costs = inherited.unwrap_or_default();
         let mut engine = Engine::new(plan.me, topology.clone(), options, links, window, costs, state.clone());
         if inherited.is_none() && world > 1 {
-            tune::measure(&mut engine, &topology)?;
+            tune::measure(&mut engine)?;
         }
         let queue = Queue::new(engine, plan.me);
         let (children, made) = Default::default();

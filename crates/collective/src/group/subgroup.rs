@@ -69,7 +69,7 @@ impl Group {
             me,
             options: inner.plan.options.clone(),
         };
-        let costs = inner.queue.with_engine(|engine| engine.costs().clone());
+        let costs = inner.queue.with_engine(|engine| *engine.costs());
         Group::form(inner.connector.clone(), inner.epoch.clone(), plan, Some(costs))
     }
 }

@@ -1,5 +1,292 @@
-//! Measures what the cost model needs to know.
-use super::engine::Engine;
-use crate::error::FormError;
-use crate::schedule::Topology;
-pub fn measure(_engine: &mut Engine, _topology: &Topology) -> Result<(), FormError> { Ok(()) }
+//! Measures, when a group forms, what the cost model needs to know.
+//!
+//! Pairs of ranks exchange a few messages over each class of link, the ranks of a host wait for
+//! each other a few times, and every rank copies and folds a little memory by itself. The ranks
+//! then average what they found, so that all of them choose alike. It takes a few milliseconds.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::engine::{Engine, Request};
+use crate::buffers::Buffers;
+use crate::call::Call;
+use crate::cost::{Costs, LinkCost, WindowCost};
+use crate::dtype::{Dtype, Reduction};
+use crate::error::Error;
+use crate::kernel;
+use crate::link::Run;
+use crate::schedule::{Algorithm, Layout, Op, Place, Recv, Round, Rounds, Send, Topology, Window};
+use crate::tree::Tree;
+use crate::window::cores;
+
+/// Repetitions of what takes microseconds; the median counts.
+const SHORT: usize = 21;
+
+/// Repetitions of what takes longer.
+const LONG: usize = 3;
+
+/// Bytes of the first, careful measurement of a link's rate: five milliseconds at 100 Mbit/s.
+const PROBE: usize = 64 << 10;
+
+/// Bytes of the second one, if the first was quick enough.
+const LARGE_PROBE: usize = 512 << 10;
+
+/// Seconds the first measurement may take for the second to follow.
+const QUICK: f64 = 2e-3;
+
+/// What one rank found, to be averaged: sums and numbers of findings.
+#[derive(Default)]
+struct Findings {
+    sums: [f64; Finding::COUNT],
+    numbers: [f64; Finding::COUNT],
+}
+
+#[derive(Clone, Copy)]
+enum Finding {
+    Wait,
+    NearLatency,
+    NearProbe,
+    FarLatency,
+    FarProbe,
+    NearLarge,
+    FarLarge,
+    All,
+    Copy,
+    Fold,
+}
+
+impl Finding {
+    const COUNT: usize = 10;
+}
+
+impl Findings {
+    fn add(&mut self, finding: Finding, seconds: Option<f64>) {
+        if let Some(seconds) = seconds {
+            self.sums[finding as usize] += seconds;
+            self.numbers[finding as usize] += 1.0;
+        }
+    }
+
+    fn mean(&self, finding: Finding) -> Option<f64> {
+        let (sum, number) = (self.sums[finding as usize], self.numbers[finding as usize]);
+        (number > 0.0).then(|| sum / number)
+    }
+
+    /// Adds up what all ranks found.
+    fn share(&mut self, engine: &mut Engine) -> Result<(), Error> {
+        let mut all = [self.sums, self.numbers].concat();
+        let request = Request {
+            algorithm: Some(Algorithm::Tree),
+            ..Request::all_reduce(all.as_ptr(), all.as_mut_ptr(), all.len(), Reduction::Sum)
+        };
+        // SAFETY: the vector outlives the call.
+        unsafe { engine.execute(&request) }?;
+        self.sums.copy_from_slice(&all[..Finding::COUNT]);
+        self.numbers.copy_from_slice(&all[Finding::COUNT..]);
+        Ok(())
+    }
+}
+
+/// Measures the group and tells the engine.
+pub fn measure(engine: &mut Engine) -> Result<(), Error> {
+    let topology = engine.topology.clone();
+    let (near, far) = (partner(&topology, engine.rank, true), partner(&topology, engine.rank, false));
+    let mut own = Findings::default();
+    own.add(Finding::Wait, wait(engine)?);
+    own.add(Finding::NearLatency, exchange(engine, near, 0, SHORT)?);
+    own.add(Finding::NearProbe, exchange(engine, near, PROBE, LONG)?);
+    own.add(Finding::FarLatency, exchange(engine, far, 0, SHORT)?);
+    // Ranks of one host share its way to other hosts: only one of them measures its rate.
+    let first = |rank| topology.members(topology.host(rank))[0] == rank;
+    let far_rate = far.filter(|_| first(engine.rank));
+    own.add(Finding::FarProbe, exchange(engine, far_rate, PROBE, LONG)?);
+    own.add(Finding::All, all_to_all(engine)?);
+    own.add(Finding::Copy, Some(copy()));
+    own.add(Finding::Fold, Some(fold()));
+    let mut findings = own;
+    findings.share(engine)?;
+
+    let mut large = Findings::default();
+    let quick = |finding| findings.mean(finding).is_some_and(|seconds| seconds < QUICK);
+    if quick(Finding::NearProbe) {
+        large.add(Finding::NearLarge, exchange(engine, near, LARGE_PROBE, LONG)?);
+    }
+    if quick(Finding::FarProbe) {
+        large.add(Finding::FarLarge, exchange(engine, far_rate, LARGE_PROBE, LONG)?);
+    }
+    large.share(engine)?;
+    engine.set_costs(costs(&findings, &large, &topology));
+    log::debug!("measured costs: {:?}", engine.costs());
+    Ok(())
+}
+
+/// Turns findings into costs; what could not be measured keeps a typical value.
+fn costs(findings: &Findings, large: &Findings, topology: &Topology) -> Costs {
+    let typical = Costs::default();
+    // Ranks that share a core work one after the other.
+    let host = (0..topology.hosts()).map(|h| topology.members(h).len()).max().unwrap_or(1);
+    let crowd = (host as f64 / cores() as f64).max(1.0);
+    let copy = findings.mean(Finding::Copy).unwrap_or(typical.window.copy) * crowd;
+    let fold = findings.mean(Finding::Fold).unwrap_or(typical.fold) * crowd;
+    let link = |latency, probe, large_probe, typical: LinkCost| {
+        let Some(latency) = findings.mean(latency) else { return typical };
+        let rate = |seconds: f64, bytes: usize| (seconds - latency).max(1e-9) / bytes as f64;
+        let byte = match (large.mean(large_probe), findings.mean(probe)) {
+            (Some(seconds), _) => rate(seconds, LARGE_PROBE),
+            (None, Some(seconds)) => rate(seconds, PROBE),
+            (None, None) => typical.byte,
+        };
+        let peers = topology.world() as f64 - 1.0;
+        let message = match findings.mean(Finding::All) {
+            // The first exchange is the latency, every further one an effort.
+            Some(all) if peers > 1.0 => (all - latency).max(0.0) / (2.0 * (peers - 1.0)),
+            _ => latency / 4.0,
+        };
+        LinkCost { latency: (latency - 2.0 * message).max(latency / 4.0), message, byte }
+    };
+    Costs {
+        window: WindowCost {
+            wait: findings.mean(Finding::Wait).unwrap_or(typical.window.wait),
+            copy,
+            fold,
+        },
+        near: link(Finding::NearLatency, Finding::NearProbe, Finding::NearLarge, typical.near),
+        far: link(Finding::FarLatency, Finding::FarProbe, Finding::FarLarge, typical.far),
+        fold,
+    }
+}
+
+/// With whom a rank measures a class of links; partners name each other.
+fn partner(topology: &Topology, rank: usize, near: bool) -> Option<usize> {
+    let host = topology.host(rank);
+    let place = topology.members(host).iter().position(|&m| m == rank)?;
+    if near {
+        return topology.members(host).get(place ^ 1).copied();
+    }
+    let other = host ^ 1;
+    if other >= topology.hosts() {
+        return None;
+    }
+    topology.members(other).get(place).copied()
+}
+
+/// Seconds until all ranks of the host have noticed that all have arrived.
+fn wait(engine: &mut Engine) -> Result<Option<f64>, Error> {
+    let schedule = Window { cells: 1, ..Window::default() };
+    let mut times = Vec::with_capacity(SHORT);
+    for _ in 0..SHORT {
+        let call = call(engine, 0);
+        let buffers = buffers(std::ptr::null_mut(), 0);
+        let Some(window) = &mut engine.window else { return Ok(None) };
+        let start = Instant::now();
+        // SAFETY: nothing is staged or folded.
+        unsafe { window.run(&call, &schedule, &buffers, 0..1, 1, &engine.state) }?;
+        times.push(start.elapsed().as_secs_f64());
+    }
+    Ok(Some(median(times)))
+}
+
+/// Seconds that a rank and its partner take to exchange messages of `bytes`.
+fn exchange(
+    engine: &mut Engine,
+    partner: Option<usize>,
+    bytes: usize,
+    repetitions: usize,
+) -> Result<Option<f64>, Error> {
+    let Some(peer) = partner else { return Ok(None) };
+    let sends = vec![Send { to: peer, blocks: 0..1, from: Place::Input }];
+    let recvs = vec![Recv { from: peer, blocks: 0..1, into: Place::Output }];
+    let schedule = Rounds { rounds: vec![Round { sends, recvs, folds: Vec::new() }] };
+    let mut memory = vec![0u8; 2 * bytes];
+    let mut times = Vec::with_capacity(repetitions);
+    for _ in 0..repetitions {
+        let call = call(engine, bytes);
+        let buffers = buffers(memory.as_mut_ptr(), bytes);
+        let (rank, state) = (engine.rank, Arc::clone(&engine.state));
+        let run = Run { call: &call, schedule: &schedule, buffers: &buffers, segments: 0..1, divisor: 1, rank, state: &state };
+        let start = Instant::now();
+        // SAFETY: the buffers are the two halves of `memory`.
+        unsafe { engine.links.run(&run) }?;
+        times.push(start.elapsed().as_secs_f64());
+    }
+    Ok(Some(median(times)))
+}
+
+/// Seconds that all ranks take to send an empty message to all others.
+fn all_to_all(engine: &mut Engine) -> Result<Option<f64>, Error> {
+    let request = Request { algorithm: Some(Algorithm::Direct), ..Request::barrier() };
+    let mut times = Vec::with_capacity(SHORT);
+    for _ in 0..SHORT {
+        let start = Instant::now();
+        // SAFETY: no memory is involved.
+        unsafe { engine.execute(&request) }?;
+        times.push(start.elapsed().as_secs_f64());
+    }
+    Ok(Some(median(times)))
+}
+
+/// Seconds to copy a byte of cached memory.
+fn copy() -> f64 {
+    let from = vec![1u8; PROBE];
+    let mut into = vec![0u8; PROBE];
+    let time = || {
+        let start = Instant::now();
+        // SAFETY: two buffers of this length.
+        unsafe { kernel::copy(from.as_ptr(), into.as_mut_ptr(), PROBE) };
+        start.elapsed().as_secs_f64()
+    };
+    median(std::iter::repeat_with(time).take(SHORT).collect()) / PROBE as f64
+}
+
+/// Seconds to fold a byte of cached input.
+fn fold() -> f64 {
+    let mut inputs = vec![1f32; PROBE / 2];
+    let count = PROBE / 4;
+    let tree = Tree::pair();
+    let time = || {
+        let start = inputs.as_mut_ptr();
+        let places = [start.cast_const().cast(), start.wrapping_add(count).cast_const().cast()];
+        let clock = Instant::now();
+        // SAFETY: both halves of `inputs` have `count` elements; the result replaces the first.
+        unsafe {
+            kernel::fold(Dtype::F32, Reduction::Max, &tree, &places, start.cast(), None, count, None);
+        }
+        clock.elapsed().as_secs_f64()
+    };
+    median(std::iter::repeat_with(time).take(SHORT).collect()) / (2 * PROBE) as f64
+}
+
+/// The next call of a measurement. Ranks without a partner skip it, so it has a number of its
+/// own: the measurement ends with calls of all ranks, which count again.
+fn call(engine: &Engine, bytes: usize) -> Call {
+    Call {
+        seq: engine.seq,
+        op: Op::AllReduce,
+        barrier: false,
+        dtype: Dtype::U8,
+        reduction: Reduction::Max,
+        count: bytes as u64,
+        algorithm: Algorithm::Pairwise,
+        column: bytes as u32,
+    }
+}
+
+fn buffers<'a>(memory: *mut u8, bytes: usize) -> Buffers<'a> {
+    let layout = Layout::tiled(bytes, 1, bytes.max(1));
+    Buffers {
+        input: memory,
+        input_layout: layout,
+        output: memory.wrapping_add(bytes),
+        output_layout: layout,
+        shape: layout,
+        scratch: std::ptr::null_mut(),
+        cells: 0,
+        depth: 1,
+        dtype: Dtype::U8,
+    }
+}
+
+fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}

@@ -12,7 +12,7 @@
 //! partials are written and read in the first-level cache. 64 inputs are eight groups of eight
 //! and one group of eight partials; memory is still read and written once.
 
-use super::copy::copy;
+use super::copy::{copy, copy_to_memory, settle, stream};
 use super::fused::{Fused, MAX_OPERANDS, STRIDE};
 use crate::tree::{Node, Tree};
 use std::mem::MaybeUninit;
@@ -30,7 +30,7 @@ pub struct Kernel {
 
 /// Bytes of a block. Smaller, and walking the tree for every block shows; larger, and partials
 /// fall out of the first-level cache.
-const BLOCK: usize = 4096;
+const BLOCK: usize = 2048;
 
 /// Partials that can be alive at once. A canonical tree of 2¹⁶ inputs, the most that [`Node`] can
 /// name, needs 58, and as a partial covers at least two inputs no tree of 128 inputs needs more.
@@ -43,61 +43,93 @@ const OPERANDS: usize = 128;
 /// current one.
 const GROUPS: usize = usize::BITS as usize + 1;
 
+/// Where a result goes.
+#[derive(Clone, Copy)]
+pub struct Outputs {
+    /// Always.
+    pub into: *mut u8,
+    /// Unless null.
+    pub also: *mut u8,
+    /// Whether `into` is written past the caches.
+    pub stream: bool,
+}
+
 /// Evaluates `tree` on the first `bytes` bytes of `inputs`.
 ///
 /// # Safety
-/// As for [`super::fold`].
+/// As for [`super::fold`], and the kernel's loops may run on this CPU.
 pub unsafe fn evaluate(
     kernel: &Kernel,
     tree: &Tree,
     inputs: &[*const u8],
-    into: *mut u8,
-    also: Option<*mut u8>,
+    out: Outputs,
     bytes: usize,
 ) {
-    if bytes == 0 {
-        return;
-    }
     // SAFETY: the caller's promise, passed on.
     unsafe {
-        if let (&[input], None) = (inputs, kernel.divisor) {
-            copy(input, into, bytes);
-            if let Some(also) = also {
-                copy(input, also, bytes);
+        match (inputs, kernel.divisor) {
+            (&[input], None) => {
+                if !out.also.is_null() {
+                    copy(input, out.also, bytes);
+                }
+                let copy = if out.stream { copy_to_memory } else { copy };
+                copy(input, out.into, bytes);
             }
-            return;
-        }
-        let out = Outputs { into, also: also.unwrap_or(ptr::null_mut()) };
-        if !pass(kernel, tree, inputs, 0, &out, bytes, None) {
-            blockwise(kernel, tree, inputs, &out, bytes);
+            _ if out.stream => {
+                blocks(kernel, tree, inputs, out, bytes);
+                settle();
+            }
+            // The most frequent call, and the one whose latency counts: no need for a stack.
+            _ if tree.is_canonical() && inputs.len() <= kernel.root.len() => {
+                let divisor = kernel.divisor.unwrap_or(1);
+                apply(kernel.root, inputs, out.into, out.also, bytes, divisor);
+            }
+            _ => {
+                // A canonical tree that got here is more than one group.
+                if tree.is_canonical() || !pass(kernel, tree, inputs, 0, out, bytes, None) {
+                    blocks(kernel, tree, inputs, out, bytes);
+                }
+            }
         }
     }
 }
 
-/// Where a result goes; `also` may be null.
-struct Outputs {
-    into: *mut u8,
-    also: *mut u8,
+/// Evaluates a tree of more than one group, or to an output past the caches.
+///
+/// # Safety
+/// As for [`evaluate`].
+unsafe fn blocks(kernel: &Kernel, tree: &Tree, inputs: &[*const u8], out: Outputs, bytes: usize) {
+    // A partial covers at least two inputs. A large stack frame costs a touch of each of its
+    // pages, which small messages of few ranks would notice.
+    const FEW: usize = 8;
+    // SAFETY: the caller's promise.
+    unsafe {
+        if inputs.len() <= 2 * FEW {
+            blockwise::<FEW>(kernel, tree, inputs, out, bytes);
+        } else {
+            blockwise::<PARTIALS>(kernel, tree, inputs, out, bytes);
+        }
+    }
 }
 
-/// Evaluates a tree of more than one group. Not inlined, to keep its blocks out of the frame of
-/// the trees that need none.
+/// [`blocks`] with at most `N` partials alive. Not inlined, to keep them out of the frame of the
+/// trees that need none.
 ///
 /// # Safety
 /// As for [`evaluate`].
 #[inline(never)]
-unsafe fn blockwise(
+unsafe fn blockwise<const N: usize>(
     kernel: &Kernel,
     tree: &Tree,
     inputs: &[*const u8],
-    out: &Outputs,
+    out: Outputs,
     bytes: usize,
 ) {
-    let mut blocks = MaybeUninit::<Blocks>::uninit();
-    let mut partials = Partials { base: blocks.as_mut_ptr().cast(), free: u64::MAX };
+    let mut memory = MaybeUninit::<Blocks<N>>::uninit();
+    let mut partials = Partials::new(&mut memory);
     for at in (0..bytes).step_by(BLOCK) {
         let len = BLOCK.min(bytes - at);
-        // SAFETY: the caller's promise; `at + len <= bytes`, and `blocks` outlives the pass.
+        // SAFETY: the caller's promise; `at + len <= bytes`, and `memory` outlives the pass.
         let done = unsafe { pass(kernel, tree, inputs, at, out, len, Some(&mut partials)) };
         debug_assert!(done, "a pass with partials always ends");
     }
@@ -107,13 +139,14 @@ unsafe fn blockwise(
 /// if the tree needs one.
 ///
 /// # Safety
-/// As for [`evaluate`], with `at + len` for `bytes`; with partials, `len` is at most [`BLOCK`].
+/// As for [`evaluate`], with `at + len` for `bytes`. With partials, `len` is at most [`BLOCK`];
+/// without, the output is not streamed.
 unsafe fn pass(
     kernel: &Kernel,
     tree: &Tree,
     inputs: &[*const u8],
     at: usize,
-    out: &Outputs,
+    out: Outputs,
     len: usize,
     mut partials: Option<&mut Partials>,
 ) -> bool {
@@ -128,27 +161,34 @@ unsafe fn pass(
                 }
                 let Some(partials) = partials.as_deref_mut() else { return false };
                 stack.combine(|group| {
-                    group.iter().for_each(|&operand| partials.release(operand));
-                    let partial = partials.take();
-                    let out = Outputs { into: partial, also: ptr::null_mut() };
+                    let partial = partials.replace(group);
                     // SAFETY: operands are valid for `len <= BLOCK` bytes, as inputs or as
                     // partials; so is the new partial, which may be one of them.
-                    unsafe { apply(kernel.body, group, &out, len, 1) };
+                    unsafe { apply(kernel.body, group, partial, ptr::null_mut(), len, 1) };
                     partial
                 });
             }
         }
     }
     let root = stack.group();
-    if let Some(partials) = partials {
-        root.iter().for_each(|&operand| partials.release(operand));
-    }
+    let divisor = kernel.divisor.unwrap_or(1);
     // SAFETY: operands are valid for `len` bytes and outputs for `at + len`. All inputs of these
-    // bytes have been read into partials or are read by this loop before it overwrites them.
+    // bytes have been read into partials or are read by the last loop before it overwrites them.
     unsafe {
+        let into = out.into.add(at);
         let also = if out.also.is_null() { out.also } else { out.also.add(at) };
-        let out = Outputs { into: out.into.add(at), also };
-        apply(kernel.root, root, &out, len, kernel.divisor.unwrap_or(1));
+        match partials {
+            Some(partials) if out.stream => {
+                let partial = partials.replace(root);
+                apply(kernel.root, root, partial, also, len, divisor);
+                stream(partial, into, len);
+                partials.release(partial);
+            }
+            partials => {
+                apply(kernel.root, root, into, also, len, divisor);
+                partials.into_iter().for_each(|p| p.release_all(root));
+            }
+        }
     }
     true
 }
@@ -159,27 +199,35 @@ unsafe fn pass(
 /// # Safety
 /// Operands and outputs are valid for `len` bytes and equal or disjoint, and the loops may run on
 /// this CPU.
-unsafe fn apply(loops: &[Fused], operands: &[*const u8], out: &Outputs, len: usize, divisor: u32) {
+unsafe fn apply(
+    loops: &[Fused],
+    operands: &[*const u8],
+    into: *mut u8,
+    also: *mut u8,
+    len: usize,
+    divisor: u32,
+) {
     let fused = loops[operands.len() - 1];
     let strides = len - len % STRIDE;
     let rest = len % STRIDE;
     // SAFETY: the caller's promise; `strides + rest == len`, and a pad holds a full stride.
     unsafe {
         if strides > 0 {
-            fused(operands.as_ptr(), out.into, out.also, strides, divisor);
+            fused(operands.as_ptr(), into, also, strides, divisor);
         }
         if rest > 0 {
-            let mut pads = [[0; STRIDE]; MAX_OPERANDS];
+            let mut pads = [const { MaybeUninit::<[u8; STRIDE]>::uninit() }; MAX_OPERANDS];
             let mut padded = [ptr::null(); MAX_OPERANDS];
             for ((pad, padded), operand) in pads.iter_mut().zip(&mut padded).zip(operands) {
+                let pad = pad.write([0; STRIDE]);
                 pad.as_mut_ptr().copy_from_nonoverlapping(operand.add(strides), rest);
                 *padded = pad.as_ptr();
             }
             let mut result = [0; STRIDE];
             fused(padded.as_ptr(), result.as_mut_ptr(), ptr::null_mut(), STRIDE, divisor);
-            out.into.add(strides).copy_from_nonoverlapping(result.as_ptr(), rest);
-            if !out.also.is_null() {
-                out.also.add(strides).copy_from_nonoverlapping(result.as_ptr(), rest);
+            into.add(strides).copy_from_nonoverlapping(result.as_ptr(), rest);
+            if !also.is_null() {
+                also.add(strides).copy_from_nonoverlapping(result.as_ptr(), rest);
             }
         }
     }
@@ -243,30 +291,44 @@ impl Stack {
     }
 }
 
-/// Memory of the partials.
+/// Memory of `N` partials.
 #[repr(C, align(64))]
-struct Blocks([[u8; BLOCK]; PARTIALS]);
+struct Blocks<const N: usize>([[u8; BLOCK]; N]);
 
 /// Which partials are in use. The lowest free one is taken first, so that those which are warm in
 /// the cache are used again.
 struct Partials {
     base: *mut u8,
+    bytes: usize,
+    /// One bit each.
     free: u64,
 }
 
 impl Partials {
-    /// A partial of [`BLOCK`] bytes.
-    fn take(&mut self) -> *mut u8 {
-        assert!(self.free != 0, "the tree needs more than {PARTIALS} partials at once");
+    fn new<const N: usize>(memory: &mut MaybeUninit<Blocks<N>>) -> Partials {
+        const { assert!(0 < N && N <= u64::BITS as usize) };
+        let free = u64::MAX >> (u64::BITS as usize - N);
+        Partials { base: memory.as_mut_ptr().cast(), bytes: size_of::<Blocks<N>>(), free }
+    }
+
+    /// A partial of [`BLOCK`] bytes for the value of `group`, in place of those that it consumes.
+    fn replace(&mut self, group: &[*const u8]) -> *mut u8 {
+        self.release_all(group);
+        assert!(self.free != 0, "the tree needs too many partials at once");
         let slot = self.free.trailing_zeros() as usize;
         self.free &= self.free - 1;
         self.base.wrapping_add(slot * BLOCK)
     }
 
+    /// Gives back the operands that are partials.
+    fn release_all(&mut self, group: &[*const u8]) {
+        group.iter().for_each(|&operand| self.release(operand));
+    }
+
     /// Gives back an operand if it is a partial.
     fn release(&mut self, operand: *const u8) {
         let offset = operand.addr().wrapping_sub(self.base.addr());
-        if offset < PARTIALS * BLOCK {
+        if offset < self.bytes {
             self.free |= 1 << (offset / BLOCK);
         }
     }

@@ -19,19 +19,23 @@ use std::mem::MaybeUninit;
 /// # Safety
 /// Every pointer is valid for `bytes` bytes, a multiple of [`STRIDE`]; outputs are exactly equal
 /// to an operand or to each other, or disjoint; the target's instructions exist on this CPU.
-pub type Fused = unsafe fn(
-    operands: *const *const u8,
-    into: *mut u8,
-    also: *mut u8,
-    bytes: usize,
-    divisor: u32,
-);
+pub type Fused =
+    unsafe fn(operands: *const *const u8, into: *mut u8, also: *mut u8, bytes: usize, divisor: u32);
 
 /// Every fused loop handles multiples of this many bytes: the largest chunk of any format.
 pub const STRIDE: usize = 512;
 
 /// The largest number of operands of any fused loop.
 pub const MAX_OPERANDS: usize = 8;
+
+/// How far ahead operands are fetched into the second-level cache, in bytes. The prefetchers of
+/// the CPU stop at the end of a page: looking a page ahead keeps memory busy across it, for up to a
+/// third more from main memory. Much less comes too late, much more is evicted before it is used.
+/// The reads past the end are of what the caller is likely to fold next, and cannot fault.
+pub const AHEAD: usize = 4096;
+
+/// Bytes of a cache line.
+pub const LINE: usize = 64;
 
 /// How a word of memory becomes values that can be combined.
 pub trait Format {
@@ -181,9 +185,15 @@ macro_rules! target {
 }
 target!(baseline);
 #[cfg(target_arch = "x86_64")]
-target!(#[target_feature(enable = "avx2,f16c")] avx2);
+target!(
+    #[target_feature(enable = "avx2,f16c")]
+    avx2
+);
 #[cfg(target_arch = "x86_64")]
-target!(#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c")] avx512);
+target!(
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c")]
+    avx512
+);
 
 /// The loop itself.
 ///
@@ -203,6 +213,11 @@ unsafe fn run<F: Format, O: Operation<F>, E: Finish<F>, const N: usize>(
     let operands: [*const u8; N] = unsafe { operands.cast::<[*const u8; N]>().read() };
     let mut at = 0;
     while at < bytes {
+        for operand in operands {
+            for line in (0..chunk).step_by(LINE) {
+                prefetch(operand.wrapping_add(at + AHEAD + line));
+            }
+        }
         // `STRIDE` bytes hold any chunk; an array of `F::LANES` words cannot be named.
         let mut out = MaybeUninit::<[u8; STRIDE]>::uninit();
         let words = out.as_mut_ptr().cast::<F::Word>();
@@ -227,6 +242,19 @@ unsafe fn run<F: Format, O: Operation<F>, E: Finish<F>, const N: usize>(
         }
         at += chunk;
     }
+}
+
+/// Asks for the cache line of an address that need not be valid.
+#[inline(always)]
+pub fn prefetch(address: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a hint, which faults on no address.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T1>(address.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
 }
 
 /// The canonical tree over `N` values, written out so that nothing of it is left at run time.

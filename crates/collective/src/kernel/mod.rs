@@ -24,13 +24,14 @@ mod integer;
 #[cfg(test)]
 mod tests;
 
-pub use copy::copy;
+pub use copy::{copy, copy_from_memory, copy_to_memory};
 
 use crate::dtype::{Dtype, Reduction};
 use crate::tree::Tree;
-use evaluate::{Kernel, evaluate};
+use evaluate::{Kernel, Outputs, evaluate};
 use fused::{And, Divide, Fused, Keep, Max, Min, Or, Product, Sum, Target, Xor, eight, four};
 use half::{Bf16, Bf16Bits, F16, F16Avx2, F16Avx512, F16Bits};
+use std::ptr;
 
 /// Combines `inputs` element by element in the order of `tree` and writes the result to `into`
 /// and, if given, also to `also`.
@@ -59,13 +60,54 @@ pub unsafe fn fold(
     count: usize,
     divide: Option<u32>,
 ) {
+    let out = Outputs { into, also: also.unwrap_or(ptr::null_mut()), stream: false };
+    // SAFETY: the caller's promise.
+    unsafe { fold_to(dtype, reduction, tree, inputs, out, count, divide) };
+}
+
+/// [`fold`], with `into` in no cache and not read soon, as for [`copy_to_memory`]. `also` is
+/// written as usual.
+///
+/// # Panics
+/// As [`fold`].
+///
+/// # Safety
+/// As for [`fold`].
+#[expect(clippy::too_many_arguments, reason = "the same call as `fold`")]
+pub unsafe fn fold_to_memory(
+    dtype: Dtype,
+    reduction: Reduction,
+    tree: &Tree,
+    inputs: &[*const u8],
+    into: *mut u8,
+    also: Option<*mut u8>,
+    count: usize,
+    divide: Option<u32>,
+) {
+    let out = Outputs { into, also: also.unwrap_or(ptr::null_mut()), stream: true };
+    // SAFETY: the caller's promise.
+    unsafe { fold_to(dtype, reduction, tree, inputs, out, count, divide) };
+}
+
+/// # Safety
+/// As for [`fold`].
+unsafe fn fold_to(
+    dtype: Dtype,
+    reduction: Reduction,
+    tree: &Tree,
+    inputs: &[*const u8],
+    out: Outputs,
+    count: usize,
+    divide: Option<u32>,
+) {
     assert_eq!(inputs.len(), tree.inputs(), "the tree is over another number of inputs");
     assert!(reduction.supports(dtype), "{reduction} is not defined for {dtype}");
     let sums = matches!(reduction, Reduction::Sum | Reduction::Mean);
     assert!(divide != Some(0) && (sums || divide.is_none()), "{reduction} divided by {divide:?}");
     let kernel = select(Target::best(), dtype, reduction, divide);
-    // SAFETY: the caller's promise; `count` elements are this many bytes.
-    unsafe { evaluate(&kernel, tree, inputs, into, also, count * dtype.size()) };
+    // SAFETY: the caller's promise; `count` elements are this many bytes, and the CPU has its
+    // best target.
+    unsafe { evaluate(&kernel, tree, inputs, out, count * dtype.size()) };
 }
 
 /// The loops for a fold on `target`.

@@ -79,9 +79,7 @@ impl Algorithm {
             Algorithm::Ring => {
                 matches!(op, Op::AllReduce | Op::ReduceScatter | Op::AllGather)
             }
-            Algorithm::Tree => {
-                !matches!(op, Op::ReduceScatter | Op::AllGather | Op::AllToAll)
-            }
+            Algorithm::Tree => !matches!(op, Op::ReduceScatter | Op::AllGather | Op::AllToAll),
             Algorithm::DoubleTree => op == Op::AllReduce,
             Algorithm::HalvingDoubling => match op {
                 Op::AllReduce => true,

@@ -3,7 +3,9 @@
 //! Whoever needs an input gets all of it, in one round, and reduces everything itself. That is
 //! the least latency there is, at the price of `n−1` times the buffer in bytes.
 
-use super::{Fold, Op, Place, Problem, Recv, Round, Schedule, Send, block, peers_after, peers_before};
+use super::{
+    Fold, Op, Place, Problem, Recv, Round, Schedule, Send, block, peers_after, peers_before,
+};
 use crate::tree::Tree;
 
 pub(super) fn build(problem: &Problem) -> Option<Schedule> {

@@ -70,7 +70,8 @@ impl BinaryTree {
         loop {
             let top = roundest(low, high);
             if own == top {
-                let child = |low, high| (low <= high).then(|| self.rank(roundest(low, high), world));
+                let child =
+                    |low, high| (low <= high).then(|| self.rank(roundest(low, high), world));
                 let (left, right) = (child(low, top - 1), child(top + 1, high));
                 return Node { parent, left, right, depth };
             }

@@ -38,15 +38,11 @@ fn all_reduce(rank: usize, world: usize) -> Schedule {
     let mut rounds = Timeline::default();
 
     for step in 0..steps(team) {
-        let into = match (step + 1 == steps(team), smaller, larger) {
-            (true, None, None) => Some(Place::Output),
-            _ => None,
-        };
-        work.halve(step, into, rounds.at(step));
+        let last = step + 1 == steps(team) && teams.len() == 1;
+        work.halve(step, last.then_some(Place::Output), last, rounds.at(step));
     }
     if let Some(smaller) = smaller {
-        let into = larger.is_none().then_some(Place::Output);
-        work.add_from(smaller, into, rounds.at(steps(team)));
+        work.add_from(smaller, larger.is_none(), rounds.at(steps(team)));
     }
     if let Some(larger) = larger {
         // The larger team is ready for them after its own steps, which are more.
@@ -86,8 +82,9 @@ fn reduce_scatter(rank: usize, world: usize) -> Schedule {
     let mut rounds = Timeline::default();
     let swap = reversed(rank, steps(&team));
     for step in 0..steps(&team) {
-        let home = step + 1 == steps(&team) && swap == rank;
-        work.halve(step, home.then_some(Place::Output), rounds.at(step));
+        let last = step + 1 == steps(&team);
+        let home = last && swap == rank;
+        work.halve(step, home.then_some(Place::Output), last, rounds.at(step));
     }
     if swap != rank {
         let round = rounds.at(steps(&team));
@@ -136,8 +133,8 @@ impl Halving {
         self.first + (self.index ^ (1 << step))
     }
 
-    /// One step with the partner. With `result` the sums are final and go there.
-    fn halve(&mut self, step: usize, result: Option<Place>, round: &mut Round) {
+    /// One step with the partner. The sums go where they arrived, unless told otherwise.
+    fn halve(&mut self, step: usize, into: Option<Place>, root: bool, round: &mut Round) {
         let (keep, give) = halves(&self.range, self.index, step);
         let peer = self.partner(step);
         let from = self.place_of(&give);
@@ -146,20 +143,21 @@ impl Halving {
         self.cells += keep.len() as u32;
         round.recvs.push(Recv { from: peer, blocks: blocks(keep.clone()), into: arrival });
         let own = self.place_of(&keep);
-        let inputs = if is_upper(self.index, step) { vec![arrival, own] } else { vec![own, arrival] };
-        let into = result.unwrap_or(arrival);
-        round.folds.push(sum(inputs, &keep, into, result.is_some()));
+        let inputs =
+            if is_upper(self.index, step) { vec![arrival, own] } else { vec![own, arrival] };
+        let into = into.unwrap_or(arrival);
+        round.folds.push(sum(inputs, &keep, into, root));
         (self.range, self.held) = (keep, into);
     }
 
     /// Add the sums of the next smaller team, whose ranks are all higher.
-    fn add_from(&mut self, smaller: &Range<usize>, result: Option<Place>, round: &mut Round) {
+    fn add_from(&mut self, smaller: &Range<usize>, last: bool, round: &mut Round) {
         let from = smaller.start + self.index % smaller.len();
         let arrival = Place::Scratch(self.cells);
         self.cells += self.range.len() as u32;
         round.recvs.push(Recv { from, blocks: blocks(self.range.clone()), into: arrival });
-        let into = result.unwrap_or(arrival);
-        round.folds.push(sum(vec![self.held, arrival], &self.range, into, result.is_some()));
+        let into = if last { Place::Output } else { arrival };
+        round.folds.push(sum(vec![self.held, arrival], &self.range, into, last));
         self.held = into;
     }
 
@@ -195,8 +193,7 @@ impl Halving {
 /// one if this rank is the upper of the pair. Returns both ranges as one.
 fn double(peer: usize, range: Range<usize>, upper: bool, round: &mut Round) -> Range<usize> {
     let len = range.len();
-    let other =
-        if upper { range.start - len..range.start } else { range.end..range.end + len };
+    let other = if upper { range.start - len..range.start } else { range.end..range.end + len };
     let place = Place::Output;
     round.sends.push(Send { to: peer, blocks: blocks(range.clone()), from: place });
     round.recvs.push(Recv { from: peer, blocks: blocks(other.clone()), into: place });

@@ -59,7 +59,7 @@ pub(super) fn build(problem: &Problem, topology: &Topology) -> Option<Schedule> 
     };
     let phases =
         vec![Phase::Window(before), Phase::Rounds(Rounds { rounds }), Phase::Window(after)];
-    Some(Schedule { phases, parts: plan.parts, cells: plan.cells() })
+    Some(Schedule { phases, parts: plan.parts, cells: plan.cells(), staging: plan.total })
 }
 
 /// One rank's view of the hierarchy.
@@ -408,13 +408,11 @@ impl Plan<'_> {
 
 impl Round {
     fn send_all(&mut self, to: usize, list: &[u32], from: impl Fn(u32) -> Place) {
-        self.sends
-            .extend(runs(list).map(|blocks| Send { to, from: from(blocks.start), blocks }));
+        self.sends.extend(runs(list).map(|blocks| Send { to, from: from(blocks.start), blocks }));
     }
 
     fn recv_all(&mut self, from: usize, list: &[u32], into: impl Fn(u32) -> Place) {
-        self.recvs
-            .extend(runs(list).map(|blocks| Recv { from, into: into(blocks.start), blocks }));
+        self.recvs.extend(runs(list).map(|blocks| Recv { from, into: into(blocks.start), blocks }));
     }
 }
 
@@ -485,7 +483,7 @@ mod tests {
         assert_eq!(partials(&[0, 0, 0, 0, 1, 1, 1, 1]), [0..4, 4..8]);
         assert_eq!(partials(&[0, 0, 0, 1, 1, 1]), [0..2, 2..3, 3..4, 4..6]);
         assert_eq!(partials(&[0, 1, 0, 1]), [0..1, 1..2, 2..3, 3..4]);
-        assert_eq!(partials(&[5, 5, 5]), [0..3]);
+        assert_eq!(partials(&[5, 5, 6]), [0..2, 2..3]);
     }
 
     #[test]

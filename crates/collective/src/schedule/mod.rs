@@ -265,6 +265,8 @@ pub struct Schedule {
     /// the next. Equal on all ranks. They are free for another segment when the last send of
     /// this one has left.
     pub cells: u32,
+    /// The staging cells of its largest window on any host. Equal on all ranks.
+    pub staging: u32,
 }
 
 impl Op {
@@ -294,7 +296,7 @@ impl Schedule {
     /// A schedule of rounds alone.
     fn of_rounds(rounds: Vec<Round>, parts: usize, cells: usize) -> Schedule {
         let phases = vec![Phase::Rounds(Rounds { rounds })];
-        Schedule { phases, parts: parts as u32, cells: cells as u32 }
+        Schedule { phases, parts: parts as u32, cells: cells as u32, staging: 0 }
     }
 }
 

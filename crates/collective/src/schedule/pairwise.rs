@@ -24,12 +24,11 @@ pub(super) fn build(problem: &Problem) -> Schedule {
             Schedule::of_rounds(vec![reduce_own_block(rank, world, Place::Output)], 1, world - 1)
         }
         Op::AllGather => Schedule::of_rounds(vec![all_gather(rank, world)], 1, 0),
-        Op::Broadcast { root } => {
-            Schedule::of_rounds(broadcast(rank, world, root), world - 1, 0)
-        }
+        Op::Broadcast { root } => Schedule::of_rounds(broadcast(rank, world, root), world - 1, 0),
         Op::Reduce { root } => {
             let result = if rank == root { Place::Output } else { Place::Scratch(0) };
-            let rounds = vec![reduce_own_block(rank, world, result), gather(rank, world, root, result)];
+            let rounds =
+                vec![reduce_own_block(rank, world, result), gather(rank, world, root, result)];
             Schedule::of_rounds(rounds, world, world - 1)
         }
         Op::Gather { root } => {
@@ -104,10 +103,7 @@ fn broadcast(rank: usize, world: usize, root: usize) -> Vec<Round> {
         .filter(|from| *from != root)
         .map(|from| Recv { from, blocks: owned_by(from), into: Place::Output })
         .collect();
-    vec![
-        Round { recvs: vec![own], ..Round::default() },
-        Round { sends, recvs, ..Round::default() },
-    ]
+    vec![Round { recvs: vec![own], ..Round::default() }, Round { sends, recvs, ..Round::default() }]
 }
 
 /// The block that every rank owns goes from `from` to the root.

@@ -59,11 +59,7 @@ impl Ring {
 
     /// Send every block around once, adding the input; in round `k` a block arrives in
     /// `arrival(k)`, and its sum with the input goes to `sum(k)`.
-    fn reduce(
-        self,
-        sum: impl Fn(usize) -> Place,
-        arrival: impl Fn(usize) -> Place,
-    ) -> Vec<Round> {
+    fn reduce(self, sum: impl Fn(usize) -> Place, arrival: impl Fn(usize) -> Place) -> Vec<Round> {
         let round = |k: usize| {
             let from = if k == 0 { Place::Input } else { sum(k - 1) };
             let arriving = block(self.behind(k + 2));

@@ -67,8 +67,7 @@ struct Meeting {
 
 impl Path {
     fn new(rank: usize, world: usize, root: usize) -> Path {
-        let holder =
-            |node: &Range<usize>| if node.contains(&root) { root } else { node.start };
+        let holder = |node: &Range<usize>| if node.contains(&root) { root } else { node.start };
         let mut meetings = Vec::new();
         let mut node = 0..world;
         while node.len() > 1 {
@@ -140,15 +139,15 @@ impl Path {
             let round = &mut rounds[meeting.level];
             let range = blocks(meeting.given.clone());
             if meeting.gives {
-                let from =
-                    if meeting.given.len() == 1 { Place::Input } else { self.aside(&meeting.given) };
-                round.sends.push(Send { to: meeting.peer, blocks: range, from });
-            } else {
-                let into = if self.rank == self.root {
-                    Place::Output
+                let from = if meeting.given.len() == 1 {
+                    Place::Input
                 } else {
                     self.aside(&meeting.given)
                 };
+                round.sends.push(Send { to: meeting.peer, blocks: range, from });
+            } else {
+                let into =
+                    if self.rank == self.root { Place::Output } else { self.aside(&meeting.given) };
                 round.recvs.push(Recv { from: meeting.peer, blocks: range, into });
             }
         }
@@ -167,11 +166,8 @@ impl Path {
             let round = &mut rounds[self.levels - 1 - meeting.level];
             let range = blocks(meeting.given.clone());
             if !meeting.gives {
-                let from = if self.rank == self.root {
-                    Place::Input
-                } else {
-                    self.aside(&meeting.given)
-                };
+                let from =
+                    if self.rank == self.root { Place::Input } else { self.aside(&meeting.given) };
                 round.sends.push(Send { to: meeting.peer, blocks: range, from });
             } else if meeting.given.len() == 1 {
                 round.recvs.push(Recv { from: meeting.peer, blocks: range, into: Place::Output });

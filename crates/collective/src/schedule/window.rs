@@ -167,5 +167,6 @@ fn copy_own_block(index: usize) -> Fold {
 }
 
 fn schedule(window: Window, parts: usize, cells: u32) -> Schedule {
-    Schedule { phases: vec![Phase::Window(window)], parts: parts as u32, cells }
+    let staging = window.cells;
+    Schedule { phases: vec![Phase::Window(window)], parts: parts as u32, cells, staging }
 }

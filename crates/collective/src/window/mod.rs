@@ -86,11 +86,6 @@ impl WindowMemory {
         self.regions[self.me].buffer_size()
     }
 
-    /// Group ranks of the members.
-    pub fn members(&self) -> &[usize] {
-        &self.members
-    }
-
     /// Runs `segments` of a schedule, starting with `first`.
     ///
     /// # Safety
@@ -323,8 +318,7 @@ impl Steps for Run<'_> {
     }
 }
 
-/// Runs a schedule where this rank is the only one of its host: nobody reads what it stages, and
-/// its folds involve nobody else.
+/// Runs a schedule that shares nothing: its copies and folds involve this rank's memory only.
 ///
 /// # Safety
 /// The buffers are valid for the call's layouts and nobody else uses them meanwhile.

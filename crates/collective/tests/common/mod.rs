@@ -80,3 +80,120 @@ pub fn on_all<R: Send>(groups: &[Group], body: impl Fn(&Group) -> R + Sync) -> V
         ranks.into_iter().map(|r| r.join().expect("no rank panics")).collect()
     })
 }
+
+/// A type with samples to reduce and a reference to compare with.
+pub trait Sample: unisono_collective::Element + PartialEq + std::fmt::Debug {
+    /// Reproducible values that round, overflow and cancel.
+    fn samples(count: usize, seed: u64) -> Vec<Self>;
+    /// One node of the canonical tree.
+    fn combine(left: Self, right: Self, reduction: Reduction) -> Self;
+    /// The division of a mean.
+    fn divide(sum: Self, by: usize) -> Self;
+    /// The value's bits; all NaNs alike.
+    fn bits(self) -> u64;
+
+    fn assert_same(actual: &[Self], expected: &[Self], what: &str) {
+        assert_eq!(actual.len(), expected.len(), "{what}");
+        for (i, (a, e)) in actual.iter().zip(expected).enumerate() {
+            assert_eq!(a.bits(), e.bits(), "{what}: element {i} is {a:?}, expected {e:?}");
+        }
+    }
+}
+
+use unisono_collective::Reduction;
+
+/// The reduction of all inputs in the canonical order.
+pub fn reference<T: Sample>(inputs: &[Vec<T>], reduction: Reduction) -> Vec<T> {
+    fn tree<T: Sample>(inputs: &[Vec<T>], i: usize, reduction: Reduction) -> T {
+        match inputs.len() {
+            1 => inputs[0][i],
+            n => {
+                let mut half = 1;
+                while 2 * half < n {
+                    half *= 2;
+                }
+                let (left, right) = inputs.split_at(half);
+                T::combine(tree(left, i, reduction), tree(right, i, reduction), reduction)
+            }
+        }
+    }
+    let value = |i| {
+        let value = tree(inputs, i, reduction);
+        if reduction == Reduction::Mean { T::divide(value, inputs.len()) } else { value }
+    };
+    (0..inputs[0].len()).map(value).collect()
+}
+
+/// A small generator; its sequence is all that matters.
+fn numbers(seed: u64) -> impl Iterator<Item = u64> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x5851_f42d_4c95_7f2d;
+    std::iter::repeat_with(move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    })
+}
+
+macro_rules! float_sample {
+    ($t:ty, $wide:ty, $narrow:expr, $widen:expr, $bits:expr) => {
+        impl Sample for $t {
+            fn samples(count: usize, seed: u64) -> Vec<$t> {
+                let value = |n: u64| {
+                    let sign = if n & 1 == 0 { 1.0 } else { -1.0 };
+                    let scale = <$wide>::powi(2.0, (n >> 1 & 7) as i32 - 3);
+                    $narrow(sign * scale * (1.0 + (n >> 16) as $wide / (1u64 << 48) as $wide))
+                };
+                numbers(seed).take(count).map(value).collect()
+            }
+            fn combine(left: $t, right: $t, reduction: Reduction) -> $t {
+                let (l, r): ($wide, $wide) = ($widen(left), $widen(right));
+                match reduction {
+                    Reduction::Sum | Reduction::Mean => $narrow(l + r),
+                    Reduction::Product => $narrow(l * r),
+                    Reduction::Min => if l <= r { left } else { right },
+                    Reduction::Max => if l >= r { left } else { right },
+                    _ => unreachable!("not for floats"),
+                }
+            }
+            fn divide(sum: $t, by: usize) -> $t {
+                $narrow($widen(sum) / by as $wide)
+            }
+            fn bits(self) -> u64 {
+                $bits(self)
+            }
+        }
+    };
+}
+float_sample!(f32, f32, |x: f32| x, |x: f32| x, |x: f32| u64::from(x.to_bits()));
+float_sample!(f64, f64, |x: f64| x, |x: f64| x, |x: f64| x.to_bits());
+float_sample!(half::f16, f32, half::f16::from_f32, half::f16::to_f32, |x: half::f16| u64::from(x.to_bits()));
+float_sample!(half::bf16, f32, half::bf16::from_f32, half::bf16::to_f32, |x: half::bf16| u64::from(x.to_bits()));
+
+macro_rules! integer_sample {
+    ($($t:ty),*) => {$(
+        impl Sample for $t {
+            fn samples(count: usize, seed: u64) -> Vec<$t> {
+                numbers(seed).take(count).map(|n| (n >> 11) as $t).collect()
+            }
+            fn combine(left: $t, right: $t, reduction: Reduction) -> $t {
+                match reduction {
+                    Reduction::Sum | Reduction::Mean => left.wrapping_add(right),
+                    Reduction::Product => left.wrapping_mul(right),
+                    Reduction::Min => left.min(right),
+                    Reduction::Max => left.max(right),
+                    Reduction::And => left & right,
+                    Reduction::Or => left | right,
+                    Reduction::Xor => left ^ right,
+                }
+            }
+            fn divide(sum: $t, by: usize) -> $t {
+                (i128::from(sum) / by as i128) as $t
+            }
+            fn bits(self) -> u64 {
+                self as u64
+            }
+        }
+    )*};
+}
+integer_sample!(i8, u8, i32, i64);

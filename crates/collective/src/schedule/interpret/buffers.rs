@@ -63,9 +63,11 @@ impl<V: Copy> Memory<V> {
             _ => 0,
         };
         let (input_start, output_start, scratch) = match call.in_place {
-            true => {
-                (offset(&input_cut), offset(&output_cut), shape.len().max(input_len).max(output_len))
-            }
+            true => (
+                offset(&input_cut),
+                offset(&output_cut),
+                shape.len().max(input_len).max(output_len),
+            ),
             false => (0, input_len, input_len + output_len),
         };
         let mut values = vec![None; scratch + in_flight * cells * call.column];

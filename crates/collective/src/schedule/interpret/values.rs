@@ -81,18 +81,19 @@ impl Symbols {
         self.expressions[symbol.0 as usize]
     }
 
-    /// All leaves of an expression, from left to right.
-    pub fn leaves(&self, symbol: Symbol) -> Vec<(usize, usize)> {
+    /// All leaves of an expression, as (rank, index), from left to right; `None` if a reduction
+    /// ended inside it.
+    pub fn leaves(&self, symbol: Symbol) -> Option<Vec<(usize, usize)>> {
         let mut leaves = Vec::new();
         let mut pending = vec![symbol];
         while let Some(symbol) = pending.pop() {
             match self.expression(symbol) {
                 Expression::Leaf { rank, index } => leaves.push((rank, index)),
                 Expression::Combine(left, right) => pending.extend([right, left]),
-                Expression::Root(inner) => pending.push(inner),
+                Expression::Root(_) => return None,
             }
         }
-        leaves
+        Some(leaves)
     }
 
     fn intern(&mut self, expression: Expression) -> Symbol {

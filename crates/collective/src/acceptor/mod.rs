@@ -9,6 +9,8 @@
 //!
 //! Refusals are logged with address and reason, up to a few in a minute; the rest is counted.
 
+mod refusals;
+
 use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -20,7 +22,8 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 use socket2::{Domain, SockAddr, Socket};
 
-use crate::handshake::{Introduction, Refusal, Responder, Step, Token, random_nonce, timespec};
+use self::refusals::{Peer, Reason, RefusalLog};
+use crate::handshake::{Introduction, Responder, Step, Token, random_nonce, timespec};
 
 /// Accepts connections and performs their handshakes on a thread of its own, until dropped.
 pub struct Acceptor {
@@ -126,15 +129,6 @@ enum Fate {
     Waiting,
     Accepted(Introduction),
     Dropped(Reason),
-}
-
-/// Why a connection was closed.
-enum Reason {
-    Refused(Refusal),
-    Truncated,
-    TooSlow,
-    Displaced,
-    Failed(io::Error),
 }
 
 impl<F: FnMut(Socket, Introduction)> Door<F> {
@@ -340,236 +334,5 @@ fn watch(epoll: &OwnedFd, source: impl std::os::fd::AsFd, key: u64) -> io::Resul
     epoll::add(epoll, source, data, epoll::EventFlags::IN).map_err(io::Error::from)
 }
 
-impl fmt::Display for Reason {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Reason::Refused(refusal) => write!(f, "{refusal}"),
-            Reason::Truncated => f.write_str("closed before the end of the handshake"),
-            Reason::TooSlow => f.write_str("did not finish the handshake in time"),
-            Reason::Displaced => f.write_str("made room for a newer connection"),
-            Reason::Failed(error) => write!(f, "failed: {error}"),
-        }
-    }
-}
-
-/// Who is at the other end, as far as the kernel knows.
-enum Peer {
-    Inet(std::net::SocketAddr),
-    Unix { pid: i32, uid: u32 },
-    Unknown,
-}
-
-impl Peer {
-    fn of(socket: &Socket, address: &SockAddr) -> Peer {
-        if let Some(address) = address.as_socket() {
-            return Peer::Inet(address);
-        }
-        match rustix::net::sockopt::socket_peercred(socket) {
-            Ok(credentials) => Peer::Unix {
-                pid: credentials.pid.as_raw_nonzero().get(),
-                uid: credentials.uid.as_raw(),
-            },
-            Err(_) => Peer::Unknown,
-        }
-    }
-}
-
-impl fmt::Display for Peer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Peer::Inet(address) => write!(f, "{address}"),
-            Peer::Unix { pid, uid } => write!(f, "local process {pid} of user {uid}"),
-            Peer::Unknown => f.write_str("unknown peer"),
-        }
-    }
-}
-
-/// Logs refusals, a few in each interval; counts the rest and logs their number at its end.
-#[derive(Default)]
-struct RefusalLog {
-    since: Option<Instant>,
-    logged: u32,
-    silent: u64,
-}
-
-impl RefusalLog {
-    /// Refusals logged one by one in an interval. More tell more about a scan and less about
-    /// everything else in the log.
-    const VERBOSE: u32 = 16;
-    const INTERVAL: Duration = Duration::from_secs(60);
-
-    fn note(&mut self, peer: &Peer, reason: &Reason, now: Instant) {
-        if self.admit(now) {
-            log::warn!("refused a connection from {peer}: {reason}");
-        }
-    }
-
-    /// Whether a refusal at `now` is logged by itself.
-    fn admit(&mut self, now: Instant) -> bool {
-        self.summarize(now);
-        self.since.get_or_insert(now);
-        if self.logged < RefusalLog::VERBOSE {
-            self.logged += 1;
-            return true;
-        }
-        self.silent += 1;
-        false
-    }
-
-    /// Ends the interval if it is over; returns how many refusals it left out.
-    fn summarize(&mut self, now: Instant) -> u64 {
-        if self.since.is_none_or(|since| now.duration_since(since) < RefusalLog::INTERVAL) {
-            return 0;
-        }
-        let silent = std::mem::take(&mut self.silent);
-        (self.since, self.logged) = (None, 0);
-        if silent > 0 {
-            log::warn!("refused {silent} more connections in the last minute");
-        }
-        silent
-    }
-}
-
-impl Drop for RefusalLog {
-    fn drop(&mut self) {
-        if self.silent > 0 {
-            log::warn!("refused {} more connections", self.silent);
-        }
-    }
-}
-
 #[cfg(test)]
-mod tests {
-    use std::io::{Read, Write};
-    use std::net::{Shutdown, SocketAddr, TcpStream};
-    use std::sync::mpsc::{Receiver, channel};
-
-    use socket2::Type;
-
-    use super::*;
-    use crate::handshake::{HandshakeError, Purpose, initiate};
-
-    const TOKEN: Token = Token::from_bytes([3; 32]);
-    const SOON: Duration = Duration::from_secs(20);
-
-    fn introduction(from: u32) -> Introduction {
-        Introduction { purpose: Purpose::Data, epoch: 1, group: 2, from, to: 0, channel: 3 }
-    }
-
-    fn tcp_listener() -> (Socket, SocketAddr) {
-        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = listener.local_addr().unwrap();
-        (listener.into(), address)
-    }
-
-    fn acceptor(
-        limits: Limits,
-        listeners: Vec<Socket>,
-    ) -> (Acceptor, Receiver<(Socket, Introduction)>) {
-        let (sender, receiver) = channel();
-        let acceptor = Acceptor::start_with(limits, listeners, TOKEN, move |socket, who| {
-            sender.send((socket, who)).unwrap();
-        });
-        (acceptor.unwrap(), receiver)
-    }
-
-    fn join(address: SocketAddr, token: &Token, from: u32) -> Result<Socket, HandshakeError> {
-        let socket = Socket::from(TcpStream::connect(address)?);
-        initiate(&socket, token, &introduction(from), Instant::now() + SOON)?;
-        Ok(socket)
-    }
-
-    #[test]
-    fn peers_are_let_in_over_tcp_and_unix() {
-        let (tcp, address) = tcp_listener();
-        let unix = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
-        let name = format!("\0unisono-acceptor-test-{}", std::process::id());
-        unix.bind(&SockAddr::unix(&name).unwrap()).unwrap();
-        unix.listen(8).unwrap();
-        let (_acceptor, accepted) = acceptor(Limits::default(), vec![tcp, unix]);
-
-        let mut client = join(address, &TOKEN, 5).unwrap();
-        let (mut server, who) = accepted.recv_timeout(SOON).unwrap();
-        assert_eq!(who, introduction(5));
-        assert!(server.tcp_nodelay().unwrap());
-        client.write_all(b"after").unwrap();
-        let mut buffer = [0; 5];
-        // Blocking again: a non-blocking read could fail here.
-        server.read_exact(&mut buffer).unwrap();
-        assert_eq!(&buffer, b"after");
-
-        let local = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
-        local.connect(&SockAddr::unix(&name).unwrap()).unwrap();
-        initiate(&local, &TOKEN, &introduction(6), Instant::now() + SOON).unwrap();
-        assert_eq!(accepted.recv_timeout(SOON).unwrap().1, introduction(6));
-    }
-
-    #[test]
-    fn strangers_do_not_hold_up_peers() {
-        let (listener, address) = tcp_listener();
-        let (_acceptor, accepted) = acceptor(Limits::default(), vec![listener]);
-        // More silent, half-spoken and talkative strangers than there are slots.
-        let mut strangers: Vec<TcpStream> = Vec::new();
-        for index in 0..200u32 {
-            let mut stranger = TcpStream::connect(address).unwrap();
-            match index % 4 {
-                0 => {}
-                1 => stranger.write_all(b"Unison").unwrap(),
-                2 => drop(stranger.write_all(&[0x42; 4096])),
-                _ => stranger.shutdown(Shutdown::Both).unwrap(),
-            }
-            strangers.push(stranger);
-        }
-        for from in 0..8 {
-            let _client = join(address, &TOKEN, from).unwrap();
-            assert_eq!(accepted.recv_timeout(SOON).unwrap().1, introduction(from));
-        }
-        assert!(accepted.try_recv().is_err());
-    }
-
-    #[test]
-    fn peers_of_another_job_learn_why() {
-        let (listener, address) = tcp_listener();
-        let (_acceptor, accepted) = acceptor(Limits::default(), vec![listener]);
-        let refused = join(address, &Token::public("other"), 0);
-        assert!(matches!(refused, Err(HandshakeError::OtherJob)));
-        assert!(accepted.try_recv().is_err());
-    }
-
-    #[test]
-    fn the_silent_are_dropped_at_their_deadline_and_when_crowded_out() {
-        let (listener, address) = tcp_listener();
-        let limits = Limits { half_done: 2, patience: Duration::from_secs(3600) };
-        let (crowded, _accepted) = acceptor(limits, vec![listener]);
-        let mut strangers: Vec<_> = (0..3).map(|_| TcpStream::connect(address).unwrap()).collect();
-        strangers[0].set_read_timeout(Some(SOON)).unwrap();
-        assert_eq!(strangers[0].read(&mut [0; 1]).unwrap(), 0);
-        drop(crowded);
-
-        let (listener, address) = tcp_listener();
-        let limits = Limits { half_done: 2, patience: Duration::from_millis(20) };
-        let (_impatient, _accepted) = acceptor(limits, vec![listener]);
-        let mut stranger = TcpStream::connect(address).unwrap();
-        stranger.set_read_timeout(Some(SOON)).unwrap();
-        assert_eq!(stranger.read(&mut [0; 1]).unwrap(), 0);
-    }
-
-    #[test]
-    fn dropping_it_closes_the_port() {
-        let (listener, address) = tcp_listener();
-        let (acceptor, _accepted) = acceptor(Limits::default(), vec![listener]);
-        let _silent = TcpStream::connect(address).unwrap();
-        drop(acceptor);
-        assert!(TcpStream::connect(address).is_err());
-    }
-
-    #[test]
-    fn the_log_is_not_flooded() {
-        let mut log = RefusalLog::default();
-        let start = Instant::now();
-        let logged = (0..1000).filter(|_| log.admit(start)).count();
-        assert_eq!(logged, RefusalLog::VERBOSE as usize);
-        assert_eq!(log.summarize(start + RefusalLog::INTERVAL), 1000 - logged as u64);
-        assert!(log.admit(start + RefusalLog::INTERVAL));
-    }
-}
+mod tests;

@@ -1,0 +1,232 @@
+//! `unisono bench collective`: starts its own ranks, times an operation, checks what it timed.
+
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use clap::Args;
+use serde::Serialize;
+use unisono::{Algorithm, Dtype, Group, Job, Options, Reduction, Transport};
+
+use super::limit;
+use super::sizes;
+use super::workload::{self, Operation, Workload, verify_step};
+
+/// Options of `unisono bench collective`.
+#[derive(Args, Clone)]
+pub struct CollectiveArgs {
+    /// The operation.
+    #[arg(long, value_enum, default_value = "all-reduce")]
+    op: Operation,
+    /// How many ranks to start on this machine; as many as cores by default.
+    #[arg(long)]
+    ranks: Option<usize>,
+    /// How the ranks exchange data: auto, shm or tcp.
+    #[arg(long, default_value = "auto")]
+    transport: Transport,
+    /// The element type: f32, f64, f16, bf16, i8, u8, i32 or i64.
+    #[arg(long, default_value = "f32")]
+    dtype: Dtype,
+    /// Sizes of the whole buffer: a list of sizes and ranges.
+    #[arg(long, default_value = "1KiB..64MiB")]
+    sizes: String,
+    /// By how much the sizes of a range grow.
+    #[arg(long, default_value_t = 4)]
+    factor: usize,
+    /// Use this algorithm instead of the cheapest: ring, tree, double-tree, halving-doubling,
+    /// pairwise, direct, window, window-direct or hierarchical.
+    #[arg(long)]
+    algorithm: Option<Algorithm>,
+    /// Print every candidate with its predicted time, and the measured time of the chosen one.
+    #[arg(long)]
+    explain: bool,
+    /// Seconds to spend on each size.
+    #[arg(long, default_value_t = 0.5)]
+    seconds: f64,
+    /// Print one JSON object per size instead of a table.
+    #[arg(long)]
+    json: bool,
+    /// This process is one of the ranks.
+    #[arg(long, hide = true)]
+    as_rank: bool,
+}
+
+/// One line of the report.
+#[derive(Serialize)]
+struct Row {
+    op: &'static str,
+    ranks: usize,
+    transport: &'static str,
+    algorithm: &'static str,
+    dtype: &'static str,
+    bytes: usize,
+    median_us: f64,
+    p99_us: f64,
+    algbw_gbs: f64,
+    busbw_gbs: f64,
+    limit_gbs: f64,
+    verified: bool,
+}
+
+/// Starts the ranks, or is one of them.
+pub fn run(args: CollectiveArgs) -> anyhow::Result<ExitCode> {
+    sizes::parse_list(&args.sizes, args.factor).context("--sizes")?;
+    // Under a launcher this process is a rank already.
+    if args.as_rank || std::env::var_os("RANK").is_some() {
+        return be_rank(&args);
+    }
+    let ranks = args.ranks.unwrap_or_else(|| {
+        std::thread::available_parallelism().map_or(2, |cores| cores.get().max(2))
+    });
+    let mut command = vec![std::env::current_exe()?.into_os_string()];
+    command.extend(std::env::args_os().skip(1));
+    command.push("--as-rank".into());
+    crate::run::launch_here(ranks, command)
+}
+
+fn be_rank(args: &CollectiveArgs) -> anyhow::Result<ExitCode> {
+    let mut options = Options::from_env()?;
+    if args.transport != Transport::Auto {
+        options.transport = args.transport;
+    }
+    let job = Job::join_with(options).context("joining the job")?;
+    let group = job.world();
+    let mut report = Report::new(args, &job);
+    for bytes in sizes::parse_list(&args.sizes, args.factor)? {
+        let mut workload = workload::make(args.op, args.dtype, bytes, group, args.algorithm);
+        let samples = measure(workload.as_mut(), group, args)?;
+        report.add(workload.as_mut(), group, samples)?;
+    }
+    group.barrier()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Times an operation: microseconds of every repetition, sorted.
+fn measure(workload: &mut dyn Workload, group: &Group, args: &CollectiveArgs) -> anyhow::Result<Vec<f64>> {
+    verify_step(workload, group)?;
+    let endurance = workload.endurance();
+    // How many repetitions fit the time, agreed by all ranks.
+    let start = Instant::now();
+    let mut trial = 0;
+    while trial < 3 || (start.elapsed() < Duration::from_millis(20) && trial < 1000) {
+        workload.step(group)?;
+        trial += 1;
+        // All ranks must do the same number of steps.
+        let mut go_on = [i32::from(start.elapsed() < Duration::from_millis(20))];
+        group.broadcast(&mut go_on, 0)?;
+        if go_on[0] == 0 {
+            break;
+        }
+    }
+    let mut each = [start.elapsed().as_secs_f64() / f64::from(trial)];
+    group.all_reduce(&mut each, Reduction::Max)?;
+    let repetitions = ((args.seconds / each[0]) as usize).clamp(10, 100_000);
+    let mut samples = Vec::with_capacity(repetitions);
+    while samples.len() < repetitions {
+        workload.fill();
+        group.barrier()?;
+        for _ in 0..endurance.min(repetitions - samples.len()) {
+            let start = Instant::now();
+            workload.step(group)?;
+            samples.push(start.elapsed().as_secs_f64() * 1e6);
+        }
+    }
+    verify_step(workload, group)?;
+    samples.sort_by(f64::total_cmp);
+    Ok(samples)
+}
+
+/// Prints what rank 0 measured.
+struct Report<'a> {
+    args: &'a CollectiveArgs,
+    transport: &'static str,
+    /// The address this rank uses among the ranks.
+    ip: std::net::IpAddr,
+    started: bool,
+}
+
+impl<'a> Report<'a> {
+    fn new(args: &'a CollectiveArgs, job: &Job) -> Report<'a> {
+        let group = job.world();
+        let topology = group.topology();
+        let transport = match group.options().transport {
+            Transport::Tcp => "tcp",
+            _ if topology.is_one_host() => "shm",
+            _ if topology.is_all_apart() => "tcp",
+            _ => "shm+tcp",
+        };
+        Report { args, transport, ip: job.ip(), started: false }
+    }
+
+    fn add(&mut self, workload: &mut dyn Workload, group: &Group, samples: Vec<f64>) -> anyhow::Result<()> {
+        let args = self.args;
+        let world = group.size();
+        let limit = if self.transport == "shm" {
+            let rate = limit::copy_rate(group, workload.bytes())?;
+            limit::shared_memory_bus(args.op, world, rate)
+        } else {
+            limit::link_rate(group, self.ip)?
+        };
+        let request = workload.request();
+        let explanation = group.explain(&request)?;
+        if group.rank() != 0 {
+            return Ok(());
+        }
+        let median_us = samples[samples.len() / 2];
+        let p99_us = samples[(samples.len() * 99 / 100).min(samples.len() - 1)];
+        let algbw_gbs = workload.bytes() as f64 / median_us / 1e3;
+        let row = Row {
+            op: args.op.name(),
+            ranks: world,
+            transport: self.transport,
+            algorithm: explanation.chosen.name(),
+            dtype: args.dtype.name(),
+            bytes: workload.bytes(),
+            median_us,
+            p99_us,
+            algbw_gbs,
+            busbw_gbs: algbw_gbs * args.op.bus_factor(world),
+            limit_gbs: limit / 1e9,
+            // A wrong result ends the measurement with an error.
+            verified: true,
+        };
+        self.print(&row, &explanation)
+    }
+
+    fn print(&mut self, row: &Row, explanation: &unisono::Explanation) -> anyhow::Result<()> {
+        if self.args.json {
+            println!("{}", serde_json::to_string(row)?);
+        } else {
+            if !self.started {
+                println!("{} of {} over {}, {} ranks; every result verified", row.op, row.dtype, row.transport, row.ranks);
+                println!(
+                    "{:>10}  {:<16} {:>11} {:>11} {:>9} {:>9} {:>9}",
+                    "size", "algorithm", "median µs", "p99 µs", "alg GB/s", "bus GB/s", "limit"
+                );
+            }
+            println!(
+                "{:>10}  {:<16} {:>11.2} {:>11.2} {:>9.3} {:>9.3} {:>9.3}",
+                sizes::format(row.bytes),
+                row.algorithm,
+                row.median_us,
+                row.p99_us,
+                row.algbw_gbs,
+                row.busbw_gbs,
+                row.limit_gbs
+            );
+        }
+        self.started = true;
+        if self.args.explain {
+            for unisono::collective::cost::Prediction { algorithm, seconds } in &explanation.candidates {
+                let measured = if *algorithm == explanation.chosen {
+                    format!("   measured {:>11.2} µs  ← chosen", row.median_us)
+                } else {
+                    String::new()
+                };
+                let line = format!("{:>12}{algorithm:<16} predicted {:>11.2} µs{measured}", "", seconds * 1e6);
+                if self.args.json { eprintln!("{line}") } else { println!("{line}") }
+            }
+        }
+        Ok(())
+    }
+}

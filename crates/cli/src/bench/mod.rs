@@ -1,0 +1,29 @@
+//! `unisono bench`.
+
+mod collective;
+mod limit;
+mod serve;
+mod sizes;
+mod workload;
+
+use std::process::ExitCode;
+
+use clap::Subcommand;
+
+/// What to measure.
+#[derive(Subcommand)]
+pub enum BenchCommand {
+    /// Time a collective operation over a range of sizes.
+    Collective(collective::CollectiveArgs),
+    /// Time operations as told through named pipes, beside other systems.
+    #[command(hide = true)]
+    Serve(serve::ServeArgs),
+}
+
+/// Runs a measurement.
+pub fn run(command: BenchCommand) -> anyhow::Result<ExitCode> {
+    match command {
+        BenchCommand::Collective(args) => collective::run(args),
+        BenchCommand::Serve(args) => serve::run(args),
+    }
+}

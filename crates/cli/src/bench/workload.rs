@@ -1,0 +1,246 @@
+//! The buffers of a measured operation, and whether it did what it should.
+
+use anyhow::{Context, bail};
+use unisono::collective::schedule::Op;
+use unisono::{Algorithm, Dtype, Element, Group, Reduction, Request};
+
+/// The operations that can be measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Operation {
+    AllReduce,
+    ReduceScatter,
+    AllGather,
+    Broadcast,
+    Reduce,
+    Gather,
+    Scatter,
+    AllToAll,
+    Barrier,
+}
+
+impl Operation {
+    /// The name in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Operation::Barrier => "barrier",
+            _ => self.op().name(),
+        }
+    }
+
+    fn op(self) -> Op {
+        match self {
+            Operation::AllReduce | Operation::Barrier => Op::AllReduce,
+            Operation::ReduceScatter => Op::ReduceScatter,
+            Operation::AllGather => Op::AllGather,
+            Operation::Broadcast => Op::Broadcast { root: 0 },
+            Operation::Reduce => Op::Reduce { root: 0 },
+            Operation::Gather => Op::Gather { root: 0 },
+            Operation::Scatter => Op::Scatter { root: 0 },
+            Operation::AllToAll => Op::AllToAll,
+        }
+    }
+
+    /// Whether the buffer has one block per rank.
+    fn has_blocks(self) -> bool {
+        use Operation::{AllGather, AllToAll, Gather, ReduceScatter, Scatter};
+        matches!(self, ReduceScatter | AllGather | Gather | Scatter | AllToAll)
+    }
+
+    /// Bytes that cross the busiest link per byte of the buffer, as nccl-tests counts them.
+    pub fn bus_factor(self, world: usize) -> f64 {
+        let n = world as f64;
+        match self {
+            Operation::AllReduce => 2.0 * (n - 1.0) / n,
+            Operation::Broadcast | Operation::Reduce | Operation::Barrier => 1.0,
+            _ => (n - 1.0) / n,
+        }
+    }
+}
+
+/// An operation with its buffers, on one rank.
+pub trait Workload {
+    /// Bytes of the whole buffer: a multiple of what the operation needs, near what was asked.
+    fn bytes(&self) -> usize;
+    /// Puts this rank's pattern into the buffers.
+    fn fill(&mut self);
+    /// Does the operation once.
+    fn step(&mut self, group: &Group) -> Result<(), unisono::Error>;
+    /// Whether the buffers hold what one step after [`Workload::fill`] must give.
+    fn verify(&self, group: &Group) -> anyhow::Result<()>;
+    /// Steps after which the values must be filled in anew, so that they stay finite.
+    fn endurance(&self) -> usize;
+    /// The call, to ask what it would cost.
+    fn request(&mut self) -> Request;
+}
+
+/// Makes the workload of an operation on a buffer of about `bytes`.
+pub fn make(
+    operation: Operation,
+    dtype: Dtype,
+    bytes: usize,
+    group: &Group,
+    algorithm: Option<Algorithm>,
+) -> Box<dyn Workload> {
+    fn typed<T: Number>(
+        operation: Operation,
+        bytes: usize,
+        group: &Group,
+        algorithm: Option<Algorithm>,
+    ) -> Box<dyn Workload> {
+        Box::new(Buffers::<T>::new(operation, bytes, group, algorithm))
+    }
+    let make = match dtype {
+        Dtype::F32 => typed::<f32>,
+        Dtype::F64 => typed::<f64>,
+        Dtype::F16 => typed::<half::f16>,
+        Dtype::Bf16 => typed::<half::bf16>,
+        Dtype::I8 => typed::<i8>,
+        Dtype::U8 => typed::<u8>,
+        Dtype::I32 => typed::<i32>,
+        Dtype::I64 => typed::<i64>,
+    };
+    make(operation, bytes, group, algorithm)
+}
+
+/// A type whose small whole numbers are exact.
+trait Number: Element + PartialEq + std::fmt::Debug {
+    fn of(n: u8) -> Self;
+}
+
+macro_rules! numbers {
+    ($($t:ty => $n:ident $e:expr),* $(,)?) => {$(
+        impl Number for $t { fn of($n: u8) -> $t { $e } }
+    )*};
+}
+numbers!(
+    f32 => n f32::from(n), f64 => n f64::from(n), half::f16 => n half::f16::from(n),
+    half::bf16 => n half::bf16::from(n), i8 => n n as i8, u8 => n n, i32 => n i32::from(n),
+    i64 => n i64::from(n),
+);
+
+struct Buffers<T> {
+    operation: Operation,
+    algorithm: Option<Algorithm>,
+    rank: usize,
+    world: usize,
+    /// Elements of a block, or of the whole buffer.
+    count: usize,
+    input: Vec<T>,
+    /// Empty for operations in place.
+    output: Vec<T>,
+}
+
+impl<T: Number> Buffers<T> {
+    fn new(operation: Operation, bytes: usize, group: &Group, algorithm: Option<Algorithm>) -> Self {
+        let (rank, world) = (group.rank(), group.size());
+        let whole = if operation == Operation::Barrier { 0 } else { bytes / size_of::<T>() };
+        let count = if operation.has_blocks() { whole / world } else { whole };
+        let one = T::of(1);
+        let (input, output) = match operation {
+            Operation::ReduceScatter => (count * world, count),
+            Operation::AllGather | Operation::Gather => (count, count * world),
+            Operation::Scatter => (count * world, count),
+            Operation::AllToAll => (count * world, count * world),
+            Operation::Reduce => (count, count),
+            Operation::AllReduce | Operation::Broadcast | Operation::Barrier => (count, 0),
+        };
+        let (input, output) = (vec![one; input], vec![one; output]);
+        Buffers { operation, algorithm, rank, world, count, input, output }
+    }
+
+    /// What rank `rank` puts at `index`: small, so that sums are exact in every type, and
+    /// different at neighbouring ranks and places.
+    fn pattern(rank: usize, index: usize) -> u8 {
+        ((index + 3 * rank) % 5) as u8
+    }
+
+    fn sum(&self, index: usize) -> T {
+        T::of((0..self.world).map(|r| Self::pattern(r, index)).sum::<u8>())
+    }
+
+    /// What must be at `index` of the result.
+    fn expected(&self, index: usize) -> T {
+        let (block, offset) = (index / self.count.max(1), index % self.count.max(1));
+        match self.operation {
+            Operation::AllReduce | Operation::Reduce => self.sum(index),
+            Operation::ReduceScatter => self.sum(self.rank * self.count + index),
+            Operation::AllGather | Operation::Gather => T::of(Self::pattern(block, offset)),
+            Operation::Broadcast => T::of(Self::pattern(0, index)),
+            Operation::Scatter => T::of(Self::pattern(0, self.rank * self.count + index)),
+            Operation::AllToAll => T::of(Self::pattern(block, self.rank * self.count + offset)),
+            Operation::Barrier => T::of(0),
+        }
+    }
+
+    fn result(&self) -> &[T] {
+        if self.output.is_empty() { &self.input } else { &self.output }
+    }
+}
+
+impl<T: Number> Workload for Buffers<T> {
+    fn bytes(&self) -> usize {
+        let blocks = if self.operation.has_blocks() { self.world } else { 1 };
+        self.count * blocks * size_of::<T>()
+    }
+
+    fn fill(&mut self) {
+        for (i, value) in self.input.iter_mut().enumerate() {
+            *value = T::of(Self::pattern(self.rank, i));
+        }
+        self.output.fill(T::of(99));
+    }
+
+    fn step(&mut self, group: &Group) -> Result<(), unisono::Error> {
+        let request = self.request();
+        // SAFETY: the buffers have the sizes the operation needs and live in `self`.
+        unsafe { group.run(request) }
+    }
+
+    fn verify(&self, group: &Group) -> anyhow::Result<()> {
+        use Operation::{Gather, Reduce};
+        if matches!(self.operation, Reduce | Gather) && group.rank() != 0 {
+            return Ok(());
+        }
+        for (i, value) in self.result().iter().enumerate() {
+            let expected = self.expected(i);
+            if *value != expected {
+                bail!("rank {}: element {i} is {value:?}, expected {expected:?}", self.rank);
+            }
+        }
+        Ok(())
+    }
+
+    fn endurance(&self) -> usize {
+        match self.operation {
+            // In place, every step multiplies the values by the world: stay below 2^100.
+            Operation::AllReduce if T::DTYPE.is_float() && T::DTYPE != Dtype::F16 => {
+                100 / (self.world.next_power_of_two().trailing_zeros() as usize).max(1)
+            }
+            _ => usize::MAX,
+        }
+    }
+
+    fn request(&mut self) -> Request {
+        let input = self.input.as_mut_ptr();
+        let output = if self.output.is_empty() { input } else { self.output.as_mut_ptr() };
+        if self.operation == Operation::Barrier {
+            return Request { algorithm: self.algorithm, ..Request::barrier() };
+        }
+        let request = Request::new(self.operation.op(), input.cast_const(), output, self.count);
+        Request { reduction: Reduction::Sum, algorithm: self.algorithm, ..request }
+    }
+}
+
+/// Does a step on fresh data and checks every element, on all ranks.
+pub fn verify_step(workload: &mut dyn Workload, group: &Group) -> anyhow::Result<()> {
+    workload.fill();
+    workload.step(group).context("the operation failed")?;
+    let outcome = workload.verify(group);
+    let mut bad = [i32::from(outcome.is_err())];
+    group.all_reduce(&mut bad, Reduction::Sum)?;
+    outcome?;
+    if bad[0] > 0 {
+        bail!("{} ranks got a wrong result", bad[0]);
+    }
+    Ok(())
+}

@@ -1,0 +1,95 @@
+//! `unisono run`: start a program on several ranks.
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, anyhow};
+use clap::Args;
+use unisono::cluster::launch::{Launch, LaunchError, Nodes};
+use unisono::collective::handshake::Token;
+
+/// What `unisono run` takes.
+#[derive(Args)]
+#[command(after_help = "\
+Every rank finds its place in RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT. If a rank fails, the others are ended, and its exit code is the launcher's.
+
+Several nodes: start the same command on each, with its own --node-rank:
+  node-a$ unisono run -n 8 --nnodes 2 --node-rank 0 --rendezvous node-a:29400 -- ./train
+  node-b$ unisono run -n 8 --nnodes 2 --node-rank 1 --rendezvous node-a:29400 -- ./train
+Set UNISONO_TOKEN to the same 64 hexadecimal digits on all nodes to keep strangers out.")]
+pub struct RunArgs {
+    /// Ranks to start on this node; nodes may differ.
+    #[arg(short = 'n', long = "ranks", value_name = "N", default_value_t = 1)]
+    ranks: u32,
+    /// How many nodes the job has.
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "rendezvous")]
+    nnodes: u32,
+    /// Which of them this is, from 0.
+    #[arg(long, value_name = "K", default_value_t = 0, requires = "rendezvous")]
+    node_rank: u32,
+    /// Where node 0 listens for the others.
+    #[arg(long, value_name = "HOST:PORT")]
+    rendezvous: Option<String>,
+    /// Seconds to wait for the other nodes.
+    #[arg(long, value_name = "SECONDS", default_value_t = 300)]
+    timeout: u64,
+    /// Seconds that ranks may take to end when told to, before they are killed.
+    #[arg(long, value_name = "SECONDS", default_value_t = 5)]
+    grace: u64,
+    /// Begin every line of stdout with its rank, as lines of stderr do.
+    #[arg(long)]
+    prefix: bool,
+    /// The program and its arguments.
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    command: Vec<OsString>,
+}
+
+/// Starts the job, stays with it, and returns what the process should exit with.
+pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
+    let nodes = args
+        .rendezvous
+        .map(|text| {
+            let rendezvous = Nodes::parse_rendezvous(&text)
+                .ok_or_else(|| anyhow!("--rendezvous {text} is not HOST:PORT"))?;
+            anyhow::Ok(Nodes { count: args.nnodes, node: args.node_rank, rendezvous })
+        })
+        .transpose()?;
+    let launch = Launch {
+        nodes,
+        token: token()?,
+        grace: Duration::from_secs(args.grace),
+        timeout: Duration::from_secs(args.timeout),
+        label_stdout: args.prefix,
+        ..Launch::new(args.command, args.ranks)
+    };
+    start(&launch)
+}
+
+/// Runs `command` on `ranks` ranks of this machine.
+pub fn launch_here(ranks: usize, command: Vec<OsString>) -> anyhow::Result<ExitCode> {
+    let ranks = u32::try_from(ranks).context("too many ranks")?;
+    start(&Launch::new(command, ranks))
+}
+
+fn start(launch: &Launch) -> anyhow::Result<ExitCode> {
+    match launch.run() {
+        Ok(outcome) => Ok(ExitCode::from(outcome.exit_code())),
+        // As shells do: 127 for a program that is not there, 126 for one that does not start.
+        Err(LaunchError::Spawn { command, source }) => {
+            eprintln!("unisono: cannot start {command}: {source}");
+            let missing = source.kind() == std::io::ErrorKind::NotFound;
+            Ok(ExitCode::from(if missing { 127 } else { 126 }))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn token() -> anyhow::Result<Option<Token>> {
+    match std::env::var("UNISONO_TOKEN") {
+        Ok(text) if !text.is_empty() => text.parse().map(Some).context("UNISONO_TOKEN"),
+        Ok(_) | Err(std::env::VarError::NotPresent) => Ok(None),
+        Err(error) => Err(error).context("UNISONO_TOKEN"),
+    }
+}

@@ -1,0 +1,386 @@
+//! The launchers of several nodes make one job.
+//!
+//! The launcher of node 0 listens at the agreed address. Each other launcher connects, proves the
+//! job's token (or, if no token was given out, the public one of that port), and *registers* with
+//! its number of ranks. When all have come, node 0 numbers the ranks node by node and tells each
+//! launcher its *assignment*, the token and the port of the rendezvous among it. The agreed port
+//! closes; the connections stay open, so that every launcher learns at once when a rank fails or
+//! a node disappears:
+//!
+//! ```text
+//! node k ──► node 0    Register   Exited*   Finished | Over(outcome)
+//! node 0 ──► node k    Assigned | Rejected             Over(outcome)
+//! ```
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
+use std::sync::mpsc::{Sender, channel};
+use std::time::{Duration, Instant};
+use std::{io, mem};
+
+use serde::{Deserialize, Serialize};
+use socket2::{Socket, TcpKeepalive};
+use unisono_collective::acceptor::Acceptor;
+use unisono_collective::handshake::{Introduction, Purpose, TimedStream, Token};
+
+use super::output::{MAX_TAIL_LINE, TAIL_LINES};
+use super::{Event, Launch, LaunchError, Nodes, Outcome};
+use crate::rendezvous::{
+    FrameError, RendezvousError, Server, Sought, limits, listen, receive, send,
+};
+
+/// A job as this launcher takes part in it.
+pub(super) struct Job {
+    pub place: NodePlace,
+    pub links: Links,
+    /// On node 0 only.
+    host: Option<Host>,
+}
+
+/// What the ranks of this node need to know.
+pub(super) struct NodePlace {
+    pub node: u32,
+    pub nodes: u32,
+    pub first_rank: u32,
+    pub world: u32,
+    /// Where this node finds the rendezvous.
+    pub rendezvous: SocketAddr,
+    pub master_port: u16,
+    pub token: Token,
+}
+
+struct Host {
+    server: Server,
+    /// Keeps the rendezvous open.
+    _acceptor: Acceptor,
+}
+
+/// What launchers say to each other.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) enum Message {
+    Register { ranks: u32, nodes: u32 },
+    Assigned { first_rank: u32, world: u32, rendezvous: u16, master_port: u16, token: [u8; 32] },
+    Rejected { reason: String },
+    Exited { rank: u32 },
+    Finished,
+    Over(Outcome),
+}
+
+/// The largest message: an outcome with a rank's last words, of which a byte that is no text
+/// becomes three.
+const MAX_MESSAGE: usize = TAIL_LINES * (3 * MAX_TAIL_LINE + 16) + 1024;
+
+/// How long a launcher that is connected may take to say or hear one thing.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Brings the launchers of all nodes together.
+pub(super) fn assemble(launch: &Launch, events: &Sender<Event>) -> Result<Job, LaunchError> {
+    match &launch.nodes {
+        None => alone(launch),
+        Some(nodes) if nodes.node == 0 => lead(launch, nodes, events),
+        Some(nodes) => follow(launch, nodes, events),
+    }
+}
+
+impl Job {
+    /// A rank's process ended; see [`Server::gone`].
+    pub fn gone(&self, rank: u32) {
+        if let Some(host) = &self.host {
+            host.server.gone(rank);
+        }
+    }
+
+    /// Nobody need wait at the rendezvous any more.
+    pub fn abort(&self, outcome: &Outcome) {
+        if let Some(host) = &self.host {
+            host.server.abort(outcome.to_string());
+        }
+    }
+}
+
+impl Host {
+    /// Opens the rendezvous at `ip`, on any free port, to those who hold the token.
+    fn open(ip: IpAddr, world: u32, token: &Token) -> Result<(Host, u16), LaunchError> {
+        let address = ip.to_string();
+        let (listeners, port) =
+            listen(&address, 0).map_err(|source| LaunchError::Listen { address, source })?;
+        let server = Server::start(world, token.clone())?;
+        let acceptor =
+            Acceptor::start_with(limits(world), listeners, token.clone(), server.doorkeeper())?;
+        Ok((Host { server, _acceptor: acceptor }, port))
+    }
+}
+
+fn alone(launch: &Launch) -> Result<Job, LaunchError> {
+    let token = launch.token.clone().map_or_else(Token::random, Ok)?;
+    let world = launch.ranks;
+    let ip = Ipv4Addr::LOCALHOST.into();
+    let (host, port) = Host::open(ip, world, &token)?;
+    let rendezvous = SocketAddr::new(ip, port);
+    let master_port = free_port()?;
+    let place =
+        NodePlace { node: 0, nodes: 1, first_rank: 0, world, rendezvous, master_port, token };
+    Ok(Job { place, links: Links::default(), host: Some(host) })
+}
+
+/// Node 0: waits for the others, then tells them their places.
+fn lead(launch: &Launch, nodes: &Nodes, events: &Sender<Event>) -> Result<Job, LaunchError> {
+    let (host_name, port) = (&nodes.rendezvous.0, nodes.rendezvous.1);
+    let address = format!("{host_name}:{port}");
+    let (listeners, port) = listen(host_name, port)
+        .map_err(|source| LaunchError::Listen { address: address.clone(), source })?;
+    if launch.token.is_none() {
+        log::warn!("UNISONO_TOKEN is not set: this job trusts whoever can reach {address}");
+    }
+    let key = launch.token.clone().unwrap_or_else(|| public_key(port));
+    let (arrivals, inbox) = channel();
+    let acceptor = Acceptor::start(listeners, key, move |socket, introduction| {
+        let _ = arrivals.send((socket, introduction));
+    })?;
+
+    let deadline = Instant::now() + launch.timeout;
+    let mut others: Vec<Option<(Socket, u32)>> = (1..nodes.count).map(|_| None).collect();
+    while others.iter().any(Option::is_none) {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let Ok((socket, introduction)) = inbox.recv_timeout(left) else {
+            let missing = (1..).zip(&others).filter(|(_, other)| other.is_none());
+            let missing = missing.map(|(node, _)| node).collect();
+            return Err(LaunchError::NodesMissing { missing });
+        };
+        match register(&socket, &introduction, nodes, &others) {
+            Ok((node, ranks)) => others[node as usize - 1] = Some((socket, ranks)),
+            Err(reason) => {
+                log::warn!("turned away a launcher: {reason}");
+                let _ = tell(&socket, &Message::Rejected { reason });
+            }
+        }
+    }
+    drop(acceptor);
+
+    let others: Vec<(Socket, u32)> = others.into_iter().flatten().collect();
+    let world = others
+        .iter()
+        .try_fold(launch.ranks, |sum, (_, ranks)| sum.checked_add(*ranks))
+        .ok_or(LaunchError::Usage("more ranks than there are numbers"))?;
+    // By what the others call this machine; its own name for itself may be a loopback address.
+    let ips = others.iter().map(|(socket, _)| local_ip(socket)).collect::<io::Result<Vec<_>>>()?;
+    let ip = match ips.first() {
+        Some(ip) => *ip,
+        None => host_name.parse().unwrap_or(Ipv4Addr::LOCALHOST.into()),
+    };
+    let one_interface = ips.iter().all(|other| *other == ip);
+    let listen_at = if one_interface { ip } else { Ipv4Addr::UNSPECIFIED.into() };
+    let token = launch.token.clone().map_or_else(Token::random, Ok)?;
+    let (host, port) = Host::open(listen_at, world, &token)?;
+    let rendezvous = SocketAddr::new(ip, port);
+    let master_port = free_port()?;
+    let mut first_rank = launch.ranks;
+    let mut links = Links::default();
+    for (node, (socket, ranks)) in (1..).zip(others) {
+        let assigned = Message::Assigned {
+            first_rank,
+            world,
+            rendezvous: rendezvous.port(),
+            master_port,
+            token: *token.as_bytes(),
+        };
+        tell(&socket, &assigned).map_err(|error| lost(node, &error))?;
+        links.add(node, socket, events)?;
+        first_rank += ranks;
+    }
+    let nodes = nodes.count;
+    let place = NodePlace { node: 0, nodes, first_rank: 0, world, rendezvous, master_port, token };
+    Ok(Job { place, links, host: Some(host) })
+}
+
+/// Which node it is that has connected, and how many ranks it runs; or why it has no place.
+fn register(
+    socket: &Socket,
+    introduction: &Introduction,
+    nodes: &Nodes,
+    others: &[Option<(Socket, u32)>],
+) -> Result<(u32, u32), String> {
+    let node = introduction.from;
+    let mut stream = TimedStream::new(socket, Instant::now() + PATIENCE);
+    let message = receive(&mut stream, MAX_MESSAGE).map_err(|error| error.to_string())?;
+    match message {
+        Message::Register { .. } if introduction.purpose != Purpose::Launcher => {
+            Err("not a launcher".into())
+        }
+        Message::Register { nodes: theirs, .. } if theirs != nodes.count => {
+            Err(format!("node {node} was started for {theirs} nodes, node 0 for {}", nodes.count))
+        }
+        Message::Register { .. } if node == 0 || node >= nodes.count => {
+            Err(format!("there is no place for a node {node} among {} nodes", nodes.count))
+        }
+        Message::Register { .. } if others[node as usize - 1].is_some() => {
+            Err(format!("another launcher has come as node {node}"))
+        }
+        Message::Register { ranks, .. } => Ok((node, ranks)),
+        _ => Err("a launcher that does not register".into()),
+    }
+}
+
+/// Every other node: finds node 0 and asks for its place.
+fn follow(launch: &Launch, nodes: &Nodes, events: &Sender<Event>) -> Result<Job, LaunchError> {
+    let (host, port) = (&nodes.rendezvous.0, nodes.rendezvous.1);
+    let deadline = Instant::now() + launch.timeout;
+    let key = launch.token.clone().unwrap_or_else(|| public_key(port));
+    let introduction = Introduction {
+        purpose: Purpose::Launcher,
+        epoch: 0,
+        group: 0,
+        from: nodes.node,
+        to: 0,
+        channel: 0,
+    };
+    let sought = Sought { hosts: &[host], ports: &[port], key: &key, introduction };
+    let socket = sought.find(deadline).map_err(|error| match error {
+        RendezvousError::Handshake { address, source } => {
+            LaunchError::Handshake { address, source }
+        }
+        error => {
+            LaunchError::Unreachable { address: format!("{host}:{port}"), last: error.to_string() }
+        }
+    })?;
+    let register = Message::Register { ranks: launch.ranks, nodes: nodes.count };
+    tell(&socket, &register).map_err(|error| lost(0, &error))?;
+    // Node 0 answers when the last node has come, or says which did not.
+    let mut stream = TimedStream::new(&socket, deadline + PATIENCE);
+    let (first_rank, world, rendezvous, master_port, token) =
+        match receive(&mut stream, MAX_MESSAGE).map_err(|error| lost(0, &error))? {
+            Message::Assigned { first_rank, world, rendezvous, master_port, token } => {
+                (first_rank, world, rendezvous, master_port, Token::from_bytes(token))
+            }
+            Message::Rejected { reason } => return Err(LaunchError::Rejected { reason }),
+            _ => return Err(lost(0, &FrameError::Malformed)),
+        };
+    let ip = peer_ip(&socket)?;
+    let mut links = Links::default();
+    links.add(0, socket, events)?;
+    let place = NodePlace {
+        node: nodes.node,
+        nodes: nodes.count,
+        first_rank,
+        world,
+        rendezvous: SocketAddr::new(ip, rendezvous),
+        master_port,
+        token,
+    };
+    Ok(Job { place, links, host: None })
+}
+
+/// The connections to other launchers: on node 0 to all, elsewhere to node 0.
+#[derive(Default)]
+pub(super) struct Links(Vec<Link>);
+
+struct Link {
+    node: u32,
+    socket: Socket,
+    finished: bool,
+    closed: bool,
+}
+
+impl Links {
+    fn add(&mut self, node: u32, socket: Socket, events: &Sender<Event>) -> io::Result<()> {
+        // A machine that loses its power says nothing: ask now and then.
+        let keepalive = TcpKeepalive::new()
+            .with_time(Duration::from_secs(5))
+            .with_interval(Duration::from_secs(5))
+            .with_retries(3);
+        socket.set_tcp_keepalive(&keepalive)?;
+        let mut reader = socket.try_clone()?;
+        let events = events.clone();
+        let listen = move || {
+            while let Ok(message) = receive(&mut reader, MAX_MESSAGE) {
+                if events.send(Event::Heard { node, message }).is_err() {
+                    return;
+                }
+            }
+            let _ = events.send(Event::Closed { node });
+        };
+        std::thread::Builder::new().name("unisono-link".into()).spawn(listen)?;
+        self.0.push(Link { node, socket, finished: false, closed: false });
+        Ok(())
+    }
+
+    /// Says something to all of them. Those who cannot be reached will be noticed by their closed
+    /// connection.
+    pub fn tell(&self, message: &Message) {
+        for link in self.0.iter().filter(|link| !link.closed) {
+            if let Err(error) = tell(&link.socket, message) {
+                log::debug!("cannot reach the launcher of node {}: {error}", link.node);
+            }
+        }
+    }
+
+    pub fn note_finished(&mut self, node: u32) {
+        self.0.iter_mut().filter(|link| link.node == node).for_each(|link| link.finished = true);
+    }
+
+    /// Says whether the job can no longer end well because of it.
+    pub fn note_closed(&mut self, node: u32) -> bool {
+        let Some(link) = self.0.iter_mut().find(|link| link.node == node) else { return false };
+        link.closed = true;
+        !link.finished
+    }
+
+    /// Whether the other nodes' ranks have all ended well. Node 0 is never finished: it decides.
+    pub fn everyone_finished(&self) -> bool {
+        self.0.iter().all(|link| link.finished)
+    }
+
+    /// Ends the connections; whoever still listens learns the outcome.
+    pub fn close(&mut self, outcome: &Outcome) {
+        if *outcome == Outcome::Success {
+            self.tell(&Message::Over(Outcome::Success));
+        }
+        for link in mem::take(&mut self.0) {
+            // The reading thread holds the same connection: this ends its wait too.
+            let _ = link.socket.shutdown(std::net::Shutdown::Both);
+        }
+    }
+}
+
+fn tell(socket: &Socket, message: &Message) -> Result<(), FrameError> {
+    send(&mut TimedStream::new(socket, Instant::now() + PATIENCE), message)
+}
+
+fn lost(node: u32, error: &FrameError) -> LaunchError {
+    LaunchError::Lost { node, reason: error.to_string() }
+}
+
+/// What launchers prove to each other where no token was given out: that they look for the same
+/// port.
+fn public_key(port: u16) -> Token {
+    Token::public(&format!("unisono run, port {port}"))
+}
+
+fn local_ip(socket: &Socket) -> io::Result<IpAddr> {
+    ip_of(socket.local_addr()?)
+}
+
+fn peer_ip(socket: &Socket) -> io::Result<IpAddr> {
+    ip_of(socket.peer_addr()?)
+}
+
+fn ip_of(address: socket2::SockAddr) -> io::Result<IpAddr> {
+    let address = address.as_socket().ok_or(io::ErrorKind::AddrNotAvailable)?;
+    Ok(address.ip().to_canonical())
+}
+
+/// A port for the ranks' own use as `MASTER_PORT`.
+///
+/// It lies below the range from which Linux takes ports for outgoing connections, so that no
+/// passing connection takes it before rank 0 does.
+fn free_port() -> io::Result<u16> {
+    let mut random = [0; 2];
+    for _ in 0..64 {
+        getrandom::fill(&mut random).map_err(io::Error::from)?;
+        let port = 20_000 + u16::from_le_bytes(random) % 12_000;
+        if TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)).is_ok() {
+            return Ok(port);
+        }
+    }
+    // A machine so full of servers: take what the kernel has.
+    Ok(TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0))?.local_addr()?.port())
+}

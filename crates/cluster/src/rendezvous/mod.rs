@@ -1,0 +1,407 @@
+//! Where the ranks of a job find each other: everyone brings one small blob, everyone leaves with
+//! all of them, in rank order.
+//!
+//! A [`Server`] (in the launcher, or in rank 0 if another launcher started the job) collects the
+//! blobs. A rank calls [`connect`], learns by which of its addresses the others can reach it
+//! ([`Session::local_ip`]), and calls [`Session::exchange`]. Either every rank gets the whole
+//! roster, or the rendezvous is *aborted*, and everyone who is connected learns why: who left,
+//! who never came, who died before it came.
+//!
+//! The handshake of every connection proves the job's token. Ranks that were given none prove
+//! the public token of the job's name instead, and the true one, made by rank 0, travels in the
+//! reply; rank 0 then logs that the job trusts whoever can reach its rendezvous.
+//!
+//! This happens once in the life of a group, with one connection per rank. Blocking sockets with
+//! deadlines and one thread with `poll` do it in less code than an asynchronous runtime, start
+//! no thread pool inside somebody else's process, and behave the same under a debugger.
+
+mod frame;
+mod listen;
+mod roster;
+mod server;
+
+pub(crate) use frame::{FrameError, receive, send};
+pub(crate) use listen::listen;
+pub use roster::{Abort, JoinRefusal, Roster};
+pub use server::Server;
+
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs, UdpSocket};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use socket2::{Domain, Socket, Type};
+use unisono_collective::acceptor::{Acceptor, Limits};
+use unisono_collective::handshake::{
+    HandshakeError, Introduction, Purpose, TimedStream, Token, initiate,
+};
+
+use crate::place::{Place, Rendezvous};
+
+/// The largest blob a rank may bring. Larger would let a rank say more; the roster that every
+/// rank receives has `world` times this size at most.
+pub const MAX_BLOB: usize = 4096;
+
+/// What a rank leaves the rendezvous with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Gathered {
+    /// The job's token: what every connection between ranks must prove.
+    pub token: Token,
+    /// What every rank brought, by rank.
+    pub blobs: Vec<Vec<u8>>,
+}
+
+/// Why the rendezvous failed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RendezvousError {
+    /// Nobody of this job answered until the deadline. Is rank 0 (or the launcher) running, and
+    /// can this machine reach it?
+    #[error("found no rendezvous at {address} in time; the last attempt: {last}")]
+    Unreachable {
+        /// Where it was looked for.
+        address: String,
+        /// What the last attempt ran into.
+        last: String,
+    },
+    /// The launcher answered and turned this process away, or could not be trusted.
+    #[error("the rendezvous at {address} is not this job's: {source}")]
+    Handshake {
+        /// Where.
+        address: String,
+        /// Why.
+        source: HandshakeError,
+    },
+    /// Rank 0 could not listen on any of the candidate ports.
+    #[error("rank 0 cannot listen at {address}: {source}")]
+    Listen {
+        /// Host and ports that were tried.
+        address: String,
+        /// What the last of them said.
+        source: io::Error,
+    },
+    /// The roster has no place for this rank: fix how the job was started.
+    #[error("the rendezvous refused this rank: {0}")]
+    Refused(JoinRefusal),
+    /// The rendezvous was called off for everyone.
+    #[error("the rendezvous was called off: {0}")]
+    Aborted(Abort),
+    /// The host of the rendezvous disappeared.
+    #[error("the connection to the rendezvous was lost: {0}")]
+    Lost(String),
+    /// The host of the rendezvous did not answer until the deadline.
+    #[error("the rendezvous did not answer in time")]
+    TimedOut,
+    /// The blob is too large; the limit is [`MAX_BLOB`].
+    #[error("a blob of {len} bytes, where {MAX_BLOB} are allowed")]
+    BlobTooLarge {
+        /// The size of the blob.
+        len: usize,
+    },
+    /// A local resource is missing.
+    #[error("the rendezvous could not start: {0}")]
+    Io(#[from] io::Error),
+}
+
+/// A rank's connection to the rendezvous, before it has brought its blob.
+///
+/// Dropping it aborts the rendezvous for the others.
+#[derive(Debug)]
+pub struct Session {
+    token: Option<Token>,
+    world: u32,
+    deadline: Instant,
+    local_ip: IpAddr,
+    /// None in a world of one.
+    socket: Option<Socket>,
+    host: Option<Host>,
+}
+
+/// The rendezvous as rank 0 hosts it.
+#[derive(Debug)]
+struct Host {
+    server: Server,
+    /// Keeps the port open as long as the server lives.
+    _acceptor: Acceptor,
+}
+
+/// What a rank says to the server.
+#[derive(Serialize, Deserialize)]
+enum Request {
+    /// Asks for this connection's rank to be put on the roster.
+    Join {
+        /// The world as the rank knows it.
+        world: u32,
+        /// After how many milliseconds the rank gives up.
+        patience_ms: u64,
+    },
+    /// What the rank brings.
+    Offer(Vec<u8>),
+}
+
+/// The one thing the server says to a rank.
+#[derive(Serialize, Deserialize)]
+enum Reply {
+    Gathered { token: [u8; 32], blobs: Vec<Vec<u8>> },
+    Refused(JoinRefusal),
+    Aborted(Abort),
+}
+
+/// How much longer than its own patience a rank waits to be told who is missing.
+const REPORT_GRACE: Duration = Duration::from_secs(2);
+
+/// Finds the rendezvous of the job, or, as rank 0 of a job without one, starts it.
+pub fn connect(place: &Place, deadline: Instant) -> Result<Session, RendezvousError> {
+    let session = |local_ip, socket, host| Session {
+        token: place.token.clone(),
+        world: place.world,
+        deadline,
+        local_ip,
+        socket,
+        host,
+    };
+    let key = place.token.clone().unwrap_or_else(|| Token::public(&place.job_name));
+    let (host, ports, server) = match &place.rendezvous {
+        Rendezvous::Alone => return Ok(session(Ipv4Addr::LOCALHOST.into(), None, None)),
+        Rendezvous::Launcher { host, port } => (host, vec![*port], None),
+        Rendezvous::RankZero { host, ports } if place.rank == 0 => {
+            let (server, port) = Host::start(place, host, ports, &key)?;
+            (host, vec![port], Some(server))
+        }
+        Rendezvous::RankZero { host, ports } => (host, ports.clone(), None),
+    };
+    let introduction = Introduction {
+        purpose: Purpose::Rendezvous,
+        epoch: 0,
+        group: 0,
+        from: place.rank,
+        to: 0,
+        channel: 0,
+    };
+    let hosts: &[&str] = match &server {
+        // What rank 0's machine is called from outside may lead nowhere from within.
+        Some(_) => &[host, "localhost"],
+        None => &[host],
+    };
+    let socket = Sought { hosts, ports: &ports, key: &key, introduction }.find(deadline)?;
+    let local_ip = reachable_ip(&socket, place)?;
+    let patience = deadline.saturating_duration_since(Instant::now());
+    let patience_ms = u64::try_from(patience.as_millis()).unwrap_or(u64::MAX);
+    let join = Request::Join { world: place.world, patience_ms };
+    send(&mut TimedStream::new(&socket, deadline), &join).map_err(lost)?;
+    Ok(session(local_ip, Some(socket), server))
+}
+
+impl Session {
+    /// The address of this machine by which it reached the rendezvous, and by which the other
+    /// ranks are likely to reach it.
+    pub fn local_ip(&self) -> IpAddr {
+        self.local_ip
+    }
+
+    /// Brings `blob`; returns when everyone has brought theirs.
+    pub fn exchange(self, blob: &[u8]) -> Result<Gathered, RendezvousError> {
+        if blob.len() > MAX_BLOB {
+            return Err(RendezvousError::BlobTooLarge { len: blob.len() });
+        }
+        let Some(socket) = &self.socket else {
+            let token = self.token.map_or_else(Token::random, Ok)?;
+            return Ok(Gathered { token, blobs: vec![blob.to_vec()] });
+        };
+        let sent =
+            send(&mut TimedStream::new(socket, self.deadline), &Request::Offer(blob.to_vec()));
+        let limit = (self.world as usize).saturating_mul(MAX_BLOB + 64).saturating_add(4096);
+        let mut stream = TimedStream::new(socket, self.deadline + REPORT_GRACE);
+        // A failed send is no news by itself: the server's last words say why it hung up.
+        let reply = match receive::<Reply>(&mut stream, limit) {
+            Ok(reply) => reply,
+            Err(error) => return Err(sent.map_err(lost).err().unwrap_or_else(|| lost(error))),
+        };
+        let gathered = match reply {
+            Reply::Gathered { token, blobs } => self.check(token, blobs)?,
+            Reply::Refused(refusal) => return Err(RendezvousError::Refused(refusal)),
+            Reply::Aborted(abort) => return Err(RendezvousError::Aborted(abort)),
+        };
+        drop(self.socket);
+        if let Some(host) = self.host {
+            // The others' rosters leave from this process, which may end soon.
+            host.server.wait_delivered(self.deadline + REPORT_GRACE);
+        }
+        Ok(gathered)
+    }
+
+    fn check(&self, token: [u8; 32], blobs: Vec<Vec<u8>>) -> Result<Gathered, RendezvousError> {
+        if blobs.len() != self.world as usize {
+            let problem = format!("a roster of {} for a world of {}", blobs.len(), self.world);
+            return Err(RendezvousError::Lost(problem));
+        }
+        let token = self.token.clone().unwrap_or(Token::from_bytes(token));
+        Ok(Gathered { token, blobs })
+    }
+}
+
+impl Host {
+    fn start(
+        place: &Place,
+        host: &str,
+        ports: &[u16],
+        key: &Token,
+    ) -> Result<(Host, u16), RendezvousError> {
+        let listen_error =
+            |source| RendezvousError::Listen { address: describe(host, ports), source };
+        let mut last = io::Error::from(io::ErrorKind::InvalidInput);
+        for &port in ports {
+            match listen(host, port) {
+                Ok((listeners, port)) => return Host::serve(place, listeners, port, key),
+                Err(error) => last = error,
+            }
+        }
+        Err(listen_error(last))
+    }
+
+    fn serve(
+        place: &Place,
+        listeners: Vec<Socket>,
+        port: u16,
+        key: &Token,
+    ) -> Result<(Host, u16), RendezvousError> {
+        let token = match &place.token {
+            Some(token) => token.clone(),
+            None => {
+                log::warn!(
+                    "UNISONO_TOKEN is not set: this job trusts whoever can reach its rendezvous \
+                     on port {port}"
+                );
+                Token::random()?
+            }
+        };
+        let server = Server::start(place.world, token)?;
+        let limits = limits(place.world);
+        let acceptor = Acceptor::start_with(limits, listeners, key.clone(), server.doorkeeper())?;
+        Ok((Host { server, _acceptor: acceptor }, port))
+    }
+}
+
+/// All ranks of a job may knock at the same moment.
+pub(crate) fn limits(world: u32) -> Limits {
+    let default = Limits::default();
+    Limits { half_done: (world as usize).clamp(default.half_done, 1024), ..default }
+}
+
+/// Somebody of this job who listens at one of some hosts, on one of some ports.
+pub(crate) struct Sought<'a> {
+    pub hosts: &'a [&'a str],
+    pub ports: &'a [u16],
+    pub key: &'a Token,
+    pub introduction: Introduction,
+}
+
+impl Sought<'_> {
+    /// How long one attempt may take: long enough for a slow network, short enough that a port
+    /// held by some silent program does not eat the deadline.
+    const ATTEMPT: Duration = Duration::from_secs(3);
+
+    /// Sweeps over all addresses until one of them proves to be of this job.
+    pub fn find(&self, deadline: Instant) -> Result<Socket, RendezvousError> {
+        let mut pause = Duration::from_millis(5);
+        loop {
+            let error = match self.sweep(deadline) {
+                Ok(socket) => return Ok(socket),
+                Err(error) => error,
+            };
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || matches!(error, RendezvousError::Handshake { .. }) {
+                return Err(error);
+            }
+            std::thread::sleep(pause.min(left));
+            pause = (pause * 2).min(Duration::from_millis(500));
+        }
+    }
+
+    fn sweep(&self, deadline: Instant) -> Result<Socket, RendezvousError> {
+        let mut last = "no attempt was made".to_owned();
+        let only_one = self.hosts.len() == 1 && self.ports.len() == 1;
+        let places = self.hosts.iter().flat_map(|&host| self.ports.iter().map(move |&p| (host, p)));
+        for place in places {
+            let addresses = match place.to_socket_addrs() {
+                Ok(addresses) => addresses,
+                Err(error) => {
+                    last = error.to_string();
+                    continue;
+                }
+            };
+            for address in addresses {
+                match self.attempt(address, deadline) {
+                    Ok(socket) => return Ok(socket),
+                    // Where there is only one place to look, an answer is final.
+                    Err(source) if only_one && is_final(&source) => {
+                        let address = address.to_string();
+                        return Err(RendezvousError::Handshake { address, source });
+                    }
+                    Err(error) => last = format!("{address}: {error}"),
+                }
+            }
+        }
+        let address = describe(self.hosts[0], self.ports);
+        Err(RendezvousError::Unreachable { address, last })
+    }
+
+    fn attempt(&self, address: SocketAddr, deadline: Instant) -> Result<Socket, HandshakeError> {
+        let until = deadline.min(Instant::now() + Sought::ATTEMPT);
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(HandshakeError::TimedOut);
+        }
+        let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
+        socket.connect_timeout(&address.into(), left)?;
+        // With nobody listening on a port from the ephemeral range, a socket can reach itself.
+        if socket.local_addr()?.as_socket() == Some(address) {
+            return Err(io::Error::from(io::ErrorKind::ConnectionRefused).into());
+        }
+        socket.set_tcp_nodelay(true)?;
+        initiate(&socket, self.key, &self.introduction, until)?;
+        Ok(socket)
+    }
+}
+
+/// Whether trying again later cannot help.
+fn is_final(error: &HandshakeError) -> bool {
+    use HandshakeError::*;
+    matches!(error, NotUnisono | Version { .. } | OtherJob | BadProof | ProofRejected | Malformed)
+}
+
+fn describe(host: &str, ports: &[u16]) -> String {
+    match ports {
+        [first, .., last] => format!("{host}, ports {first} to {last}"),
+        [port] => format!("{host}, port {port}"),
+        [] => host.to_owned(),
+    }
+}
+
+/// The local address of `socket`, unless it cannot be reached from the job's other machines.
+fn reachable_ip(socket: &Socket, place: &Place) -> io::Result<IpAddr> {
+    let local = socket.local_addr()?.as_socket().map(|address| address.ip().to_canonical());
+    let local = local.unwrap_or(Ipv4Addr::LOCALHOST.into());
+    let by_name = matches!(&place.rendezvous, Rendezvous::RankZero { host, .. }
+        if host != "localhost" && host.parse::<IpAddr>().is_err());
+    if !local.is_loopback() || place.single_node() || !by_name {
+        return Ok(local);
+    }
+    // On its own machine a name often stands for a loopback address. The address of the default
+    // route is the best guess; connecting a datagram socket finds it and sends nothing.
+    let outward = || -> io::Result<IpAddr> {
+        let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
+        socket.connect((Ipv4Addr::new(192, 0, 2, 1), 9))?;
+        Ok(socket.local_addr()?.ip())
+    };
+    let guess = outward().unwrap_or(local);
+    log::warn!("reached the rendezvous by {local}, which other machines cannot; using {guess}");
+    Ok(guess)
+}
+
+fn lost(error: FrameError) -> RendezvousError {
+    match error {
+        FrameError::TimedOut => RendezvousError::TimedOut,
+        other => RendezvousError::Lost(other.to_string()),
+    }
+}

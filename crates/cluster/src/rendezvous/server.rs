@@ -1,0 +1,405 @@
+//! The host's side of the rendezvous: a [`Roster`] behind sockets.
+//!
+//! One thread owns all connections. They arrive proven, from an acceptor, with the rank in their
+//! introduction. A connection is a *newcomer* until it asks to join, then a *member*, and *leaves*
+//! with the one reply it gets: the roster, a refusal, or the reason why there is no roster.
+
+use std::fmt;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::io::Errno;
+use rustix::net::SendFlags;
+use socket2::Socket;
+use unisono_collective::handshake::{Introduction, Purpose, Token};
+
+use super::frame::{FrameReader, encode};
+use super::roster::{Abort, Roster};
+use super::{MAX_BLOB, Reply, Request};
+
+/// Hosts one rendezvous until dropped.
+pub struct Server {
+    commands: Option<Sender<Command>>,
+    wake: Arc<OwnedFd>,
+    delivered: Arc<Delivered>,
+    thread: Option<JoinHandle<()>>,
+}
+
+enum Command {
+    Admit(Socket, Introduction),
+    Gone(u32),
+    Abort(Abort),
+}
+
+impl Server {
+    /// Hosts a rendezvous of `world` ranks that hands out `token`.
+    pub fn start(world: u32, token: Token) -> io::Result<Server> {
+        let wake = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+        let delivered = Arc::new(Delivered::default());
+        let (commands, receiver) = channel();
+        let host = Host {
+            world,
+            token,
+            roster: Roster::new(world),
+            connections: Vec::new(),
+            commands: receiver,
+            wake: wake.clone(),
+            delivered: delivered.clone(),
+        };
+        let thread = std::thread::Builder::new()
+            .name("unisono-rendezvous".into())
+            .spawn(move || host.run())?;
+        Ok(Server { commands: Some(commands), wake, delivered, thread: Some(thread) })
+    }
+
+    /// What an acceptor does with a proven connection: hand it to this server.
+    pub fn doorkeeper(&self) -> impl FnMut(Socket, Introduction) + Send + 'static {
+        let (commands, wake) = (self.commands.clone(), self.wake.clone());
+        move |socket, introduction| {
+            if let Some(commands) = &commands {
+                let _ = commands.send(Command::Admit(socket, introduction));
+                ring(&wake);
+            }
+        }
+    }
+
+    /// The process of `rank` has ended; see [`Roster::gone`].
+    pub fn gone(&self, rank: u32) {
+        self.command(Command::Gone(rank));
+    }
+
+    /// Calls the rendezvous off, unless it is over.
+    pub fn abort(&self, reason: impl Into<String>) {
+        let mut reason = reason.into();
+        // Replies are bounded by the size of a roster.
+        reason.truncate((0..=1024).rev().find(|&at| reason.is_char_boundary(at)).unwrap_or(0));
+        self.command(Command::Abort(Abort::Host { reason }));
+    }
+
+    /// Waits until every rank has its roster, or until `deadline`; says whether they do.
+    pub fn wait_delivered(&self, deadline: Instant) -> bool {
+        self.delivered.wait(deadline)
+    }
+
+    fn command(&self, command: Command) {
+        if let Some(commands) = &self.commands {
+            let _ = commands.send(command);
+            ring(&self.wake);
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.commands = None;
+        self.delivered.stop();
+        ring(&self.wake);
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            log::error!("the rendezvous thread panicked");
+        }
+    }
+}
+
+impl fmt::Debug for Server {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Server").finish_non_exhaustive()
+    }
+}
+
+fn ring(wake: &OwnedFd) {
+    // Fails only if the counter is full, and then it is readable anyway.
+    let _ = rustix::io::write(wake, &1u64.to_ne_bytes());
+}
+
+/// Whether everyone has the roster, and whether the server is to stop.
+#[derive(Default)]
+struct Delivered {
+    state: Mutex<(bool, bool)>,
+    changed: Condvar,
+}
+
+impl Delivered {
+    fn lock(&self) -> std::sync::MutexGuard<'_, (bool, bool)> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set(&self) {
+        self.lock().0 = true;
+        self.changed.notify_all();
+    }
+
+    fn stop(&self) {
+        self.lock().1 = true;
+    }
+
+    fn stopped(&self) -> bool {
+        self.lock().1
+    }
+
+    fn wait(&self, deadline: Instant) -> bool {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let pending = |state: &mut (bool, bool)| !state.0;
+        let (state, _) = self
+            .changed
+            .wait_timeout_while(self.lock(), left, pending)
+            .unwrap_or_else(PoisonError::into_inner);
+        state.0
+    }
+}
+
+/// Connections that may have said nothing yet. Those who hold a public token can make many.
+const MAX_NEWCOMERS: usize = 1024;
+
+/// How long a newcomer may take to ask, and a leaving connection to take its reply. A server that
+/// is dropped waits as long for ranks that hang with their reply unread.
+const COURTESY: Duration = Duration::from_secs(3);
+
+/// The state of the server's thread.
+struct Host {
+    world: u32,
+    token: Token,
+    roster: Roster,
+    connections: Vec<Connection>,
+    commands: Receiver<Command>,
+    wake: Arc<OwnedFd>,
+    delivered: Arc<Delivered>,
+}
+
+struct Connection {
+    socket: Socket,
+    rank: u32,
+    inbox: FrameReader,
+    phase: Phase,
+    /// When a newcomer or a leaving connection is closed, and a member's patience ends.
+    deadline: Instant,
+}
+
+enum Phase {
+    Newcomer,
+    Member,
+    Leaving { farewell: Arc<[u8]>, sent: usize },
+    Closed,
+}
+
+impl Host {
+    fn run(mut self) {
+        loop {
+            if let Err(error) = self.wait() {
+                log::error!("the rendezvous ended: poll failed: {error}");
+                return;
+            }
+            self.obey();
+            for index in 0..self.connections.len() {
+                self.serve(index);
+            }
+            let now = Instant::now();
+            self.expire(now);
+            let stopping = self.delivered.stopped();
+            if stopping {
+                self.roster.abort(Abort::Host { reason: "its host gave up".into() });
+            }
+            self.conclude();
+            self.connections.retain(|connection| !matches!(connection.phase, Phase::Closed));
+            let leaving = |one: &Connection| matches!(one.phase, Phase::Leaving { .. });
+            let all_told = !self.connections.iter().any(leaving);
+            if all_told && self.roster.complete().is_some() {
+                self.delivered.set();
+            }
+            if stopping && all_told {
+                return;
+            }
+        }
+    }
+
+    /// Waits for a command, a readable connection, or the next deadline.
+    fn wait(&self) -> io::Result<()> {
+        let timeout =
+            self.connections.iter().map(|connection| connection.deadline).min().map(|deadline| {
+                let left = deadline.saturating_duration_since(Instant::now());
+                Timespec {
+                    tv_sec: left.as_secs().min(1 << 40) as i64,
+                    tv_nsec: left.subsec_nanos().into(),
+                }
+            });
+        let mut fds = vec![PollFd::new(&*self.wake, PollFlags::IN)];
+        fds.extend(self.connections.iter().map(|connection| {
+            let unsent = matches!(&connection.phase,
+                Phase::Leaving { farewell, sent } if *sent < farewell.len());
+            let out = if unsent { PollFlags::OUT } else { PollFlags::empty() };
+            PollFd::new(&connection.socket, PollFlags::IN | out)
+        }));
+        match poll(&mut fds, timeout.as_ref()) {
+            Ok(_) | Err(Errno::INTR) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn obey(&mut self) {
+        let mut count = [0; 8];
+        // Fails if nobody rang, which is fine.
+        let _ = rustix::io::read(&*self.wake, &mut count);
+        while let Ok(command) = self.commands.try_recv() {
+            match command {
+                Command::Admit(socket, introduction) => self.admit(socket, introduction),
+                Command::Gone(rank) => self.roster.gone(rank),
+                Command::Abort(abort) => self.roster.abort(abort),
+            }
+        }
+    }
+
+    fn admit(&mut self, socket: Socket, introduction: Introduction) {
+        let newcomers = self.connections.len().saturating_sub(self.world as usize);
+        if introduction.purpose != Purpose::Rendezvous || newcomers >= MAX_NEWCOMERS {
+            log::warn!("turned away a connection for {:?} at the rendezvous", introduction.purpose);
+            return;
+        }
+        self.connections.push(Connection {
+            socket,
+            rank: introduction.from,
+            inbox: FrameReader::default(),
+            phase: Phase::Newcomer,
+            deadline: Instant::now() + COURTESY,
+        });
+    }
+
+    fn serve(&mut self, index: usize) {
+        loop {
+            let connection = &mut self.connections[index];
+            if let Phase::Leaving { .. } = connection.phase {
+                connection.say_farewell();
+            }
+            if let Phase::Closed = connection.phase {
+                return;
+            }
+            match connection.inbox.poll::<Request>(&connection.socket, MAX_BLOB + 64) {
+                Ok(Some(request)) => self.hear(index, request),
+                Ok(None) => return,
+                Err(error) => {
+                    match connection.phase {
+                        Phase::Member => {
+                            log::warn!("rank {} at the rendezvous: {error}", connection.rank);
+                            self.roster.left(connection.rank);
+                        }
+                        Phase::Leaving { .. } if !connection.has_farewell() => {
+                            log::warn!("rank {} left without its reply: {error}", connection.rank);
+                        }
+                        _ => {}
+                    }
+                    connection.phase = Phase::Closed;
+                    return;
+                }
+            }
+        }
+    }
+
+    fn hear(&mut self, index: usize, request: Request) {
+        let connection = &mut self.connections[index];
+        let rank = connection.rank;
+        match (&connection.phase, request) {
+            (Phase::Newcomer, Request::Join { world, patience_ms }) => {
+                match self.roster.join(rank, world) {
+                    Ok(()) => {
+                        connection.phase = Phase::Member;
+                        // A century is as good as forever and does not overflow the clock.
+                        let patience = Duration::from_millis(patience_ms.min(3_000_000_000_000));
+                        connection.deadline = Instant::now() + patience;
+                    }
+                    Err(refusal) => {
+                        log::warn!("the rendezvous refused a process: {refusal}");
+                        connection.dismiss(&farewell(&Reply::Refused(refusal)));
+                    }
+                }
+            }
+            (Phase::Member, Request::Offer(blob)) if blob.len() <= MAX_BLOB => {
+                self.roster.offer(rank, blob);
+            }
+            // Still on its way when the reply was decided.
+            (Phase::Leaving { .. }, _) => {}
+            (Phase::Member, _) => {
+                connection.phase = Phase::Closed;
+                self.roster.left(rank);
+            }
+            _ => connection.phase = Phase::Closed,
+        }
+    }
+
+    fn expire(&mut self, now: Instant) {
+        for connection in &mut self.connections {
+            if connection.deadline > now {
+                continue;
+            }
+            match connection.phase {
+                Phase::Member => self.roster.expire(),
+                _ => connection.phase = Phase::Closed,
+            }
+        }
+    }
+
+    /// Once the roster is decided, sends every member off with the decision.
+    fn conclude(&mut self) {
+        let mut members =
+            self.connections.iter_mut().filter(|one| matches!(one.phase, Phase::Member)).peekable();
+        if members.peek().is_none() {
+            return;
+        }
+        let reply = if let Some(blobs) = self.roster.complete() {
+            let blobs = blobs.into_iter().map(<[u8]>::to_vec).collect();
+            Reply::Gathered { token: *self.token.as_bytes(), blobs }
+        } else if let Some(abort) = self.roster.aborted() {
+            Reply::Aborted(abort.clone())
+        } else {
+            return;
+        };
+        let farewell = farewell(&reply);
+        members.for_each(|member| member.dismiss(&farewell));
+    }
+}
+
+impl Connection {
+    fn dismiss(&mut self, farewell: &Arc<[u8]>) {
+        self.phase = Phase::Leaving { farewell: farewell.clone(), sent: 0 };
+        self.deadline = Instant::now() + COURTESY;
+        self.say_farewell();
+    }
+
+    /// Sends as much of the reply as goes without waiting. The connection stays open until the
+    /// other side closes it: closing first could take the reply along.
+    fn say_farewell(&mut self) {
+        let Phase::Leaving { farewell, sent } = &mut self.phase else { return };
+        while *sent < farewell.len() {
+            let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+            match rustix::net::send(&self.socket, &farewell[*sent..], flags) {
+                Ok(more) => *sent += more,
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return,
+                Err(error) => {
+                    log::warn!("rank {} left without its reply: {error}", self.rank);
+                    self.phase = Phase::Closed;
+                    return;
+                }
+            }
+        }
+    }
+
+    fn has_farewell(&self) -> bool {
+        matches!(&self.phase, Phase::Leaving { farewell, sent } if *sent == farewell.len())
+    }
+}
+
+fn farewell(reply: &Reply) -> Arc<[u8]> {
+    match encode(reply) {
+        Ok(bytes) => bytes.into(),
+        Err(error) => {
+            // Only a roster of more than 4 GiB cannot be encoded; its ranks learn it by the close.
+            log::error!("the rendezvous cannot send its reply: {error}");
+            Arc::from([])
+        }
+    }
+}

@@ -1,0 +1,472 @@
+//! The launcher and its ranks as processes.
+//!
+//! Most tests run the launcher in this process and shell commands as ranks. Where the launcher
+//! itself is to be signalled, or ranks are to meet, this test binary starts itself again: the
+//! "tests" [`as_launcher`] and [`as_rank`] do nothing unless they are started that way.
+
+use std::ffi::OsString;
+use std::io::Write;
+use std::net::TcpStream;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use unisono_cluster::launch::{Ending, Failure, Launch, LaunchError, Nodes, Outcome};
+use unisono_cluster::place::Place;
+use unisono_cluster::rendezvous::connect;
+use unisono_collective::handshake::Token;
+
+/// How long anything here may take before it counts as hung.
+const LONG: Duration = Duration::from_secs(60);
+
+/// A variable whose value tells the processes of one test from all others.
+const MARKER: &str = "UNISONO_TEST_MARKER";
+
+fn marker() -> String {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    format!("{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
+}
+
+/// A job with its captured output.
+struct Job {
+    launch: Launch,
+    stdout: Arc<Mutex<Vec<u8>>>,
+    stderr: Arc<Mutex<Vec<u8>>>,
+    marker: String,
+}
+
+impl Job {
+    fn new(ranks: u32, command: &[&str]) -> Job {
+        let (stdout, stderr) = (Arc::default(), Arc::default());
+        let mut launch = Launch::new(command.iter().map(OsString::from).collect(), ranks);
+        launch.stdout = Arc::clone(&stdout) as _;
+        launch.stderr = Arc::clone(&stderr) as _;
+        launch.timeout = LONG;
+        let marker = marker();
+        launch.vars.push((MARKER.into(), marker.clone().into()));
+        Job { launch, stdout, stderr, marker }
+    }
+
+    fn shell(ranks: u32, script: &str) -> Job {
+        Job::new(ranks, &["sh", "-c", script])
+    }
+
+    /// Ranks that meet; see [`as_rank`].
+    fn meeting(ranks: u32) -> Job {
+        let this = std::env::current_exe().expect("a test has a path");
+        let mut job = Job::new(ranks, &["--exact", "as_rank", "--nocapture", "-q"]);
+        job.launch.command.insert(0, this.into());
+        job.launch.vars.push(("UNISONO_TEST_ROLE".into(), "rank".into()));
+        job
+    }
+
+    /// Runs it; afterwards none of its processes may be left.
+    fn run(&self) -> Outcome {
+        let outcome = self.launch.run().expect("the job starts");
+        assert_eq!(processes(&self.marker), Vec::<i32>::new(), "left behind");
+        outcome
+    }
+
+    fn stdout(&self) -> String {
+        String::from_utf8(self.stdout.lock().unwrap().clone()).unwrap()
+    }
+
+    fn stderr(&self) -> String {
+        String::from_utf8(self.stderr.lock().unwrap().clone()).unwrap()
+    }
+}
+
+/// All running processes that carry this marker.
+fn processes(marker: &str) -> Vec<i32> {
+    let needle = format!("{MARKER}={marker}");
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir("/proc").unwrap().flatten() {
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else {
+            continue;
+        };
+        let environment = std::fs::read(entry.path().join("environ")).unwrap_or_default();
+        if environment.split(|byte| *byte == 0).any(|var| var == needle.as_bytes()) {
+            found.push(pid);
+        }
+    }
+    found
+}
+
+fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+    let deadline = Instant::now() + LONG;
+    while !done() {
+        assert!(Instant::now() < deadline, "waited too long until {what}");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn failure(outcome: Outcome) -> Failure {
+    match outcome {
+        Outcome::Failed(failure) => failure,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn sorted(text: &str) -> Vec<&str> {
+    let mut lines: Vec<&str> = text.lines().collect();
+    lines.sort_unstable();
+    lines
+}
+
+#[test]
+fn ranks_find_their_place_in_the_environment() {
+    let job = Job::shell(
+        3,
+        "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR",
+    );
+    assert_eq!(job.run(), Outcome::Success);
+    let expected = ["0/3 0/3 0 127.0.0.1", "1/3 1/3 0 127.0.0.1", "2/3 2/3 0 127.0.0.1"];
+    assert_eq!(sorted(&job.stdout()), expected);
+    assert_eq!(job.stderr(), "");
+}
+
+#[test]
+fn a_failing_rank_ends_the_job_with_its_code_and_last_words() {
+    let script = r#"
+        if [ $RANK = 1 ]; then
+            for line in $(seq 1 30); do echo "word $line" >&2; done
+            exit 7
+        fi
+        sleep 1000; true"#;
+    let job = Job::shell(3, script);
+    let outcome = job.run();
+    assert_eq!(outcome.exit_code(), 7);
+    let failure = failure(outcome);
+    assert_eq!((failure.rank, failure.ending), (1, Ending::Code(7)));
+    let last: Vec<String> = (11..=30).map(|line| format!("word {line}")).collect();
+    assert_eq!(failure.stderr, last);
+    let stderr = job.stderr();
+    assert!(stderr.contains("[rank 1] word 1\n"), "{stderr}");
+    let report =
+        "unisono: rank 1 exited with code 7; its last lines of stderr:\nunisono:   | word 11";
+    assert!(stderr.contains(report), "{stderr}");
+}
+
+#[test]
+fn a_rank_killed_by_a_signal_gives_the_code_a_shell_would() {
+    let outcome = Job::shell(2, "[ $RANK = 0 ] && sleep 1000; kill -SEGV $$").run();
+    assert_eq!(outcome.exit_code(), 128 + 11);
+    let failure = failure(outcome);
+    assert_eq!((failure.rank, failure.ending), (1, Ending::Signal(11)));
+}
+
+/// Rank 0 fails when rank 1, which runs `script`, has created the file `$READY`.
+fn failing_when_ready(script: &str) -> Job {
+    let wait = "until [ -e $READY ]; do sleep 0.01; done; rm $READY; exit 5";
+    let mut job = Job::shell(2, &format!("if [ $RANK = 0 ]; then {wait}; fi; {script}"));
+    let ready = std::env::temp_dir().join(format!("unisono-test-ready-{}", job.marker));
+    job.launch.vars.push(("READY".into(), ready.into()));
+    job
+}
+
+#[test]
+fn ranks_that_ignore_the_signal_are_killed() {
+    let mut job = failing_when_ready("trap '' TERM; : >$READY; while true; do sleep 1; done");
+    job.launch.grace = Duration::from_millis(100);
+    assert_eq!(job.run().exit_code(), 5);
+}
+
+#[test]
+fn ranks_may_clean_up_in_the_grace_period() {
+    let mut job = failing_when_ready(
+        "trap 'echo saved; exit 0' TERM; : >$READY; while true; do sleep 0.01; done",
+    );
+    job.launch.grace = LONG;
+    assert_eq!(job.run().exit_code(), 5);
+    assert_eq!(job.stdout(), "saved\n");
+}
+
+#[test]
+fn children_of_ranks_that_ended_well_do_not_outlive_the_job() {
+    let job = Job::shell(2, "sleep 1000 & exit 0");
+    assert_eq!(job.run(), Outcome::Success);
+}
+
+#[test]
+fn lines_of_several_ranks_stay_whole() {
+    // Each line leaves its rank in three pieces.
+    let script = r#"
+        for line in $(seq 1 200); do
+            printf "$RANK"; printf ' and '; printf "the same $RANK\n"
+        done
+        printf "open $RANK""#;
+    let mut job = Job::shell(4, script);
+    job.launch.label_stdout = true;
+    assert_eq!(job.run(), Outcome::Success);
+    let stdout = job.stdout();
+    assert_eq!(stdout.lines().count(), 4 * 201);
+    for rank in 0..4 {
+        let whole = format!("[rank {rank}] {rank} and the same {rank}");
+        assert_eq!(stdout.lines().filter(|line| **line == whole).count(), 200);
+        assert_eq!(
+            stdout.lines().filter(|line| *line == format!("[rank {rank}] open {rank}")).count(),
+            1
+        );
+    }
+}
+
+#[test]
+fn a_program_that_does_not_exist_is_an_error() {
+    let error = Job::new(2, &["/nowhere/to/be/found"]).launch.run().unwrap_err();
+    assert!(matches!(error, LaunchError::Spawn { .. }), "{error}");
+    assert!(matches!(Job::new(0, &["true"]).launch.run(), Err(LaunchError::Usage(_))));
+    assert!(matches!(Job::new(1, &[]).launch.run(), Err(LaunchError::Usage(_))));
+}
+
+#[test]
+fn ranks_meet_at_the_launcher() {
+    let job = Job::meeting(4);
+    assert_eq!(job.run(), Outcome::Success, "{}", job.stderr());
+    let met = "met 0 1 2 3";
+    assert_eq!(job.stdout().lines().filter(|line| line.ends_with(met)).count(), 4);
+}
+
+#[test]
+fn nobody_waits_for_a_rank_that_ended() {
+    let mut job = Job::meeting(3);
+    // Rank 2 ends well, but without coming to the meeting.
+    job.launch.vars.push(("UNISONO_TEST_ABSENT".into(), "2".into()));
+    let outcome = job.run();
+    let failure = failure(outcome);
+    assert!(failure.rank < 2);
+    assert!(failure.stderr.iter().any(|line| line.contains("rank 2 ended")), "{failure:?}");
+}
+
+/// A rank of [`Job::meeting`]: joins the rendezvous and prints whom it met.
+#[test]
+fn as_rank() {
+    if std::env::var_os("UNISONO_TEST_ROLE").is_none_or(|role| role != "rank") {
+        return;
+    }
+    let place = Place::from_env().unwrap();
+    if std::env::var("UNISONO_TEST_ABSENT").is_ok_and(|rank| rank == place.rank.to_string()) {
+        return;
+    }
+    let name = place.rank.to_string();
+    let met = connect(&place, Instant::now() + LONG)
+        .and_then(|session| session.exchange(name.as_bytes()))
+        .unwrap_or_else(|error| {
+            eprintln!("{error}");
+            std::process::exit(1);
+        });
+    let names: Vec<String> =
+        met.blobs.into_iter().map(|blob| String::from_utf8(blob).unwrap()).collect();
+    println!("\nmet {}", names.join(" "));
+}
+
+/// Starts a launcher of two ranks in a process of its own; waits until both ranks, and a child of
+/// each, run.
+fn launcher_process(script: &str) -> (Child, String) {
+    let marker = marker();
+    let child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "as_launcher", "--nocapture", "-q"])
+        .env("UNISONO_TEST_ROLE", "launcher")
+        .env("UNISONO_TEST_SCRIPT", script)
+        .env(MARKER, &marker)
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    // The launcher, two shells, two sleeps.
+    wait_until("all processes run", || processes(&marker).len() == 5);
+    (child, marker)
+}
+
+#[test]
+fn as_launcher() {
+    if std::env::var_os("UNISONO_TEST_ROLE").is_none_or(|role| role != "launcher") {
+        return;
+    }
+    let script = std::env::var_os("UNISONO_TEST_SCRIPT").unwrap();
+    let mut launch = Launch::new(vec!["sh".into(), "-c".into(), script], 2);
+    launch.grace = Duration::from_secs(1);
+    let outcome = launch.run().unwrap();
+    std::process::exit(outcome.exit_code().into());
+}
+
+fn signal(child: &Child, signal: Signal) {
+    kill_process(Pid::from_child(child), signal).unwrap();
+}
+
+#[test]
+fn an_interrupted_launcher_leaves_no_process() {
+    for (name, how, code) in [("INT", Signal::INT, 130), ("TERM", Signal::TERM, 143)] {
+        for script in ["sleep 1000; true", "trap '' INT TERM; sleep 1000; sleep 1000"] {
+            let (mut launcher, marker) = launcher_process(script);
+            signal(&launcher, how);
+            assert_eq!(launcher.wait().unwrap().code(), Some(code), "{name}, {script}");
+            assert_eq!(processes(&marker), Vec::<i32>::new(), "{name}, {script}");
+        }
+    }
+}
+
+#[test]
+fn a_killed_launcher_leaves_no_process() {
+    let (mut launcher, marker) = launcher_process("sleep 1000; true");
+    signal(&launcher, Signal::KILL);
+    launcher.wait().unwrap();
+    wait_until("everything has ended", || processes(&marker).is_empty());
+}
+
+/// The launchers of several nodes, on threads of this process.
+fn run_nodes(jobs: &[Job]) -> Vec<Result<Outcome, LaunchError>> {
+    thread::scope(|scope| {
+        let nodes: Vec<_> = jobs.iter().map(|job| scope.spawn(|| job.launch.run())).collect();
+        nodes.into_iter().map(|node| node.join().unwrap()).collect()
+    })
+}
+
+fn join_nodes(jobs: &mut [Job], port: u16, tokens: &[Option<Token>]) {
+    let count = jobs.len() as u32;
+    for (node, job) in (0..).zip(jobs) {
+        job.launch.nodes = Some(Nodes { count, node, rendezvous: ("127.0.0.1".into(), port) });
+        job.launch.token = tokens[node as usize % tokens.len()].clone();
+    }
+}
+
+/// A port that is free now.
+fn free_port() -> u16 {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let first = 18_500 + std::process::id() % 50 * 20;
+    (first + NEXT.fetch_add(1, Ordering::Relaxed)) as u16
+}
+
+#[test]
+fn two_nodes_of_different_size_make_one_job() {
+    for token in [None, Some(Token::random().unwrap())] {
+        let mut jobs = [Job::meeting(1), Job::meeting(3)];
+        join_nodes(&mut jobs, free_port(), &[token]);
+        let outcomes = run_nodes(&jobs);
+        for (job, outcome) in jobs.iter().zip(outcomes) {
+            assert_eq!(outcome.unwrap(), Outcome::Success, "{}", job.stderr());
+            let met = job.stdout().lines().filter(|line| line.ends_with("met 0 1 2 3")).count();
+            assert_eq!(met, job.launch.ranks as usize);
+            assert_eq!(processes(&job.marker), Vec::<i32>::new());
+        }
+    }
+}
+
+#[test]
+fn a_failure_on_one_node_ends_all_and_is_named_everywhere() {
+    for failing_rank in [0, 4] {
+        let script = format!(
+            "if [ $RANK = {failing_rank} ]; then echo oops >&2; exit 9; fi; sleep 1000; true"
+        );
+        let mut jobs = [Job::shell(2, &script), Job::shell(1, &script), Job::shell(2, &script)];
+        join_nodes(&mut jobs, free_port(), &[None]);
+        let node = if failing_rank == 0 { 0 } else { 2 };
+        for (job, outcome) in jobs.iter().zip(run_nodes(&jobs)) {
+            let failure = failure(outcome.unwrap());
+            let stderr = vec!["oops".to_owned()];
+            let expected = Failure { rank: failing_rank, node, ending: Ending::Code(9), stderr };
+            assert_eq!(failure, expected);
+            let report = format!("unisono: rank {failing_rank} exited with code 9 on node {node}");
+            assert!(job.stderr().contains(&report), "{}", job.stderr());
+            assert_eq!(processes(&job.marker), Vec::<i32>::new());
+        }
+    }
+}
+
+#[test]
+fn nodes_assemble_among_strangers() {
+    let port = free_port();
+    let mut jobs = [Job::shell(1, "echo $RANK"), Job::shell(1, "echo $RANK")];
+    join_nodes(&mut jobs, port, &[Some(Token::random().unwrap())]);
+    let stop = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                if let Ok(mut stranger) = TcpStream::connect(("127.0.0.1", port)) {
+                    let _ = stranger.write_all(b"GET / HTTP/1.1\r\n\r\n");
+                }
+                thread::yield_now();
+            }
+        });
+        let outcomes = run_nodes(&jobs);
+        stop.store(true, Ordering::Relaxed);
+        assert!(outcomes.iter().all(|outcome| matches!(outcome, Ok(Outcome::Success))));
+    });
+    assert_eq!(jobs.map(|job| job.stdout()), ["0\n", "1\n"]);
+}
+
+#[test]
+fn a_node_without_the_token_is_told_so() {
+    let mut jobs = [Job::shell(1, "true"), Job::shell(1, "true")];
+    join_nodes(&mut jobs, free_port(), &[Some(Token::random().unwrap()), None]);
+    jobs[0].launch.timeout = Duration::from_secs(5);
+    let outcomes = run_nodes(&jobs);
+    assert!(matches!(&outcomes[0], Err(LaunchError::NodesMissing { missing }) if *missing == [1]));
+    assert!(matches!(&outcomes[1], Err(LaunchError::Handshake { .. })));
+}
+
+#[test]
+fn a_node_that_is_not_expected_is_told_so() {
+    let mut jobs = [Job::shell(1, "true"), Job::shell(1, "true"), Job::shell(1, "true")];
+    join_nodes(&mut jobs, free_port(), &[None]);
+    let two = |job: &mut Job| job.launch.nodes.as_mut().unwrap().count = 2;
+    two(&mut jobs[0]);
+    two(&mut jobs[1]);
+    // Node 1 comes once the one too many has been turned away.
+    let [lead, follower, surplus] = &jobs;
+    thread::scope(|scope| {
+        let leading = scope.spawn(|| lead.launch.run());
+        let error = surplus.launch.run().unwrap_err();
+        assert!(
+            matches!(&error, LaunchError::Rejected { reason } if reason.contains("3 nodes")),
+            "{error}"
+        );
+        assert_eq!(follower.launch.run().unwrap(), Outcome::Success);
+        assert_eq!(leading.join().unwrap().unwrap(), Outcome::Success);
+    });
+}
+
+#[test]
+fn a_lost_node_ends_the_job() {
+    let port = free_port();
+    let mut jobs = [Job::shell(1, "sleep 1000; true")];
+    join_nodes(&mut jobs, port, &[None]);
+    jobs[0].launch.nodes.as_mut().unwrap().count = 2;
+    let marker = marker();
+    let mut node = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "as_node", "--nocapture", "-q"])
+        .env("UNISONO_TEST_ROLE", "node")
+        .env("UNISONO_TEST_PORT", port.to_string())
+        .env(MARKER, &marker)
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    thread::scope(|scope| {
+        let leading = scope.spawn(|| jobs[0].launch.run());
+        wait_until("both nodes run", || {
+            processes(&marker).len() == 3 && !processes(&jobs[0].marker).is_empty()
+        });
+        signal(&node, Signal::KILL);
+        node.wait().unwrap();
+        assert_eq!(leading.join().unwrap().unwrap(), Outcome::NodeLost { node: 1 });
+    });
+    wait_until("the lost node's ranks have ended", || processes(&marker).is_empty());
+    assert_eq!(processes(&jobs[0].marker), Vec::<i32>::new());
+}
+
+/// Node 1 of two, in a process of its own.
+#[test]
+fn as_node() {
+    if std::env::var_os("UNISONO_TEST_ROLE").is_none_or(|role| role != "node") {
+        return;
+    }
+    let port = std::env::var("UNISONO_TEST_PORT").unwrap().parse().unwrap();
+    let mut launch = Launch::new(["sh", "-c", "sleep 1000; true"].map(Into::into).to_vec(), 1);
+    let rendezvous = ("127.0.0.1".into(), port);
+    launch.nodes = Some(Nodes { count: 2, node: 1, rendezvous });
+    let outcome = launch.run().unwrap();
+    std::process::exit(outcome.exit_code().into());
+}

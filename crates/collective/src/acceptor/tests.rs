@@ -1,0 +1,124 @@
+//! The acceptor among peers and strangers, over real sockets.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::sync::mpsc::{Receiver, channel};
+
+use socket2::Type;
+
+use super::*;
+use crate::handshake::{HandshakeError, Purpose, initiate};
+
+const TOKEN: Token = Token::from_bytes([3; 32]);
+const SOON: Duration = Duration::from_secs(20);
+
+fn introduction(from: u32) -> Introduction {
+    Introduction { purpose: Purpose::Data, epoch: 1, group: 2, from, to: 0, channel: 3 }
+}
+
+fn tcp_listener() -> (Socket, SocketAddr) {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    (listener.into(), address)
+}
+
+fn acceptor(
+    limits: Limits,
+    listeners: Vec<Socket>,
+) -> (Acceptor, Receiver<(Socket, Introduction)>) {
+    let (sender, receiver) = channel();
+    let acceptor = Acceptor::start_with(limits, listeners, TOKEN, move |socket, who| {
+        sender.send((socket, who)).unwrap();
+    });
+    (acceptor.unwrap(), receiver)
+}
+
+fn join(address: SocketAddr, token: &Token, from: u32) -> Result<Socket, HandshakeError> {
+    let socket = Socket::from(TcpStream::connect(address)?);
+    initiate(&socket, token, &introduction(from), Instant::now() + SOON)?;
+    Ok(socket)
+}
+
+#[test]
+fn peers_are_let_in_over_tcp_and_unix() {
+    let (tcp, address) = tcp_listener();
+    let unix = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
+    let name = format!("\0unisono-acceptor-test-{}", std::process::id());
+    unix.bind(&SockAddr::unix(&name).unwrap()).unwrap();
+    unix.listen(8).unwrap();
+    let (_acceptor, accepted) = acceptor(Limits::default(), vec![tcp, unix]);
+
+    let mut client = join(address, &TOKEN, 5).unwrap();
+    let (mut server, who) = accepted.recv_timeout(SOON).unwrap();
+    assert_eq!(who, introduction(5));
+    assert!(server.tcp_nodelay().unwrap());
+    client.write_all(b"after").unwrap();
+    let mut buffer = [0; 5];
+    // Blocking again: a non-blocking read could fail here.
+    server.read_exact(&mut buffer).unwrap();
+    assert_eq!(&buffer, b"after");
+
+    let local = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
+    local.connect(&SockAddr::unix(&name).unwrap()).unwrap();
+    initiate(&local, &TOKEN, &introduction(6), Instant::now() + SOON).unwrap();
+    assert_eq!(accepted.recv_timeout(SOON).unwrap().1, introduction(6));
+}
+
+#[test]
+fn strangers_do_not_hold_up_peers() {
+    let (listener, address) = tcp_listener();
+    let (_acceptor, accepted) = acceptor(Limits::default(), vec![listener]);
+    // More silent, half-spoken and talkative strangers than there are slots.
+    let mut strangers: Vec<TcpStream> = Vec::new();
+    for index in 0..200u32 {
+        let mut stranger = TcpStream::connect(address).unwrap();
+        match index % 4 {
+            0 => {}
+            1 => stranger.write_all(b"Unison").unwrap(),
+            2 => drop(stranger.write_all(&[0x42; 4096])),
+            _ => stranger.shutdown(Shutdown::Both).unwrap(),
+        }
+        strangers.push(stranger);
+    }
+    for from in 0..8 {
+        let _client = join(address, &TOKEN, from).unwrap();
+        assert_eq!(accepted.recv_timeout(SOON).unwrap().1, introduction(from));
+    }
+    assert!(accepted.try_recv().is_err());
+}
+
+#[test]
+fn peers_of_another_job_learn_why() {
+    let (listener, address) = tcp_listener();
+    let (_acceptor, accepted) = acceptor(Limits::default(), vec![listener]);
+    let refused = join(address, &Token::public("other"), 0);
+    assert!(matches!(refused, Err(HandshakeError::OtherJob)));
+    assert!(accepted.try_recv().is_err());
+}
+
+#[test]
+fn the_silent_are_dropped_at_their_deadline_and_when_crowded_out() {
+    let (listener, address) = tcp_listener();
+    let limits = Limits { half_done: 2, patience: Duration::from_secs(3600) };
+    let (crowded, _accepted) = acceptor(limits, vec![listener]);
+    let mut strangers: Vec<_> = (0..3).map(|_| TcpStream::connect(address).unwrap()).collect();
+    strangers[0].set_read_timeout(Some(SOON)).unwrap();
+    assert_eq!(strangers[0].read(&mut [0; 1]).unwrap(), 0);
+    drop(crowded);
+
+    let (listener, address) = tcp_listener();
+    let limits = Limits { half_done: 2, patience: Duration::from_millis(20) };
+    let (_impatient, _accepted) = acceptor(limits, vec![listener]);
+    let mut stranger = TcpStream::connect(address).unwrap();
+    stranger.set_read_timeout(Some(SOON)).unwrap();
+    assert_eq!(stranger.read(&mut [0; 1]).unwrap(), 0);
+}
+
+#[test]
+fn dropping_it_closes_the_port() {
+    let (listener, address) = tcp_listener();
+    let (acceptor, _accepted) = acceptor(Limits::default(), vec![listener]);
+    let _silent = TcpStream::connect(address).unwrap();
+    drop(acceptor);
+    assert!(TcpStream::connect(address).is_err());
+}

@@ -1,0 +1,443 @@
+//! What a schedule costs, and which one costs least.
+//!
+//! A price is computed from a schedule's data alone, with nothing but measured constants. A round
+//! takes the latency of its slowest link, a fixed effort per message, the larger of what is sent
+//! and what is received at the link's rate, and the time of its folds; ranks of one host share
+//! the way to other hosts, so what they send there adds up. A window takes a wait or two, and
+//! the time to copy and to fold. A round is as slow as its slowest rank, and later segments flow
+//! behind the first: they cost what the busiest rank does for each, or, if too few are in flight
+//! to hide the latency, their share of it.
+//!
+//! Every rank must come to the same choice. So the price of a call is not that of the rank that
+//! asks, but that of a few *witnesses*, the same on all ranks, among which are the busiest.
+
+use serde::{Deserialize, Serialize};
+
+use crate::schedule::{
+    Algorithm, Blocks, Fold, Op, Phase, Problem, Round, Schedule, Source, Topology, Window, build,
+};
+
+/// Measured constants, in seconds. Equal on all ranks of a group.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Costs {
+    /// Shared memory.
+    pub window: WindowCost,
+    /// A link between ranks of one host.
+    pub near: LinkCost,
+    /// A link between hosts; the rate is that of a host, whose ranks share it.
+    pub far: LinkCost,
+    /// Folding a byte of input from private memory.
+    pub fold: f64,
+}
+
+/// What a link costs.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LinkCost {
+    /// From the start of an empty message until the receiver goes on.
+    pub latency: f64,
+    /// What each further message of a round costs its sender or receiver.
+    pub message: f64,
+    /// A byte at full rate.
+    pub byte: f64,
+}
+
+/// What a window costs.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct WindowCost {
+    /// Until all ranks of the host have noticed that all have arrived.
+    pub wait: f64,
+    /// Copying a byte into or out of staging.
+    pub copy: f64,
+    /// Folding a byte of input from staging.
+    pub fold: f64,
+}
+
+impl Default for Costs {
+    /// What is typical of a server of today on a 10 Gbit/s network: enough to make a sensible
+    /// first choice, for the measurement itself for instance.
+    fn default() -> Costs {
+        Costs {
+            window: WindowCost { wait: 0.4e-6, copy: 0.12e-9, fold: 0.08e-9 },
+            near: LinkCost { latency: 10e-6, message: 3e-6, byte: 0.35e-9 },
+            far: LinkCost { latency: 30e-6, message: 4e-6, byte: 0.9e-9 },
+            fold: 0.06e-9,
+        }
+    }
+}
+
+/// How a call is cut into segments.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cut {
+    /// Bytes of a column.
+    pub column: usize,
+    /// The number of segments.
+    pub segments: usize,
+    /// How many of them are in flight; schedules of several phases have one, whatever this says.
+    pub in_flight: usize,
+}
+
+/// What an algorithm would take.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Prediction {
+    /// The algorithm.
+    pub algorithm: Algorithm,
+    /// The time.
+    pub seconds: f64,
+}
+
+/// The algorithms that compete for an operation, summed up so that pricing them for another size
+/// is quick.
+#[derive(Clone, Debug)]
+pub struct Contest {
+    entries: Vec<Entry>,
+}
+
+#[derive(Clone, Debug)]
+struct Entry {
+    algorithm: Algorithm,
+    /// The schedule of rank 0.
+    schedule: Schedule,
+    load: Load,
+}
+
+impl Contest {
+    /// Among `algorithms`, those that can do the operation.
+    pub fn new(op: Op, topology: &Topology, algorithms: &[Algorithm]) -> Contest {
+        let witnesses = witnesses(op, topology);
+        let entry = |algorithm: &Algorithm| {
+            let plan = |rank| {
+                let problem = Problem { op, rank, world: topology.world() };
+                Some((rank, build(*algorithm, &problem, topology)?))
+            };
+            let plans: Vec<(usize, Schedule)> =
+                witnesses.iter().map(|rank| plan(*rank)).collect::<Option<_>>()?;
+            let load = Load::new(&plans, topology);
+            let schedule = plans.into_iter().next().expect("rank 0 is a witness").1;
+            Some(Entry { algorithm: *algorithm, schedule, load })
+        };
+        Contest { entries: algorithms.iter().filter_map(entry).collect() }
+    }
+
+    /// All of them, best first. `cut` says how a call would be cut for a schedule, of which it
+    /// may use only what is equal on all ranks.
+    pub fn predict(
+        &self,
+        costs: &Costs,
+        mut cut: impl FnMut(Algorithm, &Schedule) -> Cut,
+    ) -> Vec<Prediction> {
+        let price = |entry: &Entry| Prediction {
+            algorithm: entry.algorithm,
+            seconds: entry.load.price(costs, cut(entry.algorithm, &entry.schedule)),
+        };
+        let mut predictions: Vec<_> = self.entries.iter().map(price).collect();
+        predictions.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
+        predictions
+    }
+}
+
+/// What a call takes, given the schedules of some ranks. Those of one host should be all there or
+/// be typical of the rest.
+pub fn predict(plans: &[(usize, Schedule)], topology: &Topology, costs: &Costs, cut: Cut) -> f64 {
+    Load::new(plans, topology).price(costs, cut)
+}
+
+/// Ranks among which are the busiest of any algorithm, rank 0 first: the root and its neighbour,
+/// the first and the last, and everybody who shares a way to other hosts with the root or with
+/// rank 0.
+fn witnesses(op: Op, topology: &Topology) -> Vec<usize> {
+    let world = topology.world();
+    let root = op.root().unwrap_or(0);
+    let mut ranks = vec![0, root, (root + 1) % world, world - 1];
+    if !topology.is_one_host() {
+        ranks.extend(topology.members(topology.host(0)));
+        ranks.extend(topology.members(topology.host(root)));
+    }
+    ranks.sort_unstable();
+    ranks.dedup();
+    ranks
+}
+
+/// What the witnesses do for one segment, step by step, in columns instead of bytes.
+#[derive(Clone, Debug)]
+struct Load {
+    steps: Vec<Step>,
+    /// Whether segments overlap.
+    overlaps: bool,
+}
+
+/// A round or a window: what every witness does in it.
+#[derive(Clone, Debug, Default)]
+struct Step {
+    efforts: Vec<Effort>,
+    /// Columns that cross between hosts, for every host with a witness.
+    crossing: Vec<Crossing>,
+}
+
+/// What the witnesses of one host exchange with other hosts.
+#[derive(Clone, Copy, Debug)]
+struct Crossing {
+    host: usize,
+    sent: f64,
+    received: f64,
+}
+
+/// What one rank does in one step.
+#[derive(Clone, Copy, Debug, Default)]
+struct Effort {
+    near: Traffic,
+    far: Traffic,
+    /// Columns of input folded from private memory.
+    folded: f64,
+    waits: f64,
+    /// Columns copied into or out of staging, or from buffer to buffer.
+    copied: f64,
+    /// Columns of input folded from staging.
+    staged: f64,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Traffic {
+    messages: f64,
+    sent: f64,
+    received: f64,
+}
+
+impl Load {
+    fn new(plans: &[(usize, Schedule)], topology: &Topology) -> Load {
+        let mut steps: Vec<Step> = Vec::new();
+        for (rank, schedule) in plans {
+            let mut number = 0;
+            let mut add = |effort: Effort| {
+                if steps.len() == number {
+                    steps.push(Step::default());
+                }
+                steps[number].add(topology.host(*rank), effort);
+                number += 1;
+            };
+            for phase in &schedule.phases {
+                match phase {
+                    Phase::Rounds(rounds) => rounds
+                        .rounds
+                        .iter()
+                        .for_each(|round| add(Effort::of_round(*rank, round, topology))),
+                    Phase::Window(window) => add(Effort::of_window(window)),
+                }
+            }
+        }
+        let overlaps = plans.iter().all(|(_, schedule)| schedule.phases.len() <= 1);
+        Load { steps, overlaps }
+    }
+
+    fn price(&self, costs: &Costs, cut: Cut) -> f64 {
+        let column = cut.column as f64;
+        let witnesses = self.steps.iter().map(|step| step.efforts.len()).max().unwrap_or(0);
+        let mut busy = vec![0.0; witnesses];
+        let (mut fill, mut crossing) = (0.0, 0.0);
+        for step in &self.steps {
+            let crosses = step
+                .crossing
+                .iter()
+                .map(|crossing| crossing.sent.max(crossing.received) * column * costs.far.byte)
+                .fold(0.0, f64::max);
+            let mut slowest: f64 = 0.0;
+            for (effort, busy) in step.efforts.iter().zip(&mut busy) {
+                let work = effort.work(costs, column);
+                *busy += work;
+                slowest = slowest.max(work + effort.latency(costs));
+            }
+            fill += slowest + crosses;
+            crossing += crosses;
+        }
+        let bottleneck = busy.into_iter().fold(0.0, f64::max) + crossing;
+        let in_flight = if self.overlaps { cut.in_flight.max(1) } else { 1 };
+        let next = bottleneck.max(fill / in_flight as f64);
+        fill + cut.segments.saturating_sub(1) as f64 * next
+    }
+}
+
+impl Step {
+    fn add(&mut self, host: usize, effort: Effort) {
+        self.efforts.push(effort);
+        let Traffic { sent, received, .. } = effort.far;
+        match self.crossing.iter_mut().find(|crossing| crossing.host == host) {
+            Some(crossing) => {
+                crossing.sent += sent;
+                crossing.received += received;
+            }
+            None => self.crossing.push(Crossing { host, sent, received }),
+        }
+    }
+}
+
+impl Effort {
+    fn of_round(rank: usize, round: &Round, topology: &Topology) -> Effort {
+        let mut effort = Effort::default();
+        for send in &round.sends {
+            let traffic = effort.traffic(topology.together(rank, send.to));
+            traffic.messages += 1.0;
+            traffic.sent += columns(&send.blocks);
+        }
+        for recv in &round.recvs {
+            let traffic = effort.traffic(topology.together(rank, recv.from));
+            traffic.messages += 1.0;
+            traffic.received += columns(&recv.blocks);
+        }
+        round.folds.iter().for_each(|fold| effort.add_fold(fold));
+        effort
+    }
+
+    fn of_window(window: &Window) -> Effort {
+        let mut effort = Effort::default();
+        if window.cells > 0 {
+            effort.waits = 1.0 + f64::from(u8::from(window.publishes));
+        }
+        let staged = window.stages.iter().map(|stage| columns(&stage.blocks));
+        let collected = window.collects.iter().map(|collect| columns(&collect.blocks));
+        effort.copied = staged.chain(collected).sum();
+        window.copies.iter().for_each(|copy| effort.add_fold(copy));
+        for fold in &window.folds {
+            let blocks = columns(&fold.blocks);
+            let staged = fold.inputs.iter().filter(|i| matches!(i, Source::Staged { .. })).count();
+            effort.staged += staged as f64 * blocks;
+            effort.folded += (fold.inputs.len() - staged) as f64 * blocks;
+            if fold.publish.is_some() {
+                effort.copied += blocks;
+            }
+        }
+        effort
+    }
+
+    fn add_fold(&mut self, fold: &Fold) {
+        let inputs = fold.inputs.len() as f64 * columns(&fold.blocks);
+        if fold.inputs.len() == 1 {
+            self.copied += inputs;
+        } else {
+            self.folded += inputs;
+        }
+    }
+
+    fn traffic(&mut self, near: bool) -> &mut Traffic {
+        if near { &mut self.near } else { &mut self.far }
+    }
+
+    /// What keeps the rank busy, but for the way between hosts.
+    fn work(&self, costs: &Costs, column: f64) -> f64 {
+        let messages =
+            self.near.messages * costs.near.message + self.far.messages * costs.far.message;
+        let near = self.near.sent.max(self.near.received) * costs.near.byte;
+        let local = self.folded * costs.fold
+            + self.copied * costs.window.copy
+            + self.staged * costs.window.fold;
+        messages + (near + local) * column
+    }
+
+    /// What passes although the rank has nothing to do.
+    fn latency(&self, costs: &Costs) -> f64 {
+        let near = if self.near.messages > 0.0 { costs.near.latency } else { 0.0 };
+        let far = if self.far.messages > 0.0 { costs.far.latency } else { 0.0 };
+        near.max(far) + self.waits * costs.window.wait
+    }
+}
+
+fn columns(blocks: &Blocks) -> f64 {
+    blocks.len() as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::schedule::candidates;
+
+    /// Cuts `bytes` per buffer (or per block, where ranks have their own) as an executor might.
+    fn cut(op: Op, world: usize, bytes: usize) -> impl Fn(Algorithm, &Schedule) -> Cut {
+        move |_, schedule| {
+            let blocks = if op.has_blocks() { world } else { schedule.parts as usize };
+            let block = if op.has_blocks() { bytes } else { bytes.div_ceil(blocks) };
+            let column = (512 * 1024 / blocks).clamp(1, block.max(1));
+            Cut { column: column.min(block), segments: block.div_ceil(column).max(1), in_flight: 4 }
+        }
+    }
+
+    fn ranking(op: Op, topology: &Topology, canonical: bool, bytes: usize) -> Vec<Algorithm> {
+        let contest = Contest::new(op, topology, &candidates(op, topology, canonical));
+        let cut = cut(op, topology.world(), bytes);
+        let predictions = contest.predict(&Costs::default(), cut);
+        predictions.into_iter().map(|prediction| prediction.algorithm).collect()
+    }
+
+    fn best(topology: &Topology, bytes: usize) -> Algorithm {
+        ranking(Op::AllReduce, topology, true, bytes)[0]
+    }
+
+    #[test]
+    fn little_data_takes_one_wait_or_one_round() {
+        assert_eq!(best(&Topology::one_host(4), 64), Algorithm::WindowDirect);
+        assert_eq!(best(&Topology::all_apart(4), 64), Algorithm::Direct);
+        let many = best(&Topology::all_apart(64), 64);
+        assert!(matches!(many, Algorithm::Tree | Algorithm::HalvingDoubling), "{many}");
+    }
+
+    #[test]
+    fn much_data_takes_the_fewest_bytes() {
+        assert_eq!(best(&Topology::one_host(4), 64 << 20), Algorithm::Window);
+        for world in [2, 4, 6, 8] {
+            let best = best(&Topology::all_apart(world), 64 << 20);
+            assert!(
+                matches!(best, Algorithm::Pairwise | Algorithm::HalvingDoubling),
+                "{best} for {world}"
+            );
+        }
+        let hosts = Topology::new(&[0, 0, 0, 0, 1, 1, 1, 1]);
+        assert_eq!(best(&hosts, 64 << 20), Algorithm::Hierarchical);
+    }
+
+    #[test]
+    fn a_large_broadcast_is_not_sent_by_the_root_alone() {
+        let op = Op::Broadcast { root: 3 };
+        let best = ranking(op, &Topology::all_apart(8), true, 64 << 20)[0];
+        assert_eq!(best, Algorithm::Pairwise);
+        let best = ranking(op, &Topology::all_apart(8), true, 64)[0];
+        assert!(matches!(best, Algorithm::Direct | Algorithm::Tree), "{best}");
+    }
+
+    #[test]
+    fn canonical_never_means_ring() {
+        for bytes in [0, 1 << 10, 1 << 20, 1 << 30] {
+            for topology in [Topology::one_host(5), Topology::all_apart(5)] {
+                let ranking = ranking(Op::AllReduce, &topology, true, bytes);
+                assert!(ranking.iter().all(|algorithm| algorithm.is_canonical()), "{ranking:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn more_bytes_never_cost_less() {
+        let hosts = Topology::new(&[0, 0, 0, 1, 1]);
+        for topology in [Topology::one_host(5), Topology::all_apart(5), hosts] {
+            for op in [Op::AllReduce, Op::ReduceScatter, Op::Broadcast { root: 2 }, Op::AllToAll] {
+                let contest = Contest::new(op, &topology, &Algorithm::ALL);
+                assert!(!contest.entries.is_empty());
+                for entry in &contest.entries {
+                    let price = |bytes| {
+                        let cut = cut(op, 5, bytes)(entry.algorithm, &entry.schedule);
+                        entry.load.price(&Costs::default(), cut)
+                    };
+                    let prices: Vec<f64> = (0..30).map(|shift| price(1 << shift)).collect();
+                    assert!(prices.is_sorted(), "{} {op:?}: {prices:?}", entry.algorithm);
+                    assert!(price(0) > 0.0 && price(0) <= prices[0]);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_long_pairwise_all_reduce_approaches_the_rate_of_the_link() {
+        let topology = Topology::all_apart(4);
+        let bytes = 1 << 30;
+        let costs = Costs { fold: 0.0, ..Costs::default() };
+        let contest = Contest::new(Op::AllReduce, &topology, &[Algorithm::Pairwise]);
+        let seconds = contest.predict(&costs, cut(Op::AllReduce, 4, bytes))[0].seconds;
+        let limit = 1.5 * bytes as f64 * costs.far.byte;
+        assert!(seconds > limit && seconds < 1.15 * limit, "{seconds} against {limit}");
+    }
+}

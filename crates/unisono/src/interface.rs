@@ -1,0 +1,58 @@
+//! Which of the machine's addresses the ranks use among themselves.
+
+use std::net::IpAddr;
+
+/// An interface that cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum InterfaceError {
+    /// No interface has this name or address.
+    #[error("UNISONO_INTERFACE={wanted}: no such interface or address; this machine has {known}")]
+    Unknown {
+        /// What was asked for.
+        wanted: String,
+        /// What there is.
+        known: String,
+    },
+    /// The system does not tell its interfaces.
+    #[error("cannot list the network interfaces: {0}")]
+    Unlisted(String),
+}
+
+/// The address of the interface that `wanted` names, by name or by address. Where it has several,
+/// one of the family of `like` is preferred.
+pub fn resolve(wanted: &str, like: IpAddr) -> Result<IpAddr, InterfaceError> {
+    let all = if_addrs::get_if_addrs().map_err(|e| InterfaceError::Unlisted(e.to_string()))?;
+    let all: Vec<(String, IpAddr)> = all.into_iter().map(|i| (i.name.clone(), i.ip())).collect();
+    choose(wanted, like, &all)
+}
+
+fn choose(wanted: &str, like: IpAddr, all: &[(String, IpAddr)]) -> Result<IpAddr, InterfaceError> {
+    let by_address = wanted.parse::<IpAddr>().ok();
+    let mut matching: Vec<IpAddr> = all
+        .iter()
+        .filter(|(name, ip)| name == wanted || Some(*ip) == by_address)
+        .map(|(_, ip)| *ip)
+        .collect();
+    matching.sort_by_key(|ip| ip.is_ipv4() != like.is_ipv4());
+    matching.first().copied().ok_or_else(|| InterfaceError::Unknown {
+        wanted: wanted.into(),
+        known: all.iter().map(|(name, ip)| format!("{name} ({ip})")).collect::<Vec<_>>().join(", "),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::{Ipv4Addr, Ipv6Addr};
+
+    #[test]
+    fn names_and_addresses_are_found() {
+        let (v4, v6) = (IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST));
+        let all = [("lo".to_owned(), v4), ("lo".to_owned(), v6)];
+        assert_eq!(choose("lo", v4, &all), Ok(v4));
+        assert_eq!(choose("lo", v6, &all), Ok(v6));
+        assert_eq!(choose("127.0.0.1", v6, &all), Ok(v4));
+        let error = choose("eth7", v4, &all).unwrap_err();
+        assert!(error.to_string().contains("lo (127.0.0.1)"), "{error}");
+    }
+}

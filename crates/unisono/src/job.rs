@@ -1,0 +1,111 @@
+//! Joining the job that this process was started for.
+
+use std::time::Instant;
+
+use unisono_cluster::place::{Place, PlaceError};
+use unisono_cluster::rendezvous::{self, RendezvousError};
+use unisono_collective::fabric::{Address, Endpoint};
+use unisono_collective::{BadSetting, Epoch, FormError, Group, Options};
+
+use crate::interface::{self, InterfaceError};
+
+/// How many timeouts a rank waits for the others to be started. Starting a process can take far
+/// longer than answering a heartbeat.
+const START_PATIENCE: u32 = 6;
+
+/// A process's membership in a job.
+pub struct Job {
+    place: Place,
+    ip: std::net::IpAddr,
+    epoch: std::sync::Arc<Epoch>,
+    world: Group,
+}
+
+impl Job {
+    /// Joins with the settings of the environment.
+    pub fn join() -> Result<Job, JoinError> {
+        Job::join_with(Options::from_env()?)
+    }
+
+    /// Joins with these settings, which must be equal on all ranks.
+    pub fn join_with(options: Options) -> Result<Job, JoinError> {
+        let place = Place::from_env()?;
+        let deadline = Instant::now() + START_PATIENCE * options.timeout;
+        let session = rendezvous::connect(&place, deadline)?;
+        let mut ip = session.local_ip();
+        if let Ok(wanted) = std::env::var("UNISONO_INTERFACE") {
+            ip = interface::resolve(&wanted, ip)?;
+        }
+        let listening = |e: std::io::Error| JoinError::Listen { ip, reason: e.to_string() };
+        let endpoint = Endpoint::bind(ip).map_err(listening)?;
+        let blob = postcard::to_stdvec(endpoint.address()).expect("an address always encodes");
+        let gathered = session.exchange(&blob)?;
+        let mut roster = Vec::with_capacity(gathered.blobs.len());
+        for (rank, blob) in gathered.blobs.iter().enumerate() {
+            let address: Result<Address, _> = postcard::from_bytes(blob);
+            roster.push(address.map_err(|_| JoinError::Roster { rank })?);
+        }
+        let (rank, world) = (place.rank as usize, place.world as usize);
+        let connector = endpoint.open(rank, gathered.token, roster).map_err(listening)?;
+        let epoch = Epoch::new(0);
+        let world = Group::world(connector, epoch.clone(), rank, world, options)?;
+        log::debug!("rank {rank} joined a world of {}", world.size());
+        Ok(Job { place, ip, epoch, world })
+    }
+
+    /// All ranks of the job.
+    pub fn world(&self) -> &Group {
+        &self.world
+    }
+
+    /// Where this process stands.
+    pub fn place(&self) -> &Place {
+        &self.place
+    }
+
+    /// The address on which this process meets the others.
+    pub fn ip(&self) -> std::net::IpAddr {
+        self.ip
+    }
+
+    /// Ends the epoch: all groups of this process stop working, here and, as their ranks notice,
+    /// everywhere.
+    pub fn end_epoch(&self) {
+        self.epoch.end();
+    }
+}
+
+/// Why a process could not join its job.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum JoinError {
+    /// A setting in the environment makes no sense. Fix it.
+    #[error(transparent)]
+    Setting(#[from] BadSetting),
+    /// The environment does not say where this process belongs. Fix how it is started.
+    #[error(transparent)]
+    Place(#[from] PlaceError),
+    /// The network interface does not exist. Fix `UNISONO_INTERFACE`.
+    #[error(transparent)]
+    Interface(#[from] InterfaceError),
+    /// The ranks did not find each other. Start the job again.
+    #[error(transparent)]
+    Rendezvous(#[from] RendezvousError),
+    /// A rank's address cannot be read: it runs another version.
+    #[error("the address of rank {rank} cannot be read; does it run another version of Unisono?")]
+    Roster {
+        /// Whose.
+        rank: usize,
+    },
+    /// No port could be opened.
+    #[error("cannot listen on {ip}: {reason}")]
+    Listen {
+        /// Where.
+        ip: std::net::IpAddr,
+        /// What the system said.
+        reason: String,
+    },
+    /// The ranks found each other but could not form the world.
+    #[error(transparent)]
+    Form(#[from] FormError),
+}
