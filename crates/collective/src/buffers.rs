@@ -84,7 +84,16 @@ impl Buffers<'_> {
             // SAFETY: all addresses are blocks of `count` elements in valid buffers; a result
             // that overlaps an input is that input.
             unsafe {
-                kernel::fold(self.dtype, call.reduction, &fold.tree, inputs, into, None, count, divide);
+                kernel::fold(
+                    self.dtype,
+                    call.reduction,
+                    &fold.tree,
+                    inputs,
+                    into,
+                    None,
+                    count,
+                    divide,
+                );
             }
         }
     }

@@ -98,7 +98,8 @@ impl From<Call> for WireCall {
 impl TryFrom<WireCall> for Call {
     type Error = MalformedCall;
     fn try_from(wire: WireCall) -> Result<Call, MalformedCall> {
-        let op = Op::from_code(wire.op & !BARRIER, wire.root.get() as usize).ok_or(MalformedCall)?;
+        let op =
+            Op::from_code(wire.op & !BARRIER, wire.root.get() as usize).ok_or(MalformedCall)?;
         Ok(Call {
             seq: wire.seq.get(),
             op,

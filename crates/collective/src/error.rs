@@ -41,7 +41,9 @@ pub enum Error {
         epoch: u64,
     },
     /// Ranks called different operations. Fix the program.
-    #[error("rank {rank} called {call} but rank {peer} called {peer_call}; make both ranks issue the same call in the same order")]
+    #[error(
+        "rank {rank} called {call} but rank {peer} called {peer_call}; make both ranks issue the same call in the same order"
+    )]
     Mismatch {
         /// One rank.
         rank: usize,
@@ -53,7 +55,9 @@ pub enum Error {
         peer_call: Call,
     },
     /// The lengths of a matching send and receive differ. Fix the program.
-    #[error("rank {from} sent {sent} bytes with tag {tag} to rank {to}, which expected {expected}; make the buffers equal")]
+    #[error(
+        "rank {from} sent {sent} bytes with tag {tag} to rank {to}, which expected {expected}; make the buffers equal"
+    )]
     LengthMismatch {
         /// Sender.
         from: usize,
@@ -154,7 +158,9 @@ impl From<InvalidCall> for Error {
 #[non_exhaustive]
 pub enum FormError {
     /// Some ranks did not arrive in time. Check that they were started and can be reached.
-    #[error("ranks {missing:?} did not connect within {after:?}; check that they run and that their addresses can be reached")]
+    #[error(
+        "ranks {missing:?} did not connect within {after:?}; check that they run and that their addresses can be reached"
+    )]
     Missing {
         /// Who did not come.
         missing: Vec<usize>,
@@ -170,7 +176,9 @@ pub enum FormError {
         reason: String,
     },
     /// Staging memory could not be had. Lower `staging` or free memory.
-    #[error("cannot reserve {bytes} bytes of staging memory: {reason}; lower UNISONO_STAGING or free memory")]
+    #[error(
+        "cannot reserve {bytes} bytes of staging memory: {reason}; lower UNISONO_STAGING or free memory"
+    )]
     Staging {
         /// How much was asked for.
         bytes: usize,
@@ -178,7 +186,9 @@ pub enum FormError {
         reason: String,
     },
     /// Ranks were started with different settings.
-    #[error("rank {peer} runs with other settings than this rank (transport, algorithm, segment, streams, staging, timeout); make them equal")]
+    #[error(
+        "rank {peer} runs with other settings than this rank (transport, algorithm, segment, streams, staging, timeout); make them equal"
+    )]
     Settings {
         /// Who differs.
         peer: usize,

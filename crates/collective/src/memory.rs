@@ -20,7 +20,8 @@ impl Scratch {
     pub fn reserve(&mut self, bytes: usize) -> *mut u8 {
         if bytes > self.bytes {
             self.release();
-            let layout = Layout::from_size_align(bytes, ALIGN).expect("scratch is far below isize::MAX");
+            let layout =
+                Layout::from_size_align(bytes, ALIGN).expect("scratch is far below isize::MAX");
             // SAFETY: `bytes` is larger than the old size, so it is not zero.
             let start = unsafe { alloc(layout) };
             self.start = std::ptr::NonNull::new(start);

@@ -94,7 +94,11 @@ impl Options {
 
     /// As [`Options::from_env`], from any source of variables.
     pub fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Options, BadSetting> {
-        fn parse<T>(name: &'static str, value: Option<String>, into: &mut T) -> Result<(), BadSetting>
+        fn parse<T>(
+            name: &'static str,
+            value: Option<String>,
+            into: &mut T,
+        ) -> Result<(), BadSetting>
         where
             T: std::str::FromStr,
             T::Err: std::fmt::Display,

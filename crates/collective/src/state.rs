@@ -1,7 +1,7 @@
 //! What the threads of a group share: whether it still stands, and if not, why.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 

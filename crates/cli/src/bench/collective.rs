@@ -12,6 +12,9 @@ use super::limit;
 use super::sizes;
 use super::workload::{self, Operation, Workload, verify_step};
 
+/// How long to try an operation to see how often it can be repeated.
+const TRIAL: Duration = Duration::from_millis(20);
+
 /// Options of `unisono bench collective`.
 #[derive(Args, Clone)]
 pub struct CollectiveArgs {
@@ -102,17 +105,20 @@ fn be_rank(args: &CollectiveArgs) -> anyhow::Result<ExitCode> {
 }
 
 /// Times an operation: microseconds of every repetition, sorted.
-fn measure(workload: &mut dyn Workload, group: &Group, args: &CollectiveArgs) -> anyhow::Result<Vec<f64>> {
+fn measure(
+    workload: &mut dyn Workload,
+    group: &Group,
+    args: &CollectiveArgs,
+) -> anyhow::Result<Vec<f64>> {
     verify_step(workload, group)?;
     let endurance = workload.endurance();
     // How many repetitions fit the time, agreed by all ranks.
     let start = Instant::now();
     let mut trial = 0;
-    while trial < 3 || (start.elapsed() < Duration::from_millis(20) && trial < 1000) {
+    loop {
         workload.step(group)?;
         trial += 1;
-        // All ranks must do the same number of steps.
-        let mut go_on = [i32::from(start.elapsed() < Duration::from_millis(20))];
+        let mut go_on = [i32::from(trial < 3 || start.elapsed() < TRIAL)];
         group.broadcast(&mut go_on, 0)?;
         if go_on[0] == 0 {
             break;
@@ -158,7 +164,12 @@ impl<'a> Report<'a> {
         Report { args, transport, ip: job.ip(), started: false }
     }
 
-    fn add(&mut self, workload: &mut dyn Workload, group: &Group, samples: Vec<f64>) -> anyhow::Result<()> {
+    fn add(
+        &mut self,
+        workload: &mut dyn Workload,
+        group: &Group,
+        samples: Vec<f64>,
+    ) -> anyhow::Result<()> {
         let args = self.args;
         let world = group.size();
         let limit = if self.transport == "shm" {
@@ -198,7 +209,10 @@ impl<'a> Report<'a> {
             println!("{}", serde_json::to_string(row)?);
         } else {
             if !self.started {
-                println!("{} of {} over {}, {} ranks; every result verified", row.op, row.dtype, row.transport, row.ranks);
+                println!(
+                    "{} of {} over {}, {} ranks; every result verified",
+                    row.op, row.dtype, row.transport, row.ranks
+                );
                 println!(
                     "{:>10}  {:<16} {:>11} {:>11} {:>9} {:>9} {:>9}",
                     "size", "algorithm", "median µs", "p99 µs", "alg GB/s", "bus GB/s", "limit"
@@ -217,13 +231,19 @@ impl<'a> Report<'a> {
         }
         self.started = true;
         if self.args.explain {
-            for unisono::collective::cost::Prediction { algorithm, seconds } in &explanation.candidates {
+            for unisono::collective::cost::Prediction { algorithm, seconds } in
+                &explanation.candidates
+            {
                 let measured = if *algorithm == explanation.chosen {
                     format!("   measured {:>11.2} µs  ← chosen", row.median_us)
                 } else {
                     String::new()
                 };
-                let line = format!("{:>12}{algorithm:<16} predicted {:>11.2} µs{measured}", "", seconds * 1e6);
+                let line = format!(
+                    "{:>12}{algorithm:<16} predicted {:>11.2} µs{measured}",
+                    "",
+                    seconds * 1e6
+                );
                 if self.args.json { eprintln!("{line}") } else { println!("{line}") }
             }
         }

@@ -16,7 +16,7 @@ const BUDGET: Duration = Duration::from_millis(60);
 pub fn copy_rate(group: &Group, bytes: usize) -> anyhow::Result<f64> {
     let bytes = bytes.clamp(64 << 10, 64 << 20);
     let from = vec![1u8; bytes];
-    let mut into = vec![0u8; bytes];
+    let mut into = vec![2u8; bytes];
     group.barrier()?;
     let start = Instant::now();
     let mut copied = 0;

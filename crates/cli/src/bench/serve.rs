@@ -54,7 +54,10 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
             ["quit"] => break,
             ["run", op, bytes, iterations, warmup] => {
                 let op = Operation::from_str(op, true).map_err(anyhow::Error::msg)?;
-                measure(group, op, bytes.parse()?, iterations.parse()?, warmup.parse()?)?
+                match measure(group, op, bytes.parse()?, iterations.parse()?, warmup.parse()?) {
+                    Ok(samples) => serde_json::to_string(&samples)? + "\n",
+                    Err(error) => format!("error rank {}: {error:#}\n", group.rank()),
+                }
             }
             _ => bail!("cannot understand {line:?}"),
         };
@@ -70,22 +73,23 @@ fn measure(
     bytes: usize,
     iterations: usize,
     warmup: usize,
-) -> anyhow::Result<String> {
+) -> anyhow::Result<Vec<f64>> {
     ensure!(iterations > 0, "nothing to measure");
     let mut workload = workload::make(operation, Dtype::F32, bytes, group, None);
     verify_step(workload.as_mut(), group)?;
     let stretch = workload.endurance();
-    let mut spent = 0.0;
+    // The fastest, since a preemption would make all operations look long.
+    let mut fastest = f64::INFINITY;
     for i in 0..warmup {
         if i % stretch == 0 {
             workload.fill();
         }
         let start = Instant::now();
         workload.step(group)?;
-        spent += start.elapsed().as_secs_f64() * 1e6;
+        fastest = fastest.min(start.elapsed().as_secs_f64() * 1e6);
     }
     let mut batch = 1;
-    while batch < LARGEST_BATCH && batch as f64 * spent < SAMPLE_US * warmup as f64 {
+    while batch < LARGEST_BATCH && batch as f64 * fastest < SAMPLE_US {
         batch *= 2;
     }
     let mut samples: Vec<f64> = Vec::with_capacity(iterations);
@@ -101,11 +105,13 @@ fn measure(
             for _ in 0..todo {
                 workload.step(group)?;
             }
-            samples.push(start.elapsed().as_secs_f64() * 1e6 / todo as f64);
+            let each = start.elapsed().as_secs_f64() * 1e6 / todo as f64;
+            // Nanoseconds are more than the clock can tell.
+            samples.push((each * 1e3).round() / 1e3);
             repeats += todo;
             done += todo;
         }
     }
     verify_step(workload.as_mut(), group)?;
-    Ok(format!("{}\n", serde_json::to_string(&samples)?))
+    Ok(samples)
 }

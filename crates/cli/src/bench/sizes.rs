@@ -37,8 +37,10 @@ pub fn parse(text: &str) -> anyhow::Result<usize> {
         .iter()
         .find_map(|(name, unit)| text.strip_suffix(name).map(|number| (number, *unit)))
         .unwrap_or((text, 1));
-    let number: usize =
-        number.trim().parse().with_context(|| format!("{text:?} is no size; try 64KiB or 16MiB"))?;
+    let number: usize = number
+        .trim()
+        .parse()
+        .with_context(|| format!("{text:?} is no size; try 64KiB or 16MiB"))?;
     match number.checked_mul(unit) {
         Some(bytes) => Ok(bytes),
         None => bail!("{text:?} is too large"),

@@ -131,7 +131,12 @@ struct Buffers<T> {
 }
 
 impl<T: Number> Buffers<T> {
-    fn new(operation: Operation, bytes: usize, group: &Group, algorithm: Option<Algorithm>) -> Self {
+    fn new(
+        operation: Operation,
+        bytes: usize,
+        group: &Group,
+        algorithm: Option<Algorithm>,
+    ) -> Self {
         let (rank, world) = (group.rank(), group.size());
         let whole = if operation == Operation::Barrier { 0 } else { bytes / size_of::<T>() };
         let count = if operation.has_blocks() { whole / world } else { whole };

@@ -11,11 +11,11 @@
 //! - another node reports one of the above, or falls silent.
 //!
 //! Ending a rank means a signal to its whole group, some grace, then SIGKILL. Should the launcher
-//! itself be killed, the kernel kills the ranks (parent-death signal), and a [`guard`] process
+//! itself be killed, the kernel kills the ranks (parent-death signal), and a guard process
 //! their children.
 //!
 //! With several nodes, every node runs a launcher. That of node 0 assembles the others
-//! ([`nodes`]), stays connected to them, and decides how the job ends.
+//! (`nodes.rs`), stays connected to them, and decides how the job ends.
 
 mod guard;
 mod nodes;

@@ -18,24 +18,25 @@
 mod frame;
 mod listen;
 mod roster;
+mod seek;
 mod server;
 
 pub(crate) use frame::{FrameError, receive, send};
 pub(crate) use listen::listen;
 pub use roster::{Abort, JoinRefusal, Roster};
+pub(crate) use seek::Sought;
 pub use server::Server;
 
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, UdpSocket};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use socket2::{Domain, Socket, Type};
+use socket2::Socket;
 use unisono_collective::acceptor::{Acceptor, Limits};
-use unisono_collective::handshake::{
-    HandshakeError, Introduction, Purpose, TimedStream, Token, initiate,
-};
+use unisono_collective::handshake::{HandshakeError, Introduction, Purpose, TimedStream, Token};
 
+use self::seek::describe;
 use crate::place::{Place, Rendezvous};
 
 /// The largest blob a rank may bring. Larger would let a rank say more; the roster that every
@@ -286,96 +287,6 @@ impl Host {
 pub(crate) fn limits(world: u32) -> Limits {
     let default = Limits::default();
     Limits { half_done: (world as usize).clamp(default.half_done, 1024), ..default }
-}
-
-/// Somebody of this job who listens at one of some hosts, on one of some ports.
-pub(crate) struct Sought<'a> {
-    pub hosts: &'a [&'a str],
-    pub ports: &'a [u16],
-    pub key: &'a Token,
-    pub introduction: Introduction,
-}
-
-impl Sought<'_> {
-    /// How long one attempt may take: long enough for a slow network, short enough that a port
-    /// held by some silent program does not eat the deadline.
-    const ATTEMPT: Duration = Duration::from_secs(3);
-
-    /// Sweeps over all addresses until one of them proves to be of this job.
-    pub fn find(&self, deadline: Instant) -> Result<Socket, RendezvousError> {
-        let mut pause = Duration::from_millis(5);
-        loop {
-            let error = match self.sweep(deadline) {
-                Ok(socket) => return Ok(socket),
-                Err(error) => error,
-            };
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() || matches!(error, RendezvousError::Handshake { .. }) {
-                return Err(error);
-            }
-            std::thread::sleep(pause.min(left));
-            pause = (pause * 2).min(Duration::from_millis(500));
-        }
-    }
-
-    fn sweep(&self, deadline: Instant) -> Result<Socket, RendezvousError> {
-        let mut last = "no attempt was made".to_owned();
-        let only_one = self.hosts.len() == 1 && self.ports.len() == 1;
-        let places = self.hosts.iter().flat_map(|&host| self.ports.iter().map(move |&p| (host, p)));
-        for place in places {
-            let addresses = match place.to_socket_addrs() {
-                Ok(addresses) => addresses,
-                Err(error) => {
-                    last = error.to_string();
-                    continue;
-                }
-            };
-            for address in addresses {
-                match self.attempt(address, deadline) {
-                    Ok(socket) => return Ok(socket),
-                    // Where there is only one place to look, an answer is final.
-                    Err(source) if only_one && is_final(&source) => {
-                        let address = address.to_string();
-                        return Err(RendezvousError::Handshake { address, source });
-                    }
-                    Err(error) => last = format!("{address}: {error}"),
-                }
-            }
-        }
-        let address = describe(self.hosts[0], self.ports);
-        Err(RendezvousError::Unreachable { address, last })
-    }
-
-    fn attempt(&self, address: SocketAddr, deadline: Instant) -> Result<Socket, HandshakeError> {
-        let until = deadline.min(Instant::now() + Sought::ATTEMPT);
-        let left = until.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(HandshakeError::TimedOut);
-        }
-        let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
-        socket.connect_timeout(&address.into(), left)?;
-        // With nobody listening on a port from the ephemeral range, a socket can reach itself.
-        if socket.local_addr()?.as_socket() == Some(address) {
-            return Err(io::Error::from(io::ErrorKind::ConnectionRefused).into());
-        }
-        socket.set_tcp_nodelay(true)?;
-        initiate(&socket, self.key, &self.introduction, until)?;
-        Ok(socket)
-    }
-}
-
-/// Whether trying again later cannot help.
-fn is_final(error: &HandshakeError) -> bool {
-    use HandshakeError::*;
-    matches!(error, NotUnisono | Version { .. } | OtherJob | BadProof | ProofRejected | Malformed)
-}
-
-fn describe(host: &str, ports: &[u16]) -> String {
-    match ports {
-        [first, .., last] => format!("{host}, ports {first} to {last}"),
-        [port] => format!("{host}, port {port}"),
-        [] => host.to_owned(),
-    }
 }
 
 /// The local address of `socket`, unless it cannot be reached from the job's other machines.

@@ -70,7 +70,8 @@ impl Endpoint {
         tcp.bind(&SocketAddr::from((ip, 0)).into())?;
         tcp.listen(4096)?;
         let bound = tcp.local_addr()?.as_socket();
-        let bound = bound.ok_or_else(|| std::io::Error::other("a TCP socket without an address"))?;
+        let bound =
+            bound.ok_or_else(|| std::io::Error::other("a TCP socket without an address"))?;
         let mut nonce = [0; 12];
         getrandom::fill(&mut nonce).map_err(std::io::Error::from)?;
         let name: String = nonce.iter().map(|b| format!("{b:02x}")).collect();
@@ -88,7 +89,12 @@ impl Endpoint {
     }
 
     /// Starts to accept members of the job, whose addresses are known now.
-    pub fn open(self, rank: usize, token: Token, roster: Vec<Address>) -> std::io::Result<Arc<dyn Connector>> {
+    pub fn open(
+        self,
+        rank: usize,
+        token: Token,
+        roster: Vec<Address>,
+    ) -> std::io::Result<Arc<dyn Connector>> {
         let inbox = Arc::new(Inbox::default());
         let deliver = inbox.clone();
         let on_connection = move |socket, introduction| deliver.put(rank, socket, introduction);
@@ -142,7 +148,13 @@ impl Inbox {
 
 impl Job {
     /// Opens a connection to a member.
-    fn dial(&self, peer: usize, unix: bool, introduction: &Introduction, deadline: Instant) -> Result<Socket, String> {
+    fn dial(
+        &self,
+        peer: usize,
+        unix: bool,
+        introduction: &Introduction,
+        deadline: Instant,
+    ) -> Result<Socket, String> {
         let address = &self.roster[peer];
         let (socket, target) = if unix {
             let socket = Socket::new(Domain::UNIX, Type::STREAM, None);
@@ -151,7 +163,8 @@ impl Job {
             let socket = Socket::new(Domain::for_address(address.tcp), Type::STREAM, None);
             (socket, Ok(address.tcp.into()))
         };
-        let (socket, target) = (socket.map_err(|e| e.to_string())?, target.map_err(|e| e.to_string())?);
+        let (socket, target) =
+            (socket.map_err(|e| e.to_string())?, target.map_err(|e| e.to_string())?);
         let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         if unix {
             socket.connect(&target).map_err(|e| e.to_string())?;
@@ -166,7 +179,14 @@ impl Job {
 
     /// The connection of one channel between this rank and another member: the higher rank
     /// dials.
-    fn link(&self, plan: &Plan, peer: usize, unix: bool, channel: u32, deadline: Instant) -> Result<Socket, FormError> {
+    fn link(
+        &self,
+        plan: &Plan,
+        peer: usize,
+        unix: bool,
+        channel: u32,
+        deadline: Instant,
+    ) -> Result<Socket, FormError> {
         let (mine, theirs) = (self.rank, plan.members[peer]);
         let dials = mine > theirs;
         let (from, to) = if dials { (mine, theirs) } else { (theirs, mine) };
@@ -179,8 +199,10 @@ impl Job {
             channel,
         };
         if dials {
-            self.dial(theirs, unix, &introduction, deadline)
-                .map_err(|reason| FormError::Peer { peer, reason: format!("cannot connect to it: {reason}") })
+            self.dial(theirs, unix, &introduction, deadline).map_err(|reason| FormError::Peer {
+                peer,
+                reason: format!("cannot connect to it: {reason}"),
+            })
         } else {
             self.inbox
                 .take(&introduction, deadline)
@@ -194,7 +216,8 @@ impl Job {
             return Ok(Topology::all_apart(world));
         }
         let hosts: Vec<HostId> = plan.members.iter().map(|&m| self.roster[m].host).collect();
-        let number = |id: &HostId| hosts.iter().position(|h| h == id).expect("is in the list") as u32;
+        let number =
+            |id: &HostId| hosts.iter().position(|h| h == id).expect("is in the list") as u32;
         let topology = Topology::new(&hosts.iter().map(number).collect::<Vec<_>>());
         if plan.options.transport == Transport::Shm && !topology.is_one_host() {
             return Err(FormError::Transport { transport: Transport::Shm });
@@ -238,7 +261,8 @@ impl Connector for Job {
         let settings = plan.options.fingerprint();
         for peer in peers() {
             let memory = own.as_ref().filter(|_| together(peer)).map(Region::fd);
-            let ready = Ready { settings, failure: failure.as_ref().map(ToString::to_string), memory };
+            let ready =
+                Ready { settings, failure: failure.as_ref().map(ToString::to_string), memory };
             let socket = side[peer].as_ref().expect("connected above");
             // A peer that is gone is noticed below.
             let _ = ready.send(socket);

@@ -7,8 +7,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Instant;
 
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
 };
 use socket2::Socket;
 
@@ -51,7 +51,12 @@ impl Ready<'_> {
             debug_assert!(pushed, "there is room for one descriptor");
         }
         // A fresh connection has room for so little.
-        let sent = rustix::net::sendmsg(socket, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL)?;
+        let sent = rustix::net::sendmsg(
+            socket,
+            &[IoSlice::new(&bytes)],
+            &mut control,
+            SendFlags::NOSIGNAL,
+        )?;
         if sent == SIZE { Ok(()) } else { Err(rustix::io::Errno::AGAIN) }
     }
 }

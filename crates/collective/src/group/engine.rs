@@ -178,7 +178,8 @@ impl Engine {
         let schedule = self.schedule(request.op, call.algorithm)?;
         let world = self.topology.world();
         let column = call.column as usize;
-        let (input_layout, output_layout, shape) = layouts(request, self.rank, world, &schedule, column);
+        let (input_layout, output_layout, shape) =
+            layouts(request, self.rank, world, &schedule, column);
         let longest = request.unequal.as_ref().map(|u| u.longest.div_ceil(column).max(1));
         let segments = longest.unwrap_or_else(|| shape.segments());
         let cells = schedule.cells as usize;

@@ -125,7 +125,8 @@ impl Group {
         let world = plan.members.len();
         let Fabric { topology, side, data, regions } = connector.clone().connect(&plan)?;
         let state = GroupState::new(plan.me, world, plan.options.stall_after);
-        let failed = |what| move |e: std::io::Error| FormError::System { what, reason: e.to_string() };
+        let failed =
+            |what| move |e: std::io::Error| FormError::System { what, reason: e.to_string() };
 
         let here = topology.members(topology.host(plan.me)).to_vec();
         let patience = Patience::for_host(here.len(), window::cores());
@@ -141,7 +142,8 @@ impl Group {
 
         let options = plan.options.clone();
         let costs = inherited.unwrap_or_default();
-        let mut engine = Engine::new(plan.me, topology.clone(), options, links, window, costs, state.clone());
+        let mut engine =
+            Engine::new(plan.me, topology.clone(), options, links, window, costs, state.clone());
         if inherited.is_none() && world > 1 {
             tune::measure(&mut engine)?;
         }

@@ -14,8 +14,13 @@ use super::{Explanation, Group, Request, Unequal};
 
 impl Group {
     /// Replaces every rank's buffer by the reduction of all.
-    pub fn all_reduce<T: Element>(&self, buffer: &mut [T], reduction: Reduction) -> Result<(), Error> {
-        let request = Request::all_reduce(buffer.as_ptr(), buffer.as_mut_ptr(), buffer.len(), reduction);
+    pub fn all_reduce<T: Element>(
+        &self,
+        buffer: &mut [T],
+        reduction: Reduction,
+    ) -> Result<(), Error> {
+        let request =
+            Request::all_reduce(buffer.as_ptr(), buffer.as_mut_ptr(), buffer.len(), reduction);
         // SAFETY: the buffer is borrowed for as long as the call lasts.
         unsafe { self.run(request) }
     }
@@ -28,7 +33,8 @@ impl Group {
         reduction: Reduction,
     ) -> Result<(), Error> {
         expect_length("the output", output.len(), input.len())?;
-        let request = Request::all_reduce(input.as_ptr(), output.as_mut_ptr(), input.len(), reduction);
+        let request =
+            Request::all_reduce(input.as_ptr(), output.as_mut_ptr(), input.len(), reduction);
         // SAFETY: the buffers are borrowed for as long as the call lasts.
         unsafe { self.run(request) }
     }
@@ -39,7 +45,8 @@ impl Group {
         mut buffer: Vec<T>,
         reduction: Reduction,
     ) -> Result<Pending<Vec<T>>, Error> {
-        let request = Request::all_reduce(buffer.as_ptr(), buffer.as_mut_ptr(), buffer.len(), reduction);
+        let request =
+            Request::all_reduce(buffer.as_ptr(), buffer.as_mut_ptr(), buffer.len(), reduction);
         // SAFETY: the vector's memory lives in the handle until the call is done.
         Ok(Pending::new(unsafe { self.submit(request) }?, buffer))
     }
@@ -53,7 +60,8 @@ impl Group {
     ) -> Result<(), Error> {
         expect_length("the input", input.len(), output.len() * self.size())?;
         let count = output.len();
-        let request = Request::new::<T>(Op::ReduceScatter, input.as_ptr(), output.as_mut_ptr(), count);
+        let request =
+            Request::new::<T>(Op::ReduceScatter, input.as_ptr(), output.as_mut_ptr(), count);
         // SAFETY: the buffers are borrowed for as long as the call lasts.
         unsafe { self.run(Request { reduction, ..request }) }
     }
@@ -75,7 +83,8 @@ impl Group {
     /// Everybody gets everybody's input, in rank order.
     pub fn all_gather<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<(), Error> {
         expect_length("the output", output.len(), input.len() * self.size())?;
-        let request = Request::new::<T>(Op::AllGather, input.as_ptr(), output.as_mut_ptr(), input.len());
+        let request =
+            Request::new::<T>(Op::AllGather, input.as_ptr(), output.as_mut_ptr(), input.len());
         // SAFETY: the buffers are borrowed for as long as the call lasts.
         unsafe { self.run(request) }
     }
@@ -102,7 +111,8 @@ impl Group {
         let offsets = offsets(counts);
         expect_length("the output", output.len(), offsets[counts.len()])?;
         let longest = counts.iter().copied().max().unwrap_or(0);
-        let request = Request::new::<T>(Op::AllGather, input.as_ptr(), output.as_mut_ptr(), input.len());
+        let request =
+            Request::new::<T>(Op::AllGather, input.as_ptr(), output.as_mut_ptr(), input.len());
         let unequal = Some(Unequal { input: Vec::new(), output: offsets, longest });
         // SAFETY: the buffers are borrowed for as long as the call lasts.
         unsafe { self.run(Request { unequal, ..request }) }
@@ -174,7 +184,8 @@ impl Group {
             }
             _ => std::ptr::null(),
         };
-        let request = Request::new::<T>(Op::Scatter { root }, input, output.as_mut_ptr(), output.len());
+        let request =
+            Request::new::<T>(Op::Scatter { root }, input, output.as_mut_ptr(), output.len());
         // SAFETY: the buffers are borrowed for as long as the call lasts.
         unsafe { self.run(request) }
     }
@@ -234,7 +245,12 @@ impl Group {
     }
 
     /// Receives a buffer that another rank sends with the same tag.
-    pub fn receive<T: Element>(&self, buffer: &mut [T], from: usize, tag: u32) -> Result<(), Error> {
+    pub fn receive<T: Element>(
+        &self,
+        buffer: &mut [T],
+        from: usize,
+        tag: u32,
+    ) -> Result<(), Error> {
         let (address, length) = (buffer.as_mut_ptr().cast(), size_of_val(buffer));
         // SAFETY: the buffer is borrowed for as long as the call lasts.
         unsafe { self.submit_receive(address, length, from, tag) }?.wait()

@@ -39,7 +39,8 @@ impl Queue {
     pub fn new(engine: Engine, rank: usize) -> Queue {
         let requests = VecDeque::with_capacity(64);
         let line = Line { requests, busy: false, closed: false, pool: WorkPool::default() };
-        let shared = Shared { line: Mutex::new(line), change: Condvar::new(), engine: Mutex::new(engine) };
+        let shared =
+            Shared { line: Mutex::new(line), change: Condvar::new(), engine: Mutex::new(engine) };
         Queue { shared: Arc::new(shared), thread: Mutex::default(), rank }
     }
 

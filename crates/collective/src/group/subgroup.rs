@@ -46,7 +46,12 @@ impl Group {
         let mut made = self.inner.made.lock().expect("no panic while locked");
         let number = made.entry(list).or_insert(0);
         *number += 1;
-        let id = hash(&[b"list", &self.inner.plan.id.to_le_bytes(), &list.to_le_bytes(), &u64::to_le_bytes(*number)]);
+        let id = hash(&[
+            b"list",
+            &self.inner.plan.id.to_le_bytes(),
+            &list.to_le_bytes(),
+            &u64::to_le_bytes(*number),
+        ]);
         drop(made);
         self.descend(members, id)
     }

@@ -135,9 +135,7 @@ fn check(prefix: &Prefix) -> Result<(), HandshakeError> {
     }
 }
 
-/// Performs the handshake on a connected, blocking `stream`.
-///
-/// Afterwards, whatever the outcome, the stream waits without a time limit again.
+/// Performs the handshake on a connected `stream`, whose settings it leaves alone.
 pub fn initiate(
     stream: &Socket,
     token: &Token,

@@ -36,7 +36,7 @@ const BLOCK: usize = 2048;
 /// name, needs 58, and as a partial covers at least two inputs no tree of 128 inputs needs more.
 const PARTIALS: usize = 64;
 
-/// Operands that can wait on the stack, by the same count: of the largest canonical tree, 80.
+/// Operands that can wait on the stack, by the same count: of the largest canonical tree, 72.
 const OPERANDS: usize = 128;
 
 /// Groups that can wait on the stack: one for every level of a tree over `usize` leaves, and the

@@ -16,8 +16,8 @@ use crate::call::Call;
 use crate::error::Error;
 use crate::memory::Scratch;
 use crate::state::GroupState;
-pub use rounds::Run;
 use rounds::Flight;
+pub use rounds::Run;
 use stream::Stream;
 
 /// How long a wait for sockets lasts before the group's state is looked at again. The group's
@@ -70,7 +70,11 @@ impl Links {
 
     /// The streams that carry a message of `bytes` to or from `peer`, with the part each
     /// carries.
-    fn stripes(&self, peer: usize, bytes: usize) -> impl Iterator<Item = (usize, std::ops::Range<usize>)> + use<> {
+    fn stripes(
+        &self,
+        peer: usize,
+        bytes: usize,
+    ) -> impl Iterator<Item = (usize, std::ops::Range<usize>)> + use<> {
         let streams = self.of_peer[peer].clone();
         assert!(!streams.is_empty(), "no link to rank {peer}");
         let n = if bytes < STRIPE_MIN { 1 } else { streams.len() };
@@ -79,7 +83,12 @@ impl Links {
     }
 
     /// Sleeps until a socket can make progress.
-    fn wait(&mut self, call: &Call, state: &GroupState, watch: &mut Option<crate::state::StallWatch<'_>>) -> Result<(), Error> {
+    fn wait(
+        &mut self,
+        call: &Call,
+        state: &GroupState,
+        watch: &mut Option<crate::state::StallWatch<'_>>,
+    ) -> Result<(), Error> {
         for stream in self.streams.iter().filter(|s| s.expected > 0) {
             if state.is_over_for(stream.peer, call) {
                 return Err(state.error(Some(*call)));
@@ -114,9 +123,11 @@ impl Links {
     }
 
     fn poll<const N: usize>(&self, nap: &Timespec) -> rustix::io::Result<usize> {
-        let mut fds: [std::mem::MaybeUninit<PollFd<'_>>; N] = [const { std::mem::MaybeUninit::uninit() }; N];
+        let mut fds: [std::mem::MaybeUninit<PollFd<'_>>; N] =
+            [const { std::mem::MaybeUninit::uninit() }; N];
         let mut used = 0;
-        let waiting = self.streams.iter().filter(|s| s.expected > 0 && !s.is_parked() || s.has_output());
+        let waiting =
+            self.streams.iter().filter(|s| s.expected > 0 && !s.is_parked() || s.has_output());
         for (slot, stream) in fds.iter_mut().zip(waiting) {
             let mut flags = PollFlags::empty();
             flags.set(PollFlags::IN, stream.expected > 0 && !stream.is_parked());
@@ -125,7 +136,8 @@ impl Links {
             used += 1;
         }
         // SAFETY: the first `used` entries were written just above.
-        let fds = unsafe { std::slice::from_raw_parts_mut(fds.as_mut_ptr().cast::<PollFd<'_>>(), used) };
+        let fds =
+            unsafe { std::slice::from_raw_parts_mut(fds.as_mut_ptr().cast::<PollFd<'_>>(), used) };
         rustix::event::poll(fds, Some(nap))
     }
 }

@@ -65,7 +65,8 @@ mod tests {
                         waves.advance();
                     }
                     assert_eq!(order.len(), segments * rounds, "{segments} {rounds} {depth}");
-                    let at = |start| order.iter().position(|&s| s == start).expect("each start occurs");
+                    let at =
+                        |start| order.iter().position(|&s| s == start).expect("each start occurs");
                     for s in 0..segments {
                         for k in 0..rounds {
                             if k > 0 {

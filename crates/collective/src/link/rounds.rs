@@ -72,7 +72,13 @@ impl Links {
     }
 
     /// Starts the rounds whose turn it is.
-    unsafe fn start_rounds(&mut self, run: &Run<'_>, waves: &mut Waves, finished: &mut usize, depth: usize) -> bool {
+    unsafe fn start_rounds(
+        &mut self,
+        run: &Run<'_>,
+        waves: &mut Waves,
+        finished: &mut usize,
+        depth: usize,
+    ) -> bool {
         let mut moved = false;
         while let Some((segment, round)) = waves.peek() {
             if round == 0 {
@@ -197,7 +203,12 @@ impl Links {
     }
 
     /// Where the message with this header goes; `None` if its round has not started yet here.
-    fn place(&mut self, run: &Run<'_>, stream: usize, header: &MessageHeader) -> Result<Option<Part>, Error> {
+    fn place(
+        &mut self,
+        run: &Run<'_>,
+        stream: usize,
+        header: &MessageHeader,
+    ) -> Result<Option<Part>, Error> {
         let peer = self.streams[stream].peer;
         let malformed = |what: &str| Error::System {
             what: "reading a message",

@@ -81,7 +81,15 @@ pub enum Received {
 impl Stream {
     pub fn new(socket: Socket, peer: usize) -> Stream {
         let input = Input { bytes: Box::new([0; LOOK_AHEAD]), filled: 0..0 };
-        Stream { socket, peer, expected: 0, output: VecDeque::with_capacity(32), input, body: None, parked: None }
+        Stream {
+            socket,
+            peer,
+            expected: 0,
+            output: VecDeque::with_capacity(32),
+            input,
+            body: None,
+            parked: None,
+        }
     }
 
     /// Queues a message. The memory it names must stay as it is until it is sent.
@@ -120,7 +128,8 @@ impl Stream {
             used += 1;
         }
         let mut control = SendAncillaryBuffer::default();
-        match rustix::net::sendmsg(&self.socket, &slices[..used], &mut control, SendFlags::NOSIGNAL) {
+        match rustix::net::sendmsg(&self.socket, &slices[..used], &mut control, SendFlags::NOSIGNAL)
+        {
             Ok(sent) => {
                 message.sent += sent;
                 let done = (message.sent == total).then_some(message.part.segment);
@@ -150,11 +159,15 @@ impl Stream {
             for (address, len) in body.part.pieces(buffers, body.received).take(PIECES) {
                 // SAFETY: pieces lie in the call's buffers, and until the message is complete
                 // nobody else touches where it goes.
-                slices[used].write(IoSliceMut::new(unsafe { std::slice::from_raw_parts_mut(address, len) }));
+                slices[used].write(IoSliceMut::new(unsafe {
+                    std::slice::from_raw_parts_mut(address, len)
+                }));
                 used += 1;
             }
             // SAFETY: the first `used` entries were written just above.
-            let slices = unsafe { std::slice::from_raw_parts_mut(slices.as_mut_ptr().cast::<IoSliceMut<'_>>(), used) };
+            let slices = unsafe {
+                std::slice::from_raw_parts_mut(slices.as_mut_ptr().cast::<IoSliceMut<'_>>(), used)
+            };
             match rustix::io::readv(&self.socket, slices) {
                 Ok(0) => return Err(Errno::CONNRESET),
                 Ok(n) => body.received += n,
@@ -208,7 +221,8 @@ impl Stream {
             }
         }
         let bytes = &input.bytes[input.filled.clone()];
-        let (header, _) = MessageHeader::read_from_prefix(bytes).expect("enough bytes, checked above");
+        let (header, _) =
+            MessageHeader::read_from_prefix(bytes).expect("enough bytes, checked above");
         input.filled.start += MessageHeader::SIZE;
         Ok(Received::Header(header))
     }
@@ -216,13 +230,22 @@ impl Stream {
 
 impl Part {
     /// The bytes of all blocks of a place in a segment.
-    pub fn total(buffers: &Buffers<'_>, place: Place, segment: usize, blocks: &Range<u32>) -> usize {
+    pub fn total(
+        buffers: &Buffers<'_>,
+        place: Place,
+        segment: usize,
+        blocks: &Range<u32>,
+    ) -> usize {
         let count = |(i, block)| buffers.block(place, segment, block, i as u32).1;
         blocks.clone().enumerate().map(count).sum::<usize>() * buffers.dtype.size()
     }
 
     /// The memory of this part but for its first `skip` bytes, adjacent pieces joined.
-    fn pieces<'a>(&'a self, buffers: &'a Buffers<'a>, skip: usize) -> impl Iterator<Item = (*mut u8, usize)> + 'a {
+    fn pieces<'a>(
+        &'a self,
+        buffers: &'a Buffers<'a>,
+        skip: usize,
+    ) -> impl Iterator<Item = (*mut u8, usize)> + 'a {
         let wanted = self.bytes.start + skip..self.bytes.end;
         let size = buffers.dtype.size();
         let mut at = 0;
@@ -238,7 +261,9 @@ impl Part {
                     let piece = (address.wrapping_add(from - here.start), to - from);
                     match &mut joined {
                         None => joined = Some(piece),
-                        Some((start, len)) if start.wrapping_add(*len) == piece.0 => *len += piece.1,
+                        Some((start, len)) if start.wrapping_add(*len) == piece.0 => {
+                            *len += piece.1
+                        }
                         Some(_) => return joined,
                     }
                 }

@@ -136,11 +136,29 @@ impl Frame {
 /// An [`Error`] as it travels to the other ranks.
 #[derive(Debug, Serialize, Deserialize)]
 enum Reason {
-    Lost { peer: u32, silent_ms: Option<u64> },
-    Left { peer: u32 },
-    EpochEnded { epoch: u64 },
-    Mismatch { rank: u32, call: [u8; size_of::<WireCall>()], peer: u32, peer_call: [u8; size_of::<WireCall>()] },
-    Length { from: u32, to: u32, tag: u32, sent: u64, expected: u64 },
+    Lost {
+        peer: u32,
+        silent_ms: Option<u64>,
+    },
+    Left {
+        peer: u32,
+    },
+    EpochEnded {
+        epoch: u64,
+    },
+    Mismatch {
+        rank: u32,
+        call: [u8; size_of::<WireCall>()],
+        peer: u32,
+        peer_call: [u8; size_of::<WireCall>()],
+    },
+    Length {
+        from: u32,
+        to: u32,
+        tag: u32,
+        sent: u64,
+        expected: u64,
+    },
     Other(String),
 }
 
@@ -183,7 +201,8 @@ pub fn decode_reason(peer: usize, bytes: &[u8]) -> Error {
         let wire: WireCall = zerocopy::transmute!(bytes);
         Call::try_from(wire).ok()
     };
-    let unreadable = || Error::Aborted { peer, reason: "for a reason this rank cannot read".into() };
+    let unreadable =
+        || Error::Aborted { peer, reason: "for a reason this rank cannot read".into() };
     match postcard::from_bytes::<Reason>(bytes) {
         Err(_) => unreadable(),
         Ok(Reason::Lost { peer, silent_ms }) => {
@@ -196,22 +215,15 @@ pub fn decode_reason(peer: usize, bytes: &[u8]) -> Error {
         Ok(Reason::EpochEnded { epoch }) => Error::EpochEnded { epoch },
         Ok(Reason::Mismatch { rank, call: mine, peer: other, peer_call }) => {
             match (call(mine), call(peer_call)) {
-                (Some(call), Some(peer_call)) => Error::Mismatch {
-                    rank: rank as usize,
-                    call,
-                    peer: other as usize,
-                    peer_call,
-                },
+                (Some(call), Some(peer_call)) => {
+                    Error::Mismatch { rank: rank as usize, call, peer: other as usize, peer_call }
+                }
                 _ => unreadable(),
             }
         }
-        Ok(Reason::Length { from, to, tag, sent, expected }) => Error::LengthMismatch {
-            from: from as usize,
-            to: to as usize,
-            tag,
-            sent,
-            expected,
-        },
+        Ok(Reason::Length { from, to, tag, sent, expected }) => {
+            Error::LengthMismatch { from: from as usize, to: to as usize, tag, sent, expected }
+        }
         Ok(Reason::Other(reason)) => Error::Aborted { peer, reason },
     }
 }

@@ -158,7 +158,8 @@ impl Monitor {
 
     /// Carries out what the group asked for; `Some` when it leaves.
     fn obey(&mut self) -> Option<u32> {
-        let commands = std::mem::take(&mut *self.shared.commands.lock().expect("no panic while locked"));
+        let commands =
+            std::mem::take(&mut *self.shared.commands.lock().expect("no panic while locked"));
         let mut leave = None;
         for command in commands {
             match command {
@@ -179,7 +180,8 @@ impl Monitor {
             while let Some(event) = peer.progress() {
                 match event {
                     Event::Lost => {
-                        let error = Error::PeerLost { peer: peer.rank, loss: Loss::Closed, during: None };
+                        let error =
+                            Error::PeerLost { peer: peer.rank, loss: Loss::Closed, during: None };
                         self.state.fail(error);
                     }
                     Event::Aborted(error) => {
@@ -192,7 +194,11 @@ impl Monitor {
                     Event::Left { seq } => {
                         self.state.note_left(peer.rank, seq);
                         let loss = Loss::Left;
-                        peer.fail_transfers(&Error::PeerLost { peer: peer.rank, loss, during: None });
+                        peer.fail_transfers(&Error::PeerLost {
+                            peer: peer.rank,
+                            loss,
+                            during: None,
+                        });
                     }
                 }
             }
@@ -237,7 +243,9 @@ impl Monitor {
             let left = Error::PeerLost { peer: peer.rank, loss: Loss::Left, during: None };
             peer.fail_transfers(&left);
         }
-        while Instant::now() < deadline && self.peers.iter().flatten().any(|p| p.is_present() && p.has_output()) {
+        while Instant::now() < deadline
+            && self.peers.iter().flatten().any(|p| p.is_present() && p.has_output())
+        {
             self.exchange();
             self.sleep(deadline.min(Instant::now() + Duration::from_millis(5)));
         }
@@ -245,7 +253,8 @@ impl Monitor {
 
     fn sleep(&self, until: Instant) {
         let left = until.saturating_duration_since(Instant::now());
-        let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
+        let timeout =
+            Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
         let mut fds = Vec::with_capacity(self.peers.len() + 1);
         fds.push(PollFd::new(&self.shared.wake, PollFlags::IN));
         for peer in self.peers.iter().flatten().filter(|p| p.is_present()) {

@@ -144,7 +144,14 @@ impl Peer {
         self.next_id = self.next_id.wrapping_add(1);
         let length = transfer.length as u64;
         self.queue(Frame::Announce { tag: transfer.tag, id, length }, Vec::new());
-        self.sends.push_back(Sending { transfer, id, cleared: false, started: false, framed: 0, sent: 0 });
+        self.sends.push_back(Sending {
+            transfer,
+            id,
+            cleared: false,
+            started: false,
+            framed: 0,
+            sent: 0,
+        });
     }
 
     pub fn submit_receive(&mut self, transfer: Transfer, state: &GroupState) {
@@ -224,10 +231,15 @@ impl Peer {
                 let left = output.data - (output.sent - head);
                 // SAFETY: `from + left` is within the transfer's memory, which its submitter
                 // keeps valid until the work is done.
-                let bytes = unsafe { std::slice::from_raw_parts(sending.transfer.address.add(from), left) };
+                let bytes =
+                    unsafe { std::slice::from_raw_parts(sending.transfer.address.add(from), left) };
                 rustix::net::send(&self.socket, bytes, SendFlags::NOSIGNAL)
             } else if output.sent < head + output.body.len() {
-                rustix::net::send(&self.socket, &output.body[output.sent - head..], SendFlags::NOSIGNAL)
+                rustix::net::send(
+                    &self.socket,
+                    &output.body[output.sent - head..],
+                    SendFlags::NOSIGNAL,
+                )
             } else {
                 Ok(0)
             };
@@ -312,7 +324,10 @@ impl Peer {
                     // SAFETY: within the transfer's memory, which its submitter keeps valid and
                     // untouched until the work is done.
                     let into = unsafe {
-                        std::slice::from_raw_parts_mut(receiving.transfer.address.add(receiving.received), *left)
+                        std::slice::from_raw_parts_mut(
+                            receiving.transfer.address.add(receiving.received),
+                            *left,
+                        )
                     };
                     let n = receive(&self.socket, into)?;
                     self.last_heard = Instant::now();
@@ -346,7 +361,12 @@ impl Peer {
             }
             Frame::Announce { tag, id, length } => {
                 let announced = Announced { tag, id, length };
-                match self.receives.iter().position(|t| t.tag == tag).and_then(|i| self.receives.remove(i)) {
+                match self
+                    .receives
+                    .iter()
+                    .position(|t| t.tag == tag)
+                    .and_then(|i| self.receives.remove(i))
+                {
                     Some(transfer) => self.clear(transfer, announced).err().map(Event::Failed),
                     None if self.announced.len() == MAX_ANNOUNCED => {
                         Some(self.broke_rules("more messages than anybody receives"))
@@ -357,15 +377,13 @@ impl Peer {
                     }
                 }
             }
-            Frame::Clear { id } => {
-                match self.sends.iter_mut().find(|s| s.id == id && !s.cleared) {
-                    Some(sending) => {
-                        sending.cleared = true;
-                        None
-                    }
-                    None => Some(self.broke_rules("a clearance for no message")),
+            Frame::Clear { id } => match self.sends.iter_mut().find(|s| s.id == id && !s.cleared) {
+                Some(sending) => {
+                    sending.cleared = true;
+                    None
                 }
-            }
+                None => Some(self.broke_rules("a clearance for no message")),
+            },
             Frame::Data { id, length } => {
                 self.input = Input::Data { id, left: length };
                 None

@@ -58,24 +58,33 @@ pub struct Patience {
 }
 
 impl Patience {
-    /// Attempts at a socket before sleeping.
-    pub fn link_spins(&self) -> u32 {
-        self.spins / 200
-    }
-
-    /// Spinning pays only if every rank of the host has a core of its own.
+    /// Spinning pays only if every rank of the host has a core of its own, and even then not for
+    /// long: the scheduler may have put two ranks on one core, where the one that spins keeps the
+    /// other from arriving. Yielding costs little with a core to oneself and lets the other rank
+    /// run at once without.
     pub fn for_host(ranks: usize, cores: usize) -> Patience {
         if cores >= ranks {
-            Patience { spins: 20_000, yields: 50 }
+            Patience { spins: 300, yields: 2000 }
         } else {
             Patience { spins: 0, yields: 40 }
         }
+    }
+
+    /// Attempts at a socket before sleeping.
+    pub fn link_spins(&self) -> u32 {
+        self.spins / 4
     }
 }
 
 impl WindowMemory {
     /// Joins the regions of the members of one host.
-    pub fn new(regions: Vec<Region>, buffers: usize, members: Vec<usize>, me: usize, patience: Patience) -> WindowMemory {
+    pub fn new(
+        regions: Vec<Region>,
+        buffers: usize,
+        members: Vec<usize>,
+        me: usize,
+        patience: Patience,
+    ) -> WindowMemory {
         let pipeline = Pipeline::new(regions.len(), buffers);
         let inputs = Vec::with_capacity(members.len());
         WindowMemory { regions, members, me, pipeline, patience, runs: 0, inputs }
@@ -102,7 +111,14 @@ impl WindowMemory {
         let cell_bytes = buffers.column_bytes().next_multiple_of(64);
         assert!(schedule.cells as usize * cell_bytes <= self.capacity());
         let fingerprint = call.fingerprint();
-        let words = View { regions: &self.regions, members: &self.members, me: self.me, patience: self.patience, state, call };
+        let words = View {
+            regions: &self.regions,
+            members: &self.members,
+            me: self.me,
+            patience: self.patience,
+            state,
+            call,
+        };
         let mut run = Run {
             regions: &self.regions,
             members: &self.members,
@@ -270,7 +286,9 @@ impl Steps for Run<'_> {
                 let mut inputs = std::mem::take(self.inputs);
                 inputs.clear();
                 inputs.extend(fold.inputs.iter().map(|input| match *input {
-                    Source::Own(place) => self.buffers.block(place, segment, block, i as u32).0.cast_const(),
+                    Source::Own(place) => {
+                        self.buffers.block(place, segment, block, i as u32).0.cast_const()
+                    }
                     Source::Staged { rank, cell } => {
                         self.cell(self.index_of(rank), buffer, cell + i as u32).cast_const()
                     }
@@ -281,7 +299,16 @@ impl Steps for Run<'_> {
                 // owners' ticks, and this rank's own memory; `into` and `also` are this rank's
                 // own, and nobody reads `also` before the next tick.
                 unsafe {
-                    kernel::fold(self.dtype(), self.call.reduction, &fold.tree, &inputs, into, also, count, divide);
+                    kernel::fold(
+                        self.dtype(),
+                        self.call.reduction,
+                        &fold.tree,
+                        &inputs,
+                        into,
+                        also,
+                        count,
+                        divide,
+                    );
                 }
                 *self.inputs = inputs;
             }

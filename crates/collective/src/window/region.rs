@@ -62,7 +62,8 @@ impl Region {
     /// memory is an error here and not a signal later.
     pub fn create(buffers: usize, buffer: usize) -> Result<Region, FormError> {
         let bytes = HEADER + buffers * buffer;
-        let failed = |e: &dyn std::fmt::Display| FormError::Staging { bytes, reason: e.to_string() };
+        let failed =
+            |e: &dyn std::fmt::Display| FormError::Staging { bytes, reason: e.to_string() };
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = rustix::fs::memfd_create("unisono", flags).map_err(|e| failed(&e))?;
         rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, bytes as u64)
@@ -75,7 +76,8 @@ impl Region {
     /// Maps the region of another rank, received from it.
     pub fn open(fd: OwnedFd, buffers: usize, buffer: usize) -> Result<Region, FormError> {
         let bytes = HEADER + buffers * buffer;
-        let failed = |e: &dyn std::fmt::Display| FormError::Staging { bytes, reason: e.to_string() };
+        let failed =
+            |e: &dyn std::fmt::Display| FormError::Staging { bytes, reason: e.to_string() };
         let seals = rustix::fs::fcntl_get_seals(&fd).map_err(|e| failed(&e))?;
         let stat = rustix::fs::fstat(&fd).map_err(|e| failed(&e))?;
         // A shorter file, or one that its owner may still cut, would end this process with
@@ -99,10 +101,10 @@ impl Region {
 
     /// A second mapping of the same memory.
     pub fn duplicate(&self) -> Result<Region, FormError> {
-        let fd = self.fd.try_clone().map_err(|e| FormError::Staging {
-            bytes: self.map.len(),
-            reason: e.to_string(),
-        })?;
+        let fd = self
+            .fd
+            .try_clone()
+            .map_err(|e| FormError::Staging { bytes: self.map.len(), reason: e.to_string() })?;
         Region::open(fd, self.buffers, self.buffer)
     }
 

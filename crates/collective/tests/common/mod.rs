@@ -151,8 +151,20 @@ macro_rules! float_sample {
                 match reduction {
                     Reduction::Sum | Reduction::Mean => $narrow(l + r),
                     Reduction::Product => $narrow(l * r),
-                    Reduction::Min => if l <= r { left } else { right },
-                    Reduction::Max => if l >= r { left } else { right },
+                    Reduction::Min => {
+                        if l <= r {
+                            left
+                        } else {
+                            right
+                        }
+                    }
+                    Reduction::Max => {
+                        if l >= r {
+                            left
+                        } else {
+                            right
+                        }
+                    }
                     _ => unreachable!("not for floats"),
                 }
             }
@@ -167,8 +179,16 @@ macro_rules! float_sample {
 }
 float_sample!(f32, f32, |x: f32| x, |x: f32| x, |x: f32| u64::from(x.to_bits()));
 float_sample!(f64, f64, |x: f64| x, |x: f64| x, |x: f64| x.to_bits());
-float_sample!(half::f16, f32, half::f16::from_f32, half::f16::to_f32, |x: half::f16| u64::from(x.to_bits()));
-float_sample!(half::bf16, f32, half::bf16::from_f32, half::bf16::to_f32, |x: half::bf16| u64::from(x.to_bits()));
+float_sample!(half::f16, f32, half::f16::from_f32, half::f16::to_f32, |x: half::f16| u64::from(
+    x.to_bits()
+));
+float_sample!(
+    half::bf16,
+    f32,
+    half::bf16::from_f32,
+    half::bf16::to_f32,
+    |x: half::bf16| u64::from(x.to_bits())
+);
 
 macro_rules! integer_sample {
     ($($t:ty),*) => {$(

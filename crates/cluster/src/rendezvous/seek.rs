@@ -1,0 +1,100 @@
+//! Finding somebody of the same job behind an address, among strangers and before it listens.
+
+use std::io;
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::time::{Duration, Instant};
+
+use socket2::{Domain, Socket, Type};
+use unisono_collective::handshake::{HandshakeError, Introduction, Token, initiate};
+
+use super::RendezvousError;
+
+/// Somebody of this job who listens at one of some hosts, on one of some ports.
+pub(crate) struct Sought<'a> {
+    pub hosts: &'a [&'a str],
+    pub ports: &'a [u16],
+    pub key: &'a Token,
+    pub introduction: Introduction,
+}
+
+impl Sought<'_> {
+    /// How long one attempt may take: long enough for a slow network, short enough that a port
+    /// held by some silent program does not eat the deadline.
+    const ATTEMPT: Duration = Duration::from_secs(3);
+
+    /// Sweeps over all addresses until one of them proves to be of this job.
+    pub fn find(&self, deadline: Instant) -> Result<Socket, RendezvousError> {
+        let mut pause = Duration::from_millis(5);
+        loop {
+            let error = match self.sweep(deadline) {
+                Ok(socket) => return Ok(socket),
+                Err(error) => error,
+            };
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || matches!(error, RendezvousError::Handshake { .. }) {
+                return Err(error);
+            }
+            std::thread::sleep(pause.min(left));
+            pause = (pause * 2).min(Duration::from_millis(500));
+        }
+    }
+
+    fn sweep(&self, deadline: Instant) -> Result<Socket, RendezvousError> {
+        let mut last = "no attempt was made".to_owned();
+        let only_one = self.hosts.len() == 1 && self.ports.len() == 1;
+        let places = self.hosts.iter().flat_map(|&host| self.ports.iter().map(move |&p| (host, p)));
+        for place in places {
+            let addresses = match place.to_socket_addrs() {
+                Ok(addresses) => addresses,
+                Err(error) => {
+                    last = error.to_string();
+                    continue;
+                }
+            };
+            for address in addresses {
+                match self.attempt(address, deadline) {
+                    Ok(socket) => return Ok(socket),
+                    // Where there is only one place to look, an answer is final.
+                    Err(source) if only_one && is_final(&source) => {
+                        let address = address.to_string();
+                        return Err(RendezvousError::Handshake { address, source });
+                    }
+                    Err(error) => last = format!("{address}: {error}"),
+                }
+            }
+        }
+        let address = describe(self.hosts[0], self.ports);
+        Err(RendezvousError::Unreachable { address, last })
+    }
+
+    fn attempt(&self, address: SocketAddr, deadline: Instant) -> Result<Socket, HandshakeError> {
+        let until = deadline.min(Instant::now() + Sought::ATTEMPT);
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(HandshakeError::TimedOut);
+        }
+        let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
+        socket.connect_timeout(&address.into(), left)?;
+        // With nobody listening on a port from the ephemeral range, a socket can reach itself.
+        if socket.local_addr()?.as_socket() == Some(address) {
+            return Err(io::Error::from(io::ErrorKind::ConnectionRefused).into());
+        }
+        socket.set_tcp_nodelay(true)?;
+        initiate(&socket, self.key, &self.introduction, until)?;
+        Ok(socket)
+    }
+}
+
+/// Whether trying again later cannot help.
+fn is_final(error: &HandshakeError) -> bool {
+    use HandshakeError::*;
+    matches!(error, NotUnisono | Version { .. } | OtherJob | BadProof | ProofRejected | Malformed)
+}
+
+pub(super) fn describe(host: &str, ports: &[u16]) -> String {
+    match ports {
+        [first, .., last] => format!("{host}, ports {first} to {last}"),
+        [port] => format!("{host}, port {port}"),
+        [] => host.to_owned(),
+    }
+}
