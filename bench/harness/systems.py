@@ -45,7 +45,7 @@ class Unisono:
     def commands(self, world, transport, directory, name):
         serve = [self.program, "bench", "serve", "--fifo-dir", directory, "--name", name,
                  "--transport", transport]
-        return [([self.program, "run", "-n", str(world), "--", *serve], {})]
+        return [([self.program, "run", "--bind", "-n", str(world), "--", *serve], {})]
 
 
 class Gloo:

@@ -41,6 +41,10 @@ pub struct RunArgs {
     /// Begin every line of stdout with its rank, as lines of stderr do.
     #[arg(long)]
     prefix: bool,
+    /// Bind every rank to its share of the cores, if there are as many as ranks. Good for a job
+    /// that has the machine to itself.
+    #[arg(long)]
+    bind: bool,
     /// The program and its arguments.
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     command: Vec<OsString>,
@@ -62,15 +66,16 @@ pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
         grace: Duration::from_secs(args.grace),
         timeout: Duration::from_secs(args.timeout),
         label_stdout: args.prefix,
+        bind: args.bind,
         ..Launch::new(args.command, args.ranks)
     };
     start(&launch)
 }
 
-/// Runs `command` on `ranks` ranks of this machine.
+/// Runs `command` on `ranks` ranks of this machine, which has nothing else to do.
 pub fn launch_here(ranks: usize, command: Vec<OsString>) -> anyhow::Result<ExitCode> {
     let ranks = u32::try_from(ranks).context("too many ranks")?;
-    start(&Launch::new(command, ranks))
+    start(&Launch { bind: true, ..Launch::new(command, ranks) })
 }
 
 fn start(launch: &Launch) -> anyhow::Result<ExitCode> {

@@ -320,7 +320,8 @@ impl Effort {
         if near { &mut self.near } else { &mut self.far }
     }
 
-    /// What keeps the rank busy, but for the way between hosts.
+    /// What keeps the rank busy, but for the way between hosts. Waiting for a window is busy work:
+    /// every clock has to be fetched from its owner's core.
     fn work(&self, costs: &Costs, column: f64) -> f64 {
         let messages =
             self.near.messages * costs.near.message + self.far.messages * costs.far.message;
@@ -328,14 +329,14 @@ impl Effort {
         let local = self.folded * costs.fold
             + self.copied * costs.window.copy
             + self.staged * costs.window.fold;
-        messages + (near + local) * column
+        messages + self.waits * costs.window.wait + (near + local) * column
     }
 
     /// What passes although the rank has nothing to do.
     fn latency(&self, costs: &Costs) -> f64 {
         let near = if self.near.messages > 0.0 { costs.near.latency } else { 0.0 };
         let far = if self.far.messages > 0.0 { costs.far.latency } else { 0.0 };
-        near.max(far) + self.waits * costs.window.wait
+        near.max(far)
     }
 }
 

@@ -30,6 +30,7 @@ pub mod error;
 pub mod fabric;
 mod group;
 pub mod handshake;
+mod history;
 pub mod kernel;
 mod link;
 mod memory;
@@ -49,3 +50,11 @@ pub use options::{BadSetting, Options, Transport};
 pub use schedule::{Algorithm, Op};
 pub use state::Epoch;
 pub use work::{Pending, Work};
+
+/// What the tests and the fuzz targets of this crate reach, and nobody else.
+#[doc(hidden)]
+pub mod internals {
+    pub use crate::fabric::receive_ready;
+    pub use crate::side::frame;
+    pub use crate::window::clock;
+}

@@ -9,10 +9,17 @@ use socket2::Socket;
 
 use crate::call::Call;
 use crate::error::{Error, Loss};
+use crate::history::History;
 
 /// How long a broken link waits for the monitor to say whose fault it is. Longer: a dead peer
 /// is noticed later where only its link tells. Shorter: a bystander may be blamed.
 const VERDICT: Duration = Duration::from_millis(50);
+
+/// How long a rank waits in a call before it tells the others which call that is. They compare it
+/// with their own, which finds out calls that differ so much that no message of one ever meets a
+/// message of the other. Longer: such a mistake is noticed later. Shorter: more messages when
+/// ranks are out of step for good reasons.
+const ASK_AFTER: Duration = Duration::from_millis(200);
 
 /// A membership of the job. Groups belong to one; when it ends they stop working.
 pub struct Epoch {
@@ -73,6 +80,10 @@ pub struct GroupState {
     monitor: OnceLock<OwnedFd>,
     /// After how long a waiting rank says for whom it waits.
     stall_after: Duration,
+    /// What this rank called lately.
+    history: History,
+    /// A call of this rank that waits and that the others should hear of.
+    stuck: Mutex<Option<Call>>,
 }
 
 impl GroupState {
@@ -86,6 +97,8 @@ impl GroupState {
             sockets: Mutex::default(),
             monitor: OnceLock::new(),
             stall_after,
+            history: History::new(),
+            stuck: Mutex::new(None),
         })
     }
 
@@ -123,10 +136,7 @@ impl GroupState {
             *failure = Some(error);
         }
         self.over.store(true, Ordering::SeqCst);
-        if let Some(monitor) = self.monitor.get() {
-            // An eventfd only refuses a write that would overflow, and then it is readable.
-            let _ = rustix::io::write(monitor, &1u64.to_ne_bytes());
-        }
+        self.wake_monitor();
         for socket in self.sockets.lock().expect("no panic while locked").drain(..) {
             // A socket that is closed already needs no shutdown.
             let _ = socket.shutdown(std::net::Shutdown::Both);
@@ -167,9 +177,54 @@ impl GroupState {
         self.left[peer].load(Ordering::SeqCst) <= seq
     }
 
+    /// Says in the log that `what` has waited since `since` for the ranks `missing`, if that is
+    /// long enough; whether it was.
+    pub fn report_stall(
+        &self,
+        since: Instant,
+        what: &dyn std::fmt::Display,
+        missing: impl FnOnce() -> Vec<usize>,
+    ) -> bool {
+        let waited = since.elapsed();
+        if waited < self.stall_after {
+            return false;
+        }
+        let (rank, waited) = (self.rank, waited.as_secs_f64());
+        log::warn!("rank {rank} has waited {waited:.1} s in {what} for ranks {:?}", missing());
+        true
+    }
+
+    /// What this rank called lately.
+    pub fn history(&self) -> &History {
+        &self.history
+    }
+
+    /// The call to tell the others about, once.
+    pub fn take_stuck(&self) -> Option<Call> {
+        self.stuck.lock().expect("no panic while locked").take()
+    }
+
+    /// A peer says that it waits in a call: the group fails if this rank made another in its
+    /// place. `false` if this rank has not come there yet.
+    pub fn compare(&self, peer: usize, peer_call: &Call) -> bool {
+        let Some(call) = self.history.call(peer_call.seq) else { return false };
+        if call != *peer_call {
+            let rank = self.rank;
+            self.fail(Error::Mismatch { rank, call, peer, peer_call: *peer_call });
+        }
+        true
+    }
+
+    fn wake_monitor(&self) {
+        if let Some(monitor) = self.monitor.get() {
+            // An eventfd only refuses a write that would overflow, and then it is readable.
+            let _ = rustix::io::write(monitor, &1u64.to_ne_bytes());
+        }
+    }
+
     /// Starts to watch a wait of `call`.
     pub fn watch<'a>(&'a self, call: &'a Call) -> StallWatch<'a> {
-        StallWatch { state: self, call, since: Instant::now(), reported: false }
+        StallWatch { state: self, call, since: Instant::now(), told: false, reported: false }
     }
 }
 
@@ -178,6 +233,8 @@ pub struct StallWatch<'a> {
     state: &'a GroupState,
     call: &'a Call,
     since: Instant,
+    /// Whether the other ranks have been told.
+    told: bool,
     reported: bool,
 }
 
@@ -185,17 +242,12 @@ impl StallWatch<'_> {
     /// To be called now and then while waiting; `missing` names the ranks that have not
     /// arrived.
     pub fn tick(&mut self, missing: impl FnOnce() -> Vec<usize>) {
-        let waited = self.since.elapsed();
-        if self.reported || waited < self.state.stall_after {
-            return;
+        if !self.told && self.since.elapsed() >= ASK_AFTER {
+            self.told = true;
+            *self.state.stuck.lock().expect("no panic while locked") = Some(*self.call);
+            self.state.wake_monitor();
         }
-        self.reported = true;
-        log::warn!(
-            "rank {} has waited {:.1} s in {} for ranks {:?}",
-            self.state.rank,
-            waited.as_secs_f64(),
-            self.call,
-            missing(),
-        );
+        self.reported |=
+            !self.reported && self.state.report_stall(self.since, self.call, missing);
     }
 }

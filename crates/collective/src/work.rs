@@ -77,18 +77,17 @@ impl Work {
 
     /// Ends the operation; later endings are ignored.
     pub(crate) fn complete(&self, outcome: Outcome) {
-        let callbacks = {
-            let mut progress = self.lock();
-            if progress.outcome.is_some() {
-                return;
-            }
+        self.end(outcome).notify();
+    }
+
+    /// As [`Work::complete`], but leaves it to the caller when to tell.
+    #[must_use]
+    pub(crate) fn end(&self, outcome: Outcome) -> Ended<'_> {
+        let mut progress = self.lock();
+        if progress.outcome.is_none() {
             progress.outcome = Some(outcome.clone());
-            std::mem::take(&mut progress.callbacks)
-        };
-        self.shared.done.notify_all();
-        for callback in callbacks {
-            callback(&outcome);
         }
+        Ended { work: self, outcome, callbacks: std::mem::take(&mut progress.callbacks) }
     }
 
     /// Whether nobody else holds this handle, so that it can serve the next operation.
@@ -102,6 +101,23 @@ impl Work {
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Progress> {
         self.shared.progress.lock().expect("no panic while locked")
+    }
+}
+
+/// An operation that has ended, but nobody was told.
+pub(crate) struct Ended<'a> {
+    work: &'a Work,
+    outcome: Outcome,
+    callbacks: Vec<Callback>,
+}
+
+impl Ended<'_> {
+    /// Wakes who waits and calls who wanted to be called.
+    pub fn notify(self) {
+        self.work.shared.done.notify_all();
+        for callback in self.callbacks {
+            callback(&self.outcome);
+        }
     }
 }
 

@@ -17,6 +17,7 @@
 //! With several nodes, every node runs a launcher. That of node 0 assembles the others
 //! (`nodes.rs`), stays connected to them, and decides how the job ends.
 
+mod binding;
 mod guard;
 mod nodes;
 mod output;
@@ -61,6 +62,10 @@ pub struct Launch {
     /// Whether lines of stdout begin with their rank. Lines of stderr do whenever there are
     /// several ranks.
     pub label_stdout: bool,
+    /// Whether every rank is bound to its share of the cores, if there are enough. A rank then
+    /// keeps its caches, and waits by spinning; but two jobs on one machine would get the same
+    /// cores.
+    pub bind: bool,
     /// Where the ranks' stdout goes.
     pub stdout: Sink,
     /// Where the ranks' stderr, and what the launcher has to say, goes.
@@ -204,6 +209,7 @@ impl Launch {
             grace: Duration::from_secs(5),
             timeout: Duration::from_secs(300),
             label_stdout: false,
+            bind: false,
             stdout: Arc::new(Mutex::new(io::stdout())),
             stderr: Arc::new(Mutex::new(io::stderr())),
         }

@@ -13,6 +13,7 @@ use rustix::process::{
     set_parent_process_death_signal, waitid,
 };
 
+use super::binding;
 use super::guard::Guard;
 use super::nodes::NodePlace;
 use super::output::Forwarding;
@@ -111,7 +112,11 @@ impl RankProcess {
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .process_group(0);
-        let die_with_launcher = move || {
+        let cores = launch.bind.then(|| binding::share(local, launch.ranks)).flatten();
+        let prepare = move || {
+            if let Some(cores) = &cores {
+                rustix::thread::sched_setaffinity(None, cores)?;
+            }
             set_parent_process_death_signal(Some(Signal::KILL))?;
             // If the launcher died before the call above, nobody will send the signal.
             match getppid() {
@@ -120,8 +125,8 @@ impl RankProcess {
             }
         };
         // SAFETY: between fork and exec only async-signal-safe calls are allowed. The closure makes
-        // two system calls and allocates nothing: errors made of an errno or a kind are plain data.
-        unsafe { command.pre_exec(die_with_launcher) };
+        // system calls and allocates nothing: errors made of an errno or a kind are plain data.
+        unsafe { command.pre_exec(prepare) };
         let spawn_error = |source| LaunchError::Spawn {
             command: launch.command[0].to_string_lossy().into_owned(),
             source,

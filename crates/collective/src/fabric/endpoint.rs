@@ -8,8 +8,10 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use socket2::{Domain, SockAddr, Socket, Type};
 
+use super::cores::{CoreSet, crowd, shared_cores};
 use super::ready::{self, Ready};
-use super::{Connector, Fabric, Plan, STAGING_BUFFERS, staging_buffer, system};
+use super::staging::{create_region, staging_buffer};
+use super::{Connector, Fabric, Plan, STAGING_BUFFERS, system};
 use crate::acceptor::Acceptor;
 use crate::error::FormError;
 use crate::handshake::{self, HandshakeError, Introduction, Purpose, Token};
@@ -54,6 +56,8 @@ pub struct Address {
     pub tcp: SocketAddr,
     /// Its Unix socket, in the abstract namespace.
     pub unix: String,
+    /// The cores it may use.
+    pub cores: CoreSet,
 }
 
 /// A rank's listening sockets, before it knows the others.
@@ -79,7 +83,7 @@ impl Endpoint {
         let unix = Socket::new(Domain::UNIX, Type::STREAM, None)?;
         unix.bind(&abstract_address(&name)?)?;
         unix.listen(4096)?;
-        let address = Address { host: HostId::current(), tcp: bound, unix: name };
+        let address = Address { host: HostId::current(), tcp: bound, unix: name, cores: CoreSet::current() };
         Ok(Endpoint { tcp, unix, address })
     }
 
@@ -210,6 +214,13 @@ impl Job {
         }
     }
 
+    /// Ranks of this host per core, whatever the transport.
+    fn crowd(&self, plan: &Plan) -> f64 {
+        let own = &self.roster[self.rank];
+        let here = || plan.members.iter().map(|&m| &self.roster[m]).filter(|a| a.host == own.host);
+        crowd(here().count(), shared_cores(&own.cores, here().map(|address| &address.cores)))
+    }
+
     fn topology(&self, plan: &Plan) -> Result<Topology, FormError> {
         let world = plan.members.len();
         if plan.options.transport == Transport::Tcp {
@@ -252,7 +263,7 @@ impl Connector for Job {
         let mut own = None;
         let mut make_memory = || {
             if members.len() > 1 {
-                own = Some(Region::create(STAGING_BUFFERS, staging_buffer(&plan.options))?);
+                own = Some(create_region(&plan.options)?);
             }
             Ok(())
         };
@@ -295,7 +306,7 @@ impl Connector for Job {
         for socket in side.iter().flatten() {
             socket.set_nonblocking(true).map_err(system("making a socket non-blocking"))?;
         }
-        Ok(Fabric { topology, side, data, regions })
+        Ok(Fabric { topology, side, data, regions, crowd: self.crowd(plan) })
     }
 }
 

@@ -5,11 +5,12 @@ use std::sync::{Arc, Mutex};
 
 use socket2::{Domain, Socket, Type};
 
-use super::{Connector, Fabric, Plan, STAGING_BUFFERS, staging_buffer, system};
+use super::cores::{available_cores, crowd};
+use super::staging::create_region;
+use super::{Connector, Fabric, Plan, system};
 use crate::error::FormError;
 use crate::options::Transport;
 use crate::schedule::Topology;
-use crate::window::region::Region;
 
 /// Where the threads of a process meet to form groups.
 pub struct LocalHub {
@@ -38,6 +39,7 @@ impl LocalHub {
             Transport::Tcp => Topology::all_apart(world),
             Transport::Auto | Transport::Shm => Topology::new(&hosts),
         };
+        let crowd = crowd(world, available_cores());
         let mut fabrics = Vec::with_capacity(world);
         for _ in 0..world {
             fabrics.push(Fabric {
@@ -45,6 +47,7 @@ impl LocalHub {
                 side: (0..world).map(|_| None).collect(),
                 data: (0..world).map(|_| Vec::new()).collect(),
                 regions: Vec::new(),
+                crowd,
             });
         }
         let pair = || Socket::pair(Domain::UNIX, Type::STREAM, None).map_err(system("socketpair"));
@@ -66,7 +69,7 @@ impl LocalHub {
                 continue;
             }
             for _ in members {
-                let region = Region::create(STAGING_BUFFERS, staging_buffer(&plan.options))?;
+                let region = create_region(&plan.options)?;
                 for &member in members {
                     fabrics[member].regions.push(region.duplicate()?);
                 }

@@ -1,8 +1,10 @@
 //! The connections of a group: made once when it forms, owned by it alone.
 
+mod cores;
 mod endpoint;
 mod local;
 mod ready;
+mod staging;
 
 use std::sync::Arc;
 
@@ -13,8 +15,12 @@ use crate::options::Options;
 use crate::schedule::Topology;
 use crate::window::region::{MAX_BUFFERS, Region};
 
+pub use cores::CoreSet;
 pub use endpoint::{Address, Endpoint, HostId};
 pub use local::LocalHub;
+pub(crate) use staging::staging_buffer;
+#[doc(hidden)]
+pub use ready::receive as receive_ready;
 
 /// What a group is made of.
 pub struct Fabric {
@@ -26,6 +32,8 @@ pub struct Fabric {
     pub data: Vec<Vec<Socket>>,
     /// The staging memory of the ranks of this host, in rank order, if there is more than one.
     pub regions: Vec<Region>,
+    /// Ranks of this host per core that they may use, at least 1: above, they take turns.
+    pub crowd: f64,
 }
 
 /// A group that is to form.
@@ -52,11 +60,6 @@ pub trait Connector: Send + Sync {
 /// Staging buffers per rank: with five, a rank may be two segments ahead of another before it
 /// waits. Fewer: more waiting. More: more cache.
 pub const STAGING_BUFFERS: usize = MAX_BUFFERS;
-
-/// Bytes of one staging buffer.
-pub fn staging_buffer(options: &Options) -> usize {
-    (options.staging / STAGING_BUFFERS / 4096 * 4096).max(4096)
-}
 
 fn system(what: &'static str) -> impl Fn(std::io::Error) -> FormError {
     move |e| FormError::System { what, reason: e.to_string() }

@@ -153,6 +153,7 @@ impl Engine {
             column: column as u32,
         };
         self.seq = self.seq.wrapping_add(1);
+        self.state.history().record(&call);
         // SAFETY: passed on from the caller.
         let outcome = unsafe { self.run(request, &call) };
         if let Err(error) = &outcome {
@@ -341,13 +342,12 @@ impl Engine {
         column.min(longest.next_multiple_of(line)).max(line)
     }
 
-    /// Bytes of a segment, over all its blocks.
+    /// Bytes of a segment, over all its blocks. Larger: the staging buffers, and what was staged
+    /// and is still to be collected, fall out of the cache. Smaller: more waiting.
     fn segment(&self, algorithm: Algorithm) -> usize {
         match algorithm {
-            Algorithm::Window | Algorithm::WindowDirect => {
-                let ranks = self.topology.world();
-                if crate::window::cores() >= ranks { 512 << 10 } else { 256 << 10 }
-            }
+            Algorithm::Window if self.topology.world() > 8 => 512 << 10,
+            Algorithm::Window | Algorithm::WindowDirect => 256 << 10,
             Algorithm::Hierarchical => 1 << 20,
             _ => 512 << 10,
         }

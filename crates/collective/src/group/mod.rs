@@ -15,7 +15,7 @@ use crate::options::Options;
 use crate::schedule::Topology;
 use crate::side::Side;
 use crate::state::{Epoch, GroupState};
-use crate::window::{self, Patience, WindowMemory};
+use crate::window::{Patience, WindowMemory};
 use engine::Engine;
 use queue::Queue;
 
@@ -123,13 +123,13 @@ impl Group {
             return Err(FormError::EpochEnded { epoch: epoch.number() });
         }
         let world = plan.members.len();
-        let Fabric { topology, side, data, regions } = connector.clone().connect(&plan)?;
+        let Fabric { topology, side, data, regions, crowd } = connector.clone().connect(&plan)?;
         let state = GroupState::new(plan.me, world, plan.options.stall_after);
         let failed =
             |what| move |e: std::io::Error| FormError::System { what, reason: e.to_string() };
 
         let here = topology.members(topology.host(plan.me)).to_vec();
-        let patience = Patience::for_host(here.len(), window::cores());
+        let patience = Patience::for_crowd(crowd);
         let links = Links::new(data, patience.link_spins()).map_err(failed("preparing links"))?;
         state.shut_down_on_failure(links.handles().map_err(failed("preparing links"))?);
         let window = (!regions.is_empty()).then(|| {
@@ -145,7 +145,7 @@ impl Group {
         let mut engine =
             Engine::new(plan.me, topology.clone(), options, links, window, costs, state.clone());
         if inherited.is_none() && world > 1 {
-            tune::measure(&mut engine)?;
+            tune::measure(&mut engine, crowd)?;
         }
         let queue = Queue::new(engine, plan.me);
         let (children, made) = Default::default();

@@ -268,9 +268,9 @@ impl Group {
         tag: u32,
     ) -> Result<Work, Error> {
         self.check_peer(to)?;
-        let work = Work::new();
-        let transfer = Transfer { peer: to, tag, address, length, work: work.clone() };
-        self.inner.side.lock().expect("no panic while locked").send(transfer);
+        let mut side = self.inner.side.lock().expect("no panic while locked");
+        let work = side.work();
+        side.send(Transfer { peer: to, tag, address, length, work: work.clone() });
         Ok(work)
     }
 
@@ -286,9 +286,9 @@ impl Group {
         tag: u32,
     ) -> Result<Work, Error> {
         self.check_peer(from)?;
-        let work = Work::new();
-        let transfer = Transfer { peer: from, tag, address, length, work: work.clone() };
-        self.inner.side.lock().expect("no panic while locked").receive(transfer);
+        let mut side = self.inner.side.lock().expect("no panic while locked");
+        let work = side.work();
+        side.receive(Transfer { peer: from, tag, address, length, work: work.clone() });
         Ok(work)
     }
 

@@ -143,8 +143,13 @@ impl Shared {
             // SAFETY: whoever submitted the request keeps its memory valid until the work is
             // done.
             let outcome = unsafe { self.engine().execute(&request) };
-            self.lock().busy = false;
-            work.complete(outcome);
+            // The end of this call is seen before the group is seen idle, so that no later call
+            // ends first; and the group is idle for whoever was woken by the end.
+            line = self.lock();
+            line.busy = false;
+            let ended = work.end(outcome);
+            drop(line);
+            ended.notify();
             drop(work);
             line = self.lock();
         }

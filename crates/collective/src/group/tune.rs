@@ -15,16 +15,25 @@ use crate::dtype::{Dtype, Reduction};
 use crate::error::Error;
 use crate::kernel;
 use crate::link::Run;
-use crate::schedule::{Algorithm, Layout, Op, Place, Recv, Round, Rounds, Send, Topology, Window};
+use crate::schedule::{
+    Algorithm, Collect, Layout, Op, Place, Recv, Round, Rounds, Send, Source, Stage, Topology, Window,
+    WindowFold,
+};
 use crate::tree::Tree;
-use crate::window::cores;
 
-/// Repetitions of what takes microseconds; the quickest counts, since whatever else the machine
-/// does can only add to it.
-const SHORT: usize = 21;
+/// Repetitions of what takes microseconds. Ranks do not arrive together, so single times say
+/// little: a batch is timed as a whole.
+const SHORT: usize = 12;
+
+/// Batches; the quickest counts, since whatever else the machine does can only add to it.
+const BATCHES: usize = 3;
+
+/// Bytes of a column in the measurement of a window, and columns.
+const WINDOW_COLUMN: usize = 64 << 10;
+const WINDOW_SEGMENTS: usize = 8;
 
 /// Repetitions of what takes longer.
-const LONG: usize = 3;
+const LONG: usize = 1;
 
 /// Bytes of the first, careful measurement of a link's rate: five milliseconds at 100 Mbit/s.
 const PROBE: usize = 64 << 10;
@@ -52,12 +61,15 @@ enum Finding {
     NearLarge,
     FarLarge,
     All,
+    WindowCopy,
+    WindowFold,
     Copy,
     Fold,
+    Crowd,
 }
 
 impl Finding {
-    const COUNT: usize = 10;
+    const COUNT: usize = 13;
 }
 
 impl Findings {
@@ -89,12 +101,15 @@ impl Findings {
 }
 
 /// Measures the group and tells the engine.
-pub fn measure(engine: &mut Engine) -> Result<(), Error> {
+pub fn measure(engine: &mut Engine, crowd: f64) -> Result<(), Error> {
     let topology = engine.topology.clone();
     let (near, far) =
         (partner(&topology, engine.rank, true), partner(&topology, engine.rank, false));
     let mut own = Findings::default();
+    own.add(Finding::Crowd, Some(crowd));
     own.add(Finding::Wait, wait(engine)?);
+    own.add(Finding::WindowCopy, through_window(engine, false)?);
+    own.add(Finding::WindowFold, through_window(engine, true)?);
     own.add(Finding::NearLatency, exchange(engine, near, 0, SHORT)?);
     own.add(Finding::NearProbe, exchange(engine, near, PROBE, LONG)?);
     own.add(Finding::FarLatency, exchange(engine, far, 0, SHORT)?);
@@ -126,10 +141,9 @@ pub fn measure(engine: &mut Engine) -> Result<(), Error> {
 fn costs(findings: &Findings, large: &Findings, topology: &Topology) -> Costs {
     let typical = Costs::default();
     // Ranks that share a core work one after the other.
-    let host = (0..topology.hosts()).map(|h| topology.members(h).len()).max().unwrap_or(1);
-    let crowd = (host as f64 / cores() as f64).max(1.0);
-    let copy = findings.mean(Finding::Copy).unwrap_or(typical.window.copy) * crowd;
+    let crowd = findings.mean(Finding::Crowd).unwrap_or(1.0);
     let fold = findings.mean(Finding::Fold).unwrap_or(typical.fold) * crowd;
+    let window = window_cost(findings, fold, crowd);
     let link = |latency, probe, large_probe, typical: LinkCost| {
         let Some(latency) = findings.mean(latency) else { return typical };
         let rate = |seconds: f64, bytes: usize| (seconds - latency).max(1e-9) / bytes as f64;
@@ -147,14 +161,27 @@ fn costs(findings: &Findings, large: &Findings, topology: &Topology) -> Costs {
         LinkCost { latency: (latency - 2.0 * message).max(latency / 4.0), message, byte }
     };
     Costs {
-        window: WindowCost {
-            wait: findings.mean(Finding::Wait).unwrap_or(typical.window.wait),
-            copy,
-            fold,
-        },
+        window,
         near: link(Finding::NearLatency, Finding::NearProbe, Finding::NearLarge, typical.near),
         far: link(Finding::FarLatency, Finding::FarProbe, Finding::FarLarge, typical.far),
         fold,
+    }
+}
+
+/// Staging and collecting a byte both move it between cores; folding one from staging does, too.
+fn window_cost(findings: &Findings, fold: f64, crowd: f64) -> WindowCost {
+    let typical = Costs::default().window;
+    let Some(copied) = findings.mean(Finding::WindowCopy) else {
+        let copy = findings.mean(Finding::Copy).unwrap_or(typical.copy) * crowd;
+        return WindowCost { copy, ..typical };
+    };
+    let copy = copied / 2.0;
+    let folded = findings.mean(Finding::WindowFold).unwrap_or(copied);
+    WindowCost {
+        wait: findings.mean(Finding::Wait).unwrap_or(typical.wait),
+        copy,
+        // A segment was staged, and folded with one from private memory.
+        fold: (folded - copy - fold).max(copy / 2.0),
     }
 }
 
@@ -175,17 +202,54 @@ fn partner(topology: &Topology, rank: usize, near: bool) -> Option<usize> {
 /// Seconds until all ranks of the host have noticed that all have arrived.
 fn wait(engine: &mut Engine) -> Result<Option<f64>, Error> {
     let schedule = Window { cells: 1, ..Window::default() };
-    let mut times = Vec::with_capacity(SHORT);
-    for _ in 0..SHORT {
-        let call = call(engine, 0);
-        let buffers = buffers(std::ptr::null_mut(), 0);
-        let Some(window) = &mut engine.window else { return Ok(None) };
-        let start = Instant::now();
-        // SAFETY: nothing is staged or folded.
-        unsafe { window.run(&call, &schedule, &buffers, 0..1, 1, &engine.state) }?;
-        times.push(start.elapsed().as_secs_f64());
+    let call = call(engine, 0);
+    let buffers = buffers(std::ptr::null_mut(), 0, 1);
+    let Some(window) = &mut engine.window else { return Ok(None) };
+    let state = &engine.state;
+    quickest_batch(|| {
+        for _ in 0..SHORT {
+            // SAFETY: nothing is staged or folded.
+            unsafe { window.run(&call, &schedule, &buffers, 0..1, 1, state) }?;
+        }
+        Ok(SHORT)
+    })
+    .map(Some)
+}
+
+/// Seconds per byte to stage it and to collect it, or fold it with one of this rank's own, from
+/// the next rank of the host, while all ranks do so.
+fn through_window(engine: &mut Engine, fold: bool) -> Result<Option<f64>, Error> {
+    let here = engine.topology.members(engine.topology.host(engine.rank));
+    let place = here.iter().position(|&m| m == engine.rank).expect("a rank is on its own host");
+    let next = here[(place + 1) % here.len()];
+    let mut schedule = Window { cells: 1, ..Window::default() };
+    schedule.stages.push(Stage { blocks: 0..1, from: Place::Input, cell: 0 });
+    if fold {
+        schedule.folds.push(WindowFold {
+            inputs: vec![Source::Own(Place::Input), Source::Staged { rank: next, cell: 0 }],
+            tree: Tree::pair(),
+            blocks: 0..1,
+            into: Place::Output,
+            publish: None,
+            root: false,
+        });
+    } else {
+        let collect = Collect { rank: next, cell: 0, blocks: 0..1, into: Place::Output };
+        schedule.collects.push(collect);
     }
-    Ok(Some(quickest(times)))
+    let column = WINDOW_COLUMN.min(engine.window.as_ref().map_or(usize::MAX, |w| w.capacity()));
+    let bytes = column * WINDOW_SEGMENTS;
+    let mut memory = vec![0u8; 2 * bytes];
+    let call = call(engine, bytes);
+    let buffers = buffers(memory.as_mut_ptr(), bytes, column);
+    let Some(window) = &mut engine.window else { return Ok(None) };
+    let state = &engine.state;
+    quickest_batch(|| {
+        // SAFETY: the buffers are the two halves of `memory`.
+        unsafe { window.run(&call, &schedule, &buffers, 0..WINDOW_SEGMENTS, 1, state) }?;
+        Ok(bytes)
+    })
+    .map(Some)
 }
 
 /// Seconds that a rank and its partner take to exchange messages of `bytes`.
@@ -200,39 +264,39 @@ fn exchange(
     let recvs = vec![Recv { from: peer, blocks: 0..1, into: Place::Output }];
     let schedule = Rounds { rounds: vec![Round { sends, recvs, folds: Vec::new() }] };
     let mut memory = vec![0u8; 2 * bytes];
-    let mut times = Vec::with_capacity(repetitions);
-    for _ in 0..repetitions {
-        let call = call(engine, bytes);
-        let buffers = buffers(memory.as_mut_ptr(), bytes);
-        let (rank, state) = (engine.rank, Arc::clone(&engine.state));
-        let run = Run {
-            call: &call,
-            schedule: &schedule,
-            buffers: &buffers,
-            segments: 0..1,
-            divisor: 1,
-            rank,
-            state: &state,
-        };
-        let start = Instant::now();
-        // SAFETY: the buffers are the two halves of `memory`.
-        unsafe { engine.links.run(&run) }?;
-        times.push(start.elapsed().as_secs_f64());
-    }
-    Ok(Some(quickest(times)))
+    let call = call(engine, bytes);
+    let buffers = buffers(memory.as_mut_ptr(), bytes, bytes);
+    let (rank, state) = (engine.rank, Arc::clone(&engine.state));
+    let run = Run {
+        call: &call,
+        schedule: &schedule,
+        buffers: &buffers,
+        segments: 0..1,
+        divisor: 1,
+        rank,
+        state: &state,
+    };
+    quickest_batch(|| {
+        for _ in 0..repetitions {
+            // SAFETY: the buffers are the two halves of `memory`.
+            unsafe { engine.links.run(&run) }?;
+        }
+        Ok(repetitions)
+    })
+    .map(Some)
 }
 
 /// Seconds that all ranks take to send an empty message to all others.
 fn all_to_all(engine: &mut Engine) -> Result<Option<f64>, Error> {
     let request = Request { algorithm: Some(Algorithm::Direct), ..Request::barrier() };
-    let mut times = Vec::with_capacity(SHORT);
-    for _ in 0..SHORT {
-        let start = Instant::now();
-        // SAFETY: no memory is involved.
-        unsafe { engine.execute(&request) }?;
-        times.push(start.elapsed().as_secs_f64());
-    }
-    Ok(Some(quickest(times)))
+    quickest_batch(|| {
+        for _ in 0..SHORT {
+            // SAFETY: no memory is involved.
+            unsafe { engine.execute(&request) }?;
+        }
+        Ok(SHORT)
+    })
+    .map(Some)
 }
 
 /// Seconds to copy a byte of cached memory.
@@ -245,7 +309,7 @@ fn copy() -> f64 {
         unsafe { kernel::copy(from.as_ptr(), into.as_mut_ptr(), PROBE) };
         start.elapsed().as_secs_f64()
     };
-    quickest(std::iter::repeat_with(time).take(SHORT).collect()) / PROBE as f64
+    std::iter::repeat_with(time).take(SHORT).fold(f64::INFINITY, f64::min) / PROBE as f64
 }
 
 /// Seconds to fold a byte of cached input.
@@ -272,7 +336,7 @@ fn fold() -> f64 {
         }
         clock.elapsed().as_secs_f64()
     };
-    quickest(std::iter::repeat_with(time).take(SHORT).collect()) / (2 * PROBE) as f64
+    std::iter::repeat_with(time).take(SHORT).fold(f64::INFINITY, f64::min) / (2 * PROBE) as f64
 }
 
 /// The next call of a measurement. Ranks without a partner skip it, so it has a number of its
@@ -290,8 +354,8 @@ fn call(engine: &Engine, bytes: usize) -> Call {
     }
 }
 
-fn buffers<'a>(memory: *mut u8, bytes: usize) -> Buffers<'a> {
-    let layout = Layout::tiled(bytes, 1, bytes.max(1));
+fn buffers<'a>(memory: *mut u8, bytes: usize, column: usize) -> Buffers<'a> {
+    let layout = Layout::tiled(bytes, 1, column.max(1));
     Buffers {
         input: memory,
         input_layout: layout,
@@ -305,6 +369,13 @@ fn buffers<'a>(memory: *mut u8, bytes: usize) -> Buffers<'a> {
     }
 }
 
-fn quickest(times: Vec<f64>) -> f64 {
-    times.into_iter().fold(f64::INFINITY, f64::min)
+/// Seconds per unit of the quickest of a few batches; `batch` says how many units it was.
+fn quickest_batch(mut batch: impl FnMut() -> Result<usize, Error>) -> Result<f64, Error> {
+    let mut quickest = f64::INFINITY;
+    for _ in 0..BATCHES {
+        let start = Instant::now();
+        let units = batch()?;
+        quickest = quickest.min(start.elapsed().as_secs_f64() / units as f64);
+    }
+    Ok(quickest)
 }

@@ -216,7 +216,9 @@ impl Links {
         };
         let call = Call::try_from(header.call).map_err(|_| malformed("a malformed header"))?;
         if call != *run.call {
-            return Err(Error::Mismatch { rank: run.rank, call: *run.call, peer, peer_call: call });
+            // A message that was left over from an earlier call belongs beside that one.
+            let mine = run.state.history().call(call.seq).unwrap_or(*run.call);
+            return Err(Error::Mismatch { rank: run.rank, call: mine, peer, peer_call: call });
         }
         let segment = header.segment.get() as usize;
         let round = header.round.get() as usize;

@@ -52,6 +52,8 @@ pub enum Frame {
         /// Its number.
         id: u32,
     },
+    /// The sender waits in a call, which follows.
+    Stuck,
     /// Part of a message follows.
     Data {
         /// Its number.
@@ -109,6 +111,7 @@ impl Frame {
                 wire.id = id.into();
                 wire.length = (length as u64).into();
             }
+            Frame::Stuck => wire.kind = 7,
         }
         zerocopy::transmute!(wire)
     }
@@ -128,6 +131,7 @@ impl Frame {
             4 => Frame::Announce { tag, id, length: wire.length.get() },
             5 => Frame::Clear { id },
             6 => Frame::Data { id, length: bounded(MAX_DATA)? },
+            7 => Frame::Stuck,
             _ => return Err(MalformedFrame),
         })
     }
@@ -241,6 +245,7 @@ mod tests {
             Frame::Announce { tag: 1, id: 2, length: 1 << 40 },
             Frame::Clear { id: 9 },
             Frame::Data { id: 9, length: MAX_DATA },
+            Frame::Stuck,
         ];
         for frame in frames {
             assert_eq!(Frame::decode(&frame.encode()), Ok(frame));

@@ -16,11 +16,14 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use rustix::fd::{AsFd, AsRawFd, BorrowedFd};
 use socket2::Socket;
+use zerocopy::IntoBytes;
 
+use crate::call::{Call, WireCall};
 use crate::error::{Error, Loss};
 use crate::state::GroupState;
-use crate::work::Work;
+use crate::work::{Work, WorkPool};
 use frame::Frame;
 use peer::{Event, Peer};
 
@@ -31,6 +34,7 @@ const FAREWELL: Duration = Duration::from_millis(200);
 pub struct Side {
     shared: Arc<Shared>,
     monitor: Option<JoinHandle<()>>,
+    pool: WorkPool,
 }
 
 struct Shared {
@@ -83,11 +87,24 @@ impl Side {
                 }
             });
         }
-        let monitor = Monitor { peers, timeout, state, shared: shared.clone(), told: false };
+        let monitor = Monitor {
+            fds: Vec::with_capacity(peers.len() + 1),
+            commands: Vec::new(),
+            peers,
+            timeout,
+            state,
+            shared: shared.clone(),
+            told: false,
+        };
         let monitor = std::thread::Builder::new()
             .name(format!("unisono-monitor-{rank}"))
             .spawn(move || monitor.run())?;
-        Ok(Side { shared, monitor: Some(monitor) })
+        Ok(Side { shared, monitor: Some(monitor), pool: WorkPool::default() })
+    }
+
+    /// A handle for the next transfer.
+    pub fn work(&mut self) -> Work {
+        self.pool.take()
     }
 
     /// Submits a send.
@@ -131,6 +148,10 @@ struct Monitor {
     shared: Arc<Shared>,
     /// Whether the other ranks have been told that the group failed.
     told: bool,
+    /// Room for the commands being carried out; kept to allocate nothing per transfer.
+    commands: Vec<Command>,
+    /// Room for the list to poll; empty but while polling.
+    fds: Vec<PollFd<'static>>,
 }
 
 impl Monitor {
@@ -144,6 +165,9 @@ impl Monitor {
                 return;
             }
             self.exchange();
+            if let Some(call) = self.state.take_stuck() {
+                self.tell_stuck(call);
+            }
             let now = Instant::now();
             if now >= next_beat {
                 next_beat = now + beat;
@@ -158,10 +182,10 @@ impl Monitor {
 
     /// Carries out what the group asked for; `Some` when it leaves.
     fn obey(&mut self) -> Option<u32> {
-        let commands =
-            std::mem::take(&mut *self.shared.commands.lock().expect("no panic while locked"));
+        let Monitor { shared, commands, .. } = self;
+        std::mem::swap(&mut *shared.commands.lock().expect("no panic while locked"), commands);
         let mut leave = None;
-        for command in commands {
+        for command in self.commands.drain(..) {
             match command {
                 Command::Leave { seq } => leave = Some(seq),
                 Command::Send(t) | Command::Receive(t) if self.state.is_over() => {
@@ -191,6 +215,10 @@ impl Monitor {
                     Event::Failed(error) => {
                         self.state.fail(error);
                     }
+                    Event::Stuck(call) => {
+                        let known = self.state.compare(peer.rank, &call);
+                        peer.stuck = (!known).then_some(call);
+                    }
                     Event::Left { seq } => {
                         self.state.note_left(peer.rank, seq);
                         let loss = Loss::Left;
@@ -205,9 +233,22 @@ impl Monitor {
         }
     }
 
+    /// Tells everybody that this rank waits in a call, and compares it with where others wait.
+    fn tell_stuck(&mut self, call: Call) {
+        for peer in self.peers.iter_mut().flatten().filter(|p| p.is_present()) {
+            peer.queue(Frame::Stuck, WireCall::from(call).as_bytes().to_vec());
+            if let Some(theirs) = peer.stuck
+                && self.state.compare(peer.rank, &theirs)
+            {
+                peer.stuck = None;
+            }
+        }
+    }
+
     fn beat(&mut self, now: Instant) {
         for peer in self.peers.iter_mut().flatten().filter(|p| p.is_present()) {
             peer.queue(Frame::Heartbeat, Vec::new());
+            peer.report_stalls(&self.state);
             let silence = now.saturating_duration_since(peer.last_heard);
             if silence > self.timeout {
                 let loss = Loss::Silent(silence);
@@ -251,19 +292,23 @@ impl Monitor {
         }
     }
 
-    fn sleep(&self, until: Instant) {
+    fn sleep(&mut self, until: Instant) {
         let left = until.saturating_duration_since(Instant::now());
         let timeout =
             Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
-        let mut fds = Vec::with_capacity(self.peers.len() + 1);
-        fds.push(PollFd::new(&self.shared.wake, PollFlags::IN));
+        // SAFETY: the descriptors belong to `self`, and the list is emptied before this returns.
+        let watched = |fd: BorrowedFd<'_>, flags| unsafe {
+            PollFd::from_borrowed_fd(BorrowedFd::borrow_raw(fd.as_raw_fd()), flags)
+        };
+        self.fds.push(watched(self.shared.wake.as_fd(), PollFlags::IN));
         for peer in self.peers.iter().flatten().filter(|p| p.is_present()) {
             let mut flags = PollFlags::IN;
             flags.set(PollFlags::OUT, peer.has_output());
-            fds.push(PollFd::new(peer.socket(), flags));
+            self.fds.push(watched(peer.socket().as_fd(), flags));
         }
         // Interrupted or failed: the loop comes round again.
-        let _ = rustix::event::poll(&mut fds, Some(&timeout));
+        let _ = rustix::event::poll(&mut self.fds, Some(&timeout));
+        self.fds.clear();
         let mut count = [0; 8];
         // Empty the counter; nothing to read is fine.
         let _ = rustix::io::read(&self.shared.wake, &mut count);

@@ -9,6 +9,7 @@ use socket2::Socket;
 
 use super::Transfer;
 use super::frame::{self, Frame, MAX_DATA};
+use crate::call::{Call, WireCall};
 use crate::error::{Error, Loss};
 use crate::state::GroupState;
 
@@ -23,6 +24,8 @@ pub struct Peer {
     me: usize,
     socket: Socket,
     pub last_heard: Instant,
+    /// A call in which it waits and which this rank has not made yet.
+    pub stuck: Option<Call>,
     presence: Presence,
     output: VecDeque<Output>,
     input: Input,
@@ -30,7 +33,7 @@ pub struct Peer {
     sends: VecDeque<Sending>,
     next_id: u32,
     /// Receives nobody has announced a message for.
-    receives: VecDeque<Transfer>,
+    receives: VecDeque<Expected>,
     /// Messages nobody wants yet.
     announced: VecDeque<Announced>,
     /// Receives whose message is cleared to come.
@@ -53,6 +56,8 @@ pub enum Event {
     Aborted(Error),
     /// It broke the rules, or a transfer does not fit.
     Failed(Error),
+    /// It waits in a call.
+    Stuck(Call),
     /// It said goodbye.
     Left {
         /// The first call without it.
@@ -70,6 +75,7 @@ struct Output {
 
 struct Sending {
     transfer: Transfer,
+    idle: Idle,
     id: u32,
     cleared: bool,
     /// Whether a data frame has been queued; an empty message has one too.
@@ -80,6 +86,11 @@ struct Sending {
     sent: usize,
 }
 
+struct Expected {
+    transfer: Transfer,
+    idle: Idle,
+}
+
 struct Announced {
     tag: u32,
     id: u32,
@@ -88,14 +99,28 @@ struct Announced {
 
 struct Receiving {
     transfer: Transfer,
+    idle: Idle,
     id: u32,
     received: usize,
+}
+
+/// For how long a transfer has not moved, and whether the log says so.
+struct Idle {
+    since: Instant,
+    reported: bool,
+}
+
+impl Idle {
+    fn new() -> Idle {
+        Idle { since: Instant::now(), reported: false }
+    }
 }
 
 /// What is being read.
 enum Input {
     Head { bytes: [u8; frame::SIZE], filled: usize },
     Reason { bytes: Vec<u8>, filled: usize },
+    Stuck { bytes: [u8; size_of::<WireCall>()], filled: usize },
     Data { id: u32, left: usize },
 }
 
@@ -108,6 +133,7 @@ impl Peer {
             me,
             socket,
             last_heard: Instant::now(),
+            stuck: None,
             presence: Presence::Here,
             output: VecDeque::new(),
             input: EMPTY,
@@ -146,6 +172,7 @@ impl Peer {
         self.queue(Frame::Announce { tag: transfer.tag, id, length }, Vec::new());
         self.sends.push_back(Sending {
             transfer,
+            idle: Idle::new(),
             id,
             cleared: false,
             started: false,
@@ -166,20 +193,54 @@ impl Peer {
                 }
             }
             None if self.presence != Presence::Here => transfer.work.complete(Err(self.left())),
-            None => self.receives.push_back(transfer),
+            None => self.receives.push_back(Expected { transfer, idle: Idle::new() }),
         }
     }
 
     /// Ends all transfers with this error.
     pub fn fail_transfers(&mut self, error: &Error) {
+        self.detach_data();
         let sends = self.sends.drain(..).map(|s| s.transfer);
-        let receives = self.receives.drain(..);
+        let receives = self.receives.drain(..).map(|e| e.transfer);
         let cleared = self.cleared.drain(..).map(|r| r.transfer);
         for transfer in sends.chain(receives).chain(cleared) {
             transfer.work.complete(Err(error.clone()));
         }
-        // Frames whose data is no longer there must not go out.
-        self.output.retain(|o| o.data == 0);
+        // Nobody will send what was announced.
+        self.announced.clear();
+    }
+
+    /// Detaches the data frames under way from the memory of their transfer, which its owner may
+    /// reuse once the transfer has ended. A frame that has not begun is dropped. One that has
+    /// keeps a copy of its rest: the peer counts its bytes, and would take the next frame for
+    /// data.
+    fn detach_data(&mut self) {
+        let Some(sending) = self.sends.front() else { return };
+        self.output.retain(|o| o.data == 0 || o.sent > 0);
+        for output in self.output.iter_mut().filter(|o| o.data > 0) {
+            let done = output.sent.saturating_sub(frame::SIZE);
+            let start = sending.sent - done;
+            // SAFETY: the frame's part of the transfer's memory, which its submitter keeps valid
+            // until the work is done.
+            let bytes = unsafe {
+                std::slice::from_raw_parts(sending.transfer.address.add(start), output.data)
+            };
+            output.body = bytes.to_vec();
+            output.data = 0;
+        }
+    }
+
+    /// Says in the log which transfers have not moved for too long.
+    pub fn report_stalls(&mut self, state: &GroupState) {
+        let sends = self.sends.iter_mut().map(|s| ("send", &s.transfer, &mut s.idle));
+        let expected = self.receives.iter_mut().map(|e| ("receive", &e.transfer, &mut e.idle));
+        let cleared = self.cleared.iter_mut().map(|r| ("receive", &r.transfer, &mut r.idle));
+        for (what, transfer, idle) in sends.chain(expected).chain(cleared) {
+            let Transfer { length, tag, .. } = transfer;
+            let what = format_args!("{what} of {length} bytes with tag {tag}");
+            idle.reported |= !idle.reported
+                && state.report_stall(idle.since, &what, || vec![self.rank]);
+        }
     }
 
     /// Sends and receives what the socket allows; what happened, or `None` when it is idle.
@@ -187,9 +248,8 @@ impl Peer {
         if self.presence == Presence::Gone {
             return None;
         }
-        if self.write().is_err() {
-            return self.closed();
-        }
+        // A peer that hung up may have said why: what can still be read comes first.
+        let broken = self.write().is_err();
         loop {
             match self.read() {
                 Ok(Some(event)) => return Some(event),
@@ -200,7 +260,7 @@ impl Peer {
             }
         }
         // What was read may have cleared a send.
-        if self.write().is_err() {
+        if broken || self.write().is_err() {
             return self.closed();
         }
         None
@@ -250,7 +310,9 @@ impl Peer {
                 Err(e) => return Err(e),
             };
             if output.sent >= head && output.data > 0 {
-                self.sends.front_mut().expect("as above").sent += sent;
+                let sending = self.sends.front_mut().expect("as above");
+                sending.sent += sent;
+                sending.idle = Idle::new();
             }
             output.sent += sent;
             if output.sent == head + output.body.len() + output.data {
@@ -312,6 +374,18 @@ impl Peer {
                 self.input = EMPTY;
                 Ok(Some(Event::Aborted(error)))
             }
+            Input::Stuck { bytes, filled } => {
+                *filled += receive(&self.socket, &mut bytes[*filled..])?;
+                if *filled < bytes.len() {
+                    return Ok(None);
+                }
+                let wire: WireCall = zerocopy::transmute!(*bytes);
+                self.input = EMPTY;
+                Ok(Some(match Call::try_from(wire) {
+                    Ok(call) => Event::Stuck(call),
+                    Err(_) => self.broke_rules("an unreadable call"),
+                }))
+            }
             Input::Data { id, left } => {
                 let Some(receiving) = self.cleared.iter_mut().find(|r| r.id == *id) else {
                     return Ok(Some(self.broke_rules("data nobody asked for")));
@@ -332,6 +406,7 @@ impl Peer {
                     let n = receive(&self.socket, into)?;
                     self.last_heard = Instant::now();
                     receiving.received += n;
+                    receiving.idle = Idle::new();
                     *left -= n;
                 }
                 if *left == 0 {
@@ -351,6 +426,10 @@ impl Peer {
     fn act_on(&mut self, frame: Frame) -> Option<Event> {
         match frame {
             Frame::Heartbeat => None,
+            Frame::Stuck => {
+                self.input = Input::Stuck { bytes: [0; size_of::<WireCall>()], filled: 0 };
+                None
+            }
             Frame::Goodbye { seq } => {
                 self.presence = Presence::Leaving;
                 Some(Event::Left { seq })
@@ -364,10 +443,12 @@ impl Peer {
                 match self
                     .receives
                     .iter()
-                    .position(|t| t.tag == tag)
+                    .position(|e| e.transfer.tag == tag)
                     .and_then(|i| self.receives.remove(i))
                 {
-                    Some(transfer) => self.clear(transfer, announced).err().map(Event::Failed),
+                    Some(Expected { transfer, .. }) => {
+                        self.clear(transfer, announced).err().map(Event::Failed)
+                    }
                     None if self.announced.len() == MAX_ANNOUNCED => {
                         Some(self.broke_rules("more messages than anybody receives"))
                     }
@@ -405,7 +486,8 @@ impl Peer {
             return Err(error);
         }
         self.queue(Frame::Clear { id: announced.id }, Vec::new());
-        self.cleared.push(Receiving { transfer, id: announced.id, received: 0 });
+        let idle = Idle::new();
+        self.cleared.push(Receiving { transfer, idle, id: announced.id, received: 0 });
         Ok(())
     }
 

@@ -77,8 +77,15 @@ pub trait Steps {
 impl Pipeline {
     /// The start, before any segment.
     pub fn new(ranks: usize, buffers: usize) -> Pipeline {
-        assert!(buffers >= 3, "fewer buffers than segments in flight");
-        Pipeline { clock: 0, staged: 0, free_at: vec![0; buffers], seen: vec![0; ranks] }
+        Pipeline::starting_at(0, ranks, buffers)
+    }
+
+    /// The start, with all clocks at `clock`.
+    pub fn starting_at(clock: u32, ranks: usize, buffers: usize) -> Pipeline {
+        // A rank shows that it no longer reads a segment when it stages the third one after it:
+        // with three buffers, all ranks would wait for each other to do so.
+        assert!(buffers >= 4, "too few buffers for the segments in flight");
+        Pipeline { clock, staged: 0, free_at: vec![clock; buffers], seen: vec![clock; ranks] }
     }
 
     /// The number of staging buffers.

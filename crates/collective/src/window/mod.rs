@@ -62,8 +62,8 @@ impl Patience {
     /// long: the scheduler may have put two ranks on one core, where the one that spins keeps the
     /// other from arriving. Yielding costs little with a core to oneself and lets the other rank
     /// run at once without.
-    pub fn for_host(ranks: usize, cores: usize) -> Patience {
-        if cores >= ranks {
+    pub fn for_crowd(crowd: f64) -> Patience {
+        if crowd <= 1.0 {
             Patience { spins: 300, yields: 2000 }
         } else {
             Patience { spins: 0, yields: 40 }
@@ -380,9 +380,4 @@ pub unsafe fn run_alone(
             unsafe { buffers.fold(&local, segment, call, divisor, &mut room) };
         }
     }
-}
-
-/// Cores this process may use.
-pub fn cores() -> usize {
-    std::thread::available_parallelism().map_or(1, |n| n.get())
 }

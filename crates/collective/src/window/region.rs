@@ -46,7 +46,7 @@ struct Header {
 }
 
 const _: () = assert!(size_of::<Header>() <= HEADER);
-const _: () = assert!(size_of::<WireCall>() % 8 == 0);
+const _: () = assert!(size_of::<WireCall>().is_multiple_of(8));
 
 /// One rank's part of a window, mapped into this process.
 pub struct Region {

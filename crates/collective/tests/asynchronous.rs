@@ -1,0 +1,421 @@
+//! Operations that are submitted, and messages with tags.
+
+mod common;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Barrier, mpsc};
+use std::time::{Duration, Instant};
+
+use common::{Kind, on_all};
+use unisono_collective::{Error, Group, InvalidCall, Loss, Options, Reduction, Work};
+
+/// What takes longer than this hangs.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+const KINDS: [Kind; 3] = [Kind::Local, Kind::Shm, Kind::Tcp];
+
+fn worlds(world: usize) -> impl Iterator<Item = Vec<Group>> {
+    KINDS.into_iter().map(move |kind| kind.start(world, &Options::default()))
+}
+
+/// The outcome of an operation that must not hang.
+fn outcome(work: &Work) -> Result<(), Error> {
+    work.wait_until(Instant::now() + PATIENCE).expect("the operation ends in time")
+}
+
+fn send(group: &Group, buffer: &[u8], to: usize, tag: u32) -> Result<Work, Error> {
+    // SAFETY: every caller keeps the buffer until the work is done; a send only reads it.
+    unsafe { group.submit_send(buffer.as_ptr().cast_mut(), buffer.len(), to, tag) }
+}
+
+fn receive(group: &Group, buffer: &mut [u8], from: usize, tag: u32) -> Result<Work, Error> {
+    // SAFETY: every caller keeps the buffer until the work is done.
+    unsafe { group.submit_receive(buffer.as_mut_ptr(), buffer.len(), from, tag) }
+}
+
+#[test]
+fn submissions_end_in_the_order_they_were_made() {
+    const SUBMISSIONS: usize = 60;
+    for groups in worlds(3) {
+        on_all(&groups, |group| {
+            let (ended, ends) = mpsc::channel();
+            let pending: Vec<_> = (0..SUBMISSIONS)
+                .map(|i| {
+                    // Large ones first would end last, if they could.
+                    let count = if i % 3 == 0 { 100_000 } else { i };
+                    let pending =
+                        group.submit_all_reduce(vec![i as f32; count], Reduction::Sum).unwrap();
+                    let ended = ended.clone();
+                    pending.work().on_completion(move |outcome| {
+                        assert_eq!(*outcome, Ok(()));
+                        ended.send(i).unwrap();
+                    });
+                    pending
+                })
+                .collect();
+            let order: Vec<usize> = (0..SUBMISSIONS)
+                .map(|_| ends.recv_timeout(PATIENCE).expect("every submission ends"))
+                .collect();
+            assert_eq!(order, (0..SUBMISSIONS).collect::<Vec<_>>());
+            for (i, pending) in pending.into_iter().enumerate() {
+                let buffer = pending.wait().unwrap();
+                assert!(buffer.iter().all(|&x| x == 3.0 * i as f32));
+            }
+        });
+    }
+}
+
+#[test]
+fn a_wait_with_a_deadline_gives_up_and_the_operation_goes_on() {
+    for groups in worlds(2) {
+        let gate = Barrier::new(2);
+        on_all(&groups, |group| {
+            if group.rank() == 1 {
+                gate.wait();
+            }
+            let pending = group.submit_all_reduce(vec![1i32; 1000], Reduction::Sum).unwrap();
+            if group.rank() == 0 {
+                // The other rank has not come: nothing can have ended.
+                assert_eq!(pending.work().wait_until(Instant::now()), None);
+                let soon = Instant::now() + Duration::from_millis(20);
+                assert_eq!(pending.work().wait_until(soon), None);
+                assert!(Instant::now() >= soon);
+                assert!(!pending.work().is_done());
+                gate.wait();
+            }
+            assert_eq!(outcome(pending.work()), Ok(()));
+            assert!(pending.work().is_done());
+            assert_eq!(pending.work().wait_until(Instant::now()), Some(Ok(())));
+            assert_eq!(pending.wait().unwrap(), vec![2; 1000]);
+        });
+    }
+}
+
+#[test]
+fn a_callback_after_the_end_runs_at_once_on_the_callers_thread() {
+    for groups in worlds(2) {
+        on_all(&groups, |group| {
+            let pending = group.submit_all_reduce(vec![1i32; 10], Reduction::Sum).unwrap();
+            assert_eq!(outcome(pending.work()), Ok(()));
+            for _ in 0..2 {
+                let (told, tell) = mpsc::channel();
+                pending.work().on_completion(move |outcome| {
+                    told.send((outcome.clone(), std::thread::current().id())).unwrap();
+                });
+                assert_eq!(tell.try_recv(), Ok((Ok(()), std::thread::current().id())));
+            }
+        });
+    }
+}
+
+#[test]
+fn a_group_that_waits_for_a_late_rank_does_not_hold_up_another() {
+    for groups in worlds(3) {
+        let gate = Barrier::new(3);
+        on_all(&groups, |group| {
+            let first = group.split(Some(0), 0).unwrap().unwrap();
+            let second = group.split(Some(0), 0).unwrap().unwrap();
+            let late = group.rank() == 2;
+            let submit = || first.submit_all_reduce(vec![1i32; 5000], Reduction::Sum).unwrap();
+            let pending = (!late).then(submit);
+            for round in 0..20 {
+                let mut numbers = vec![round as i64; 100];
+                second.all_reduce(&mut numbers, Reduction::Sum).unwrap();
+                assert_eq!(numbers, vec![3 * round as i64; 100]);
+            }
+            if let Some(pending) = &pending {
+                assert!(!pending.work().is_done(), "rank 2 has not come");
+            }
+            gate.wait();
+            let pending = pending.unwrap_or_else(submit);
+            assert_eq!(outcome(pending.work()), Ok(()));
+            assert_eq!(pending.wait().unwrap(), vec![3; 5000]);
+        });
+    }
+}
+
+#[test]
+fn a_blocking_call_waits_for_its_turn() {
+    for groups in worlds(3) {
+        on_all(&groups, |group| {
+            for round in 0..10 {
+                let pending: Vec<_> = (0..5)
+                    .map(|_| group.submit_all_reduce(vec![1f32; 200_000], Reduction::Sum).unwrap())
+                    .collect();
+                let mut buffer = [round];
+                group.all_reduce(&mut buffer, Reduction::Sum).unwrap();
+                assert_eq!(buffer, [3 * round]);
+                assert!(pending.iter().all(|p| p.work().is_done()), "an earlier call goes on");
+                // Whatever was pending may be waited for in any order.
+                for pending in pending.into_iter().rev() {
+                    assert_eq!(pending.wait().unwrap()[199_999], 3.0);
+                }
+            }
+        });
+    }
+}
+
+/// Several threads of a rank may call, as long as the ranks agree on the order.
+#[test]
+fn a_call_that_returns_has_come_after_all_earlier_ones() {
+    for groups in worlds(2) {
+        on_all(&groups, |group| {
+            for _ in 0..200 {
+                let pending = group.submit_all_reduce(vec![1i32; 64], Reduction::Sum).unwrap();
+                group.barrier().unwrap();
+                assert!(pending.work().is_done());
+            }
+        });
+    }
+}
+
+#[test]
+fn dropping_a_pending_operation_waits_for_its_end() {
+    for groups in worlds(2) {
+        let arrived = AtomicBool::new(false);
+        on_all(&groups, |group| {
+            if group.rank() == 1 {
+                std::thread::sleep(Duration::from_millis(30));
+                arrived.store(true, Ordering::SeqCst);
+            }
+            drop(group.submit_all_reduce(vec![1u8; 100_000], Reduction::Max).unwrap());
+            assert!(arrived.load(Ordering::SeqCst), "the buffer was given up while in use");
+            group.barrier().unwrap();
+        });
+    }
+}
+
+#[test]
+fn every_handle_of_a_failed_group_says_so() {
+    for groups in worlds(2) {
+        std::thread::scope(|scope| {
+            let mut groups = groups.into_iter();
+            let (stays, leaves) = (groups.next().unwrap(), groups.next().unwrap());
+            let pending: Vec<_> = (0..5)
+                .map(|_| stays.submit_all_reduce(vec![1i32; 1000], Reduction::Sum).unwrap())
+                .collect();
+            scope.spawn(move || drop(leaves));
+            for pending in pending {
+                let lost = outcome(pending.work()).unwrap_err();
+                assert!(
+                    matches!(lost, Error::PeerLost { peer: 1, loss: Loss::Left, .. }),
+                    "{lost}"
+                );
+                assert!(pending.wait().is_err());
+            }
+            assert!(stays.barrier().is_err());
+        });
+    }
+}
+
+#[test]
+fn tags_are_matched_in_any_order() {
+    for groups in worlds(2) {
+        on_all(&groups, |group| {
+            let peer = 1 - group.rank();
+            let sent: Vec<Vec<u8>> =
+                (0..50u8).map(|tag| vec![tag; 10 + usize::from(tag)]).collect();
+            let sends: Vec<Work> =
+                (0..50).map(|tag| send(group, &sent[tag], peer, tag as u32).unwrap()).collect();
+            for tag in (0..50usize).rev() {
+                let mut buffer = vec![255; 10 + tag];
+                let work = receive(group, &mut buffer, peer, tag as u32).unwrap();
+                assert_eq!(outcome(&work), Ok(()));
+                assert_eq!(buffer, sent[tag]);
+            }
+            for work in &sends {
+                assert_eq!(outcome(work), Ok(()));
+            }
+        });
+    }
+}
+
+#[test]
+fn messages_of_one_tag_keep_their_order() {
+    for groups in worlds(2) {
+        on_all(&groups, |group| {
+            let messages: Vec<[u8; 4]> = (0..500u32).map(u32::to_le_bytes).collect();
+            if group.rank() == 0 {
+                let sends: Vec<Work> =
+                    messages.iter().map(|m| send(group, m, 1, 9).unwrap()).collect();
+                sends.iter().for_each(|work| assert_eq!(outcome(work), Ok(())));
+            } else {
+                let mut buffers = vec![[0; 4]; messages.len()];
+                let receives: Vec<Work> =
+                    buffers.iter_mut().map(|b| receive(group, b, 0, 9).unwrap()).collect();
+                receives.iter().for_each(|work| assert_eq!(outcome(work), Ok(())));
+                assert_eq!(buffers, messages);
+            }
+        });
+    }
+}
+
+#[test]
+fn sends_that_cross_do_not_wait_for_each_other() {
+    for groups in worlds(3) {
+        on_all(&groups, |group| {
+            // Blocking sends, larger than any socket buffer, to everybody at once.
+            let data = vec![group.rank() as u8; 8 << 20];
+            let peers = || (0..3).filter(|&p| p != group.rank());
+            let sends: Vec<Work> = peers().map(|p| send(group, &data, p, 1).unwrap()).collect();
+            for peer in peers() {
+                let mut buffer = vec![255; data.len()];
+                assert_eq!(outcome(&receive(group, &mut buffer, peer, 1).unwrap()), Ok(()));
+                assert!(buffer.iter().all(|&x| x == peer as u8));
+            }
+            sends.iter().for_each(|work| assert_eq!(outcome(work), Ok(())));
+        });
+    }
+}
+
+#[test]
+fn messages_may_be_empty_or_large() {
+    for groups in worlds(2) {
+        on_all(&groups, |group| {
+            let peer = 1 - group.rank();
+            let empty = send(group, &[], peer, 3).unwrap();
+            assert_eq!(outcome(&receive(group, &mut [], peer, 3).unwrap()), Ok(()));
+            assert_eq!(outcome(&empty), Ok(()));
+            if group.rank() == 0 {
+                let data: Vec<i32> = (0..16 << 20).collect();
+                group.send(&data, 1, 4).unwrap();
+            } else {
+                let mut data = vec![0i32; 16 << 20];
+                group.receive(&mut data, 0, 4).unwrap();
+                assert!(data.iter().enumerate().all(|(i, &x)| x == i as i32));
+            }
+            group.barrier().unwrap();
+        });
+    }
+}
+
+#[test]
+fn small_messages_pass_while_a_large_one_waits() {
+    for groups in worlds(2) {
+        on_all(&groups, |group| {
+            if group.rank() == 0 {
+                let large = vec![7; 4 << 20];
+                // Nobody receives it before the small ones are through.
+                let waiting = send(group, &large, 1, 0).unwrap();
+                for i in 0..100 {
+                    group.send(&[i], 1, 1).unwrap();
+                }
+                assert!(!waiting.is_done());
+                group.send(&[0u8; 1], 1, 2).unwrap();
+                assert_eq!(outcome(&waiting), Ok(()));
+            } else {
+                for i in 0..100 {
+                    let mut buffer = [0];
+                    group.receive(&mut buffer, 0, 1).unwrap();
+                    assert_eq!(buffer, [i]);
+                }
+                group.receive(&mut [0u8; 1], 0, 2).unwrap();
+                let mut large = vec![0u8; 4 << 20];
+                group.receive(&mut large, 0, 0).unwrap();
+                assert!(large.iter().all(|&x| x == 7));
+            }
+        });
+    }
+}
+
+#[test]
+fn messages_and_collectives_run_side_by_side() {
+    for groups in worlds(3) {
+        on_all(&groups, |group| {
+            let (next, previous) = ((group.rank() + 1) % 3, (group.rank() + 2) % 3);
+            let data = vec![group.rank() as u8; 2 << 20];
+            let mut buffer = vec![255; data.len()];
+            let sending = send(group, &data, next, 0).unwrap();
+            let receiving = receive(group, &mut buffer, previous, 0).unwrap();
+            for _ in 0..20 {
+                let mut numbers = vec![1i32; 10_000];
+                group.all_reduce(&mut numbers, Reduction::Sum).unwrap();
+                assert_eq!(numbers, vec![3; 10_000]);
+            }
+            assert_eq!(outcome(&sending), Ok(()));
+            assert_eq!(outcome(&receiving), Ok(()));
+            assert!(buffer.iter().all(|&x| x == previous as u8));
+            group.barrier().unwrap();
+        });
+    }
+}
+
+#[test]
+fn wrong_peers_are_refused_and_the_group_goes_on() {
+    for groups in worlds(2) {
+        on_all(&groups, |group| {
+            let me = group.rank();
+            let to_self = Err(Error::InvalidCall(InvalidCall::ToSelf { rank: me }));
+            assert_eq!(group.send(&[1u8], me, 0), to_self);
+            assert_eq!(group.receive(&mut [1u8], me, 0), to_self);
+            let nobody = Err(Error::InvalidCall(InvalidCall::NoSuchRank { rank: 2, world: 2 }));
+            assert_eq!(group.send(&[1u8], 2, 0), nobody);
+            assert_eq!(group.receive(&mut [1u8], 2, 0), nobody);
+            group.barrier().unwrap();
+        });
+    }
+}
+
+#[test]
+fn a_receive_of_another_length_fails_on_both_sides() {
+    for groups in worlds(2) {
+        on_all(&groups, |group| {
+            let (sent, mut buffer) = ([1u8; 10], [0u8; 12]);
+            let work = if group.rank() == 0 {
+                send(group, &sent, 1, 5).unwrap()
+            } else {
+                receive(group, &mut buffer, 0, 5).unwrap()
+            };
+            let expected = Error::LengthMismatch { from: 0, to: 1, tag: 5, sent: 10, expected: 12 };
+            assert_eq!(outcome(&work), Err(expected));
+        });
+    }
+}
+
+#[test]
+fn a_message_whose_sender_left_is_not_waited_for() {
+    for groups in worlds(2) {
+        let mut groups = groups.into_iter();
+        let (leaves, stays) = (groups.next().unwrap(), groups.next().unwrap());
+        let data = [1; 10];
+        let sending = send(&leaves, &data, 1, 5).unwrap();
+        // The announcement arrives before whatever is sent later.
+        std::thread::scope(|scope| {
+            scope.spawn(|| leaves.send(&[2u8], 1, 6).unwrap());
+            stays.receive(&mut [0u8], 0, 6).unwrap();
+        });
+        drop(leaves);
+        let left = |outcome| matches!(outcome, Err(Error::PeerLost { peer, loss: Loss::Left, .. }) if peer < 2);
+        assert!(left(outcome(&sending)));
+        let mut buffer = [0; 10];
+        assert!(left(outcome(&receive(&stays, &mut buffer, 0, 5).unwrap())));
+        assert!(left(outcome(&send(&stays, &data, 0, 5).unwrap())));
+    }
+}
+
+/// A rank that gives up in the middle of a message must still be understood: what follows the
+/// part of a message that was cut off is the reason.
+#[test]
+fn the_end_of_an_epoch_in_the_middle_of_a_message_reaches_the_receiver() {
+    let mut failed = 0;
+    for round in 0..6u64 {
+        let groups = Kind::Tcp.start(2, &Options::default());
+        let data = vec![7; 48 << 20];
+        let mut buffer = vec![0; data.len()];
+        let sending = send(&groups[0], &data, 1, 0).unwrap();
+        let receiving = receive(&groups[1], &mut buffer, 0, 0).unwrap();
+        std::thread::sleep(Duration::from_millis(round));
+        groups[0].epoch().end();
+        let sent = outcome(&sending);
+        // The sender is still there and its connections are open.
+        match outcome(&receiving) {
+            Ok(()) => assert!(buffer.iter().all(|&x| x == 7)),
+            Err(error) => {
+                assert_eq!(error, Error::EpochEnded { epoch: 0 });
+                assert_eq!(sent, Err(Error::EpochEnded { epoch: 0 }));
+                failed += 1;
+            }
+        }
+    }
+    assert!(failed > 0, "no epoch ended in the middle of a message");
+}

@@ -1,0 +1,335 @@
+//! Sub-groups: by color and key, by list, of each other, and when an epoch ends.
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::{Kind, Sample, on_all, reference};
+use unisono_collective::fabric::LocalHub;
+use unisono_collective::{Epoch, Error, FormError, Group, InvalidCall, Loss, Options, Reduction};
+
+const KINDS: [Kind; 4] = [Kind::Local, Kind::LocalHosts, Kind::Shm, Kind::Tcp];
+
+fn worlds(world: usize) -> impl Iterator<Item = Vec<Group>> {
+    KINDS.into_iter().map(move |kind| kind.start(world, &Options::default()))
+}
+
+/// The ranks that the members of `group` have in the world, in the order of the group.
+fn members(group: &Group, world_rank: usize) -> Vec<i64> {
+    let mut all = vec![-1; group.size()];
+    group.all_gather(&[world_rank as i64], &mut all).unwrap();
+    all
+}
+
+#[test]
+fn a_split_joins_equal_colors_in_the_order_of_keys() {
+    for groups in worlds(6) {
+        on_all(&groups, |world| {
+            let me = world.rank();
+            let color = (me % 2) as u32;
+            let same: Vec<i64> = (0..6).filter(|r| r % 2 == i64::from(color)).collect();
+            let reversed: Vec<i64> = same.iter().rev().copied().collect();
+
+            let group = world.split(Some(color), -(me as i64)).unwrap().unwrap();
+            assert_eq!(members(&group, me), reversed);
+            // Equal keys keep the order of the parent.
+            let group = world.split(Some(color), 7).unwrap().unwrap();
+            assert_eq!(members(&group, me), same);
+            assert_eq!(group.rank(), me / 2);
+            let extreme = if me < 2 { i64::MAX } else { i64::MIN };
+            let group = world.split(Some(u32::MAX - color), extreme).unwrap().unwrap();
+            assert_eq!(members(&group, me), [&same[1..], &same[..1]].concat());
+        });
+    }
+}
+
+#[test]
+fn a_rank_without_a_color_joins_no_group() {
+    for groups in worlds(4) {
+        on_all(&groups, |world| {
+            let me = world.rank();
+            let group = world.split((me != 2).then_some(9), 0).unwrap();
+            assert_eq!(group.is_none(), me == 2);
+            if let Some(group) = group {
+                assert_eq!(members(&group, me), [0, 1, 3]);
+            }
+            assert!(world.split(None, 0).unwrap().is_none());
+            // Whoever sat out still agrees with the others on the next split.
+            let group = world.split(Some(0), 0).unwrap().unwrap();
+            assert_eq!(members(&group, me), [0, 1, 2, 3]);
+        });
+    }
+}
+
+#[test]
+fn a_list_keeps_its_order_and_concerns_only_its_members() {
+    for groups in worlds(5) {
+        on_all(&groups, |world| {
+            let me = world.rank();
+            let list = [4, 0, 2];
+            if list.contains(&me) {
+                for _ in 0..3 {
+                    let group = world.subgroup(&list).unwrap();
+                    assert_eq!(members(&group, me), [4, 0, 2]);
+                    assert_eq!(group.size(), 3);
+                }
+            }
+            // The same members in another order are another group.
+            if [0, 2].contains(&me) {
+                let (forth, back) =
+                    (world.subgroup(&[0, 2]).unwrap(), world.subgroup(&[2, 0]).unwrap());
+                assert_eq!(members(&forth, me), [0, 2]);
+                assert_eq!(members(&back, me), [2, 0]);
+            }
+            let alone = world.subgroup(&[me]).unwrap();
+            assert_eq!(members(&alone, me), [me as i64]);
+            assert_eq!(members(world, me), [0, 1, 2, 3, 4]);
+        });
+    }
+}
+
+#[test]
+fn the_order_of_a_list_is_the_order_of_its_reductions() {
+    for groups in worlds(5) {
+        let inputs: Vec<Vec<f32>> = (0..5).map(|rank| f32::samples(3001, rank)).collect();
+        on_all(&groups, |world| {
+            let list = [3, 1, 4, 0, 2];
+            let group = world.subgroup(&list).unwrap();
+            let mut buffer = inputs[world.rank()].clone();
+            group.all_reduce(&mut buffer, Reduction::Sum).unwrap();
+            let ordered: Vec<Vec<f32>> = list.iter().map(|&rank| inputs[rank].clone()).collect();
+            f32::assert_same(&buffer, &reference(&ordered, Reduction::Sum), "a reordered group");
+        });
+    }
+}
+
+#[test]
+fn wrong_lists_are_refused_and_the_group_goes_on() {
+    for groups in worlds(3) {
+        on_all(&groups, |world| {
+            let me = world.rank();
+            let refusal = |list: &[usize]| match world.subgroup(list) {
+                Err(FormError::Parent(Error::InvalidCall(refusal))) => refusal,
+                Err(other) => panic!("{list:?}: {other}"),
+                Ok(_) => panic!("{list:?} formed a group"),
+            };
+            assert_eq!(refusal(&[me, me]), InvalidCall::Members);
+            assert_eq!(refusal(&[(me + 1) % 3]), InvalidCall::Members);
+            assert_eq!(refusal(&[]), InvalidCall::Members);
+            assert_eq!(refusal(&[me, 3]), InvalidCall::NoSuchRank { rank: 3, world: 3 });
+            world.barrier().unwrap();
+        });
+    }
+}
+
+#[test]
+fn overlapping_groups_work_at_once_from_several_threads() {
+    for groups in worlds(4) {
+        on_all(&groups, |world| {
+            let me = world.rank();
+            // Pairs of neighbours around the circle, in an order without a cycle of waits.
+            let (next, previous) = ((me + 1) % 4, (me + 3) % 4);
+            let pair = |a: usize, b: usize| world.subgroup(&[a, b]).unwrap();
+            let (first, second) = if me % 2 == 0 {
+                (pair(me, next), pair(previous, me))
+            } else {
+                (pair(previous, me), pair(me, next))
+            };
+            let work = |group: &Group, seed: i64| {
+                for i in 0..50 {
+                    let mut numbers = vec![seed + i; 1 + 40 * i as usize];
+                    group.all_reduce(&mut numbers, Reduction::Sum).unwrap();
+                    let sum = group.size() as i64 * (seed + i);
+                    assert!(numbers.iter().all(|&n| n == sum));
+                }
+            };
+            std::thread::scope(|scope| {
+                scope.spawn(|| work(&first, 1000));
+                scope.spawn(|| work(&second, 1000));
+                work(world, 1_000_000);
+            });
+        });
+    }
+}
+
+#[test]
+fn groups_of_groups_work_beside_their_parents() {
+    for groups in worlds(8) {
+        on_all(&groups, |world| {
+            let me = world.rank();
+            let half = world.split(Some(me as u32 / 4), me as i64).unwrap().unwrap();
+            let quarter = half.split(Some(half.rank() as u32 % 2), 0).unwrap().unwrap();
+            let base = me / 4 * 4 + me % 2;
+            assert_eq!(members(&quarter, me), [base as i64, base as i64 + 2]);
+            let twins = quarter.subgroup(&[1, 0]).unwrap();
+            assert_eq!(members(&twins, me), [base as i64 + 2, base as i64]);
+            let sum = |group: &Group| {
+                let mut one = [1i32];
+                group.all_reduce(&mut one, Reduction::Sum).unwrap();
+                one[0]
+            };
+            assert_eq!([sum(&twins), sum(&world), sum(&quarter), sum(&half)], [2, 8, 2, 4]);
+        });
+    }
+}
+
+#[test]
+fn a_group_knows_which_of_its_members_share_a_host() {
+    let groups = Group::local_on_hosts(&[0, 1, 0, 1, 2], &Options::default()).unwrap();
+    on_all(&groups, |world| {
+        let group = world.split(Some(0), -(world.rank() as i64)).unwrap().unwrap();
+        let topology = group.topology();
+        assert_eq!(topology.hosts(), 3);
+        // Ranks 4, 3, 2, 1, 0 of the world.
+        assert!(topology.together(1, 3) && topology.together(2, 4));
+        assert!(!topology.together(0, 1) && !topology.together(1, 2));
+    });
+}
+
+#[test]
+fn groups_outlive_their_parents() {
+    for kind in KINDS {
+        let groups = kind.start(3, &Options::default());
+        let children = on_all(&groups, |world| world.split(Some(0), 0).unwrap().unwrap());
+        drop(groups);
+        let grandchildren = on_all(&children, |group| group.subgroup(&[2, 1, 0]).unwrap());
+        on_all(&children, |group| group.barrier().unwrap());
+        drop(children);
+        on_all(&grandchildren, |group| group.barrier().unwrap());
+    }
+}
+
+#[test]
+fn parents_outlive_their_groups() {
+    for groups in worlds(3) {
+        on_all(&groups, |world| {
+            for _ in 0..5 {
+                let group = world.split(Some(0), 0).unwrap().unwrap();
+                group.barrier().unwrap();
+                drop(group);
+                world.barrier().unwrap();
+            }
+        });
+    }
+}
+
+#[test]
+fn who_leaves_is_missed_only_by_later_calls() {
+    for mut groups in worlds(3) {
+        on_all(&groups, |group| group.barrier().unwrap());
+        drop(groups.pop());
+        let start = Instant::now();
+        for error in on_all(&groups, |group| group.barrier().unwrap_err()) {
+            assert!(
+                matches!(error, Error::PeerLost { peer: 2, loss: Loss::Left, .. }),
+                "{error:?}"
+            );
+        }
+        assert!(start.elapsed() < Duration::from_secs(5), "leaving was not noticed at once");
+    }
+}
+
+/// Calls that a leaving rank has completed complete on the others, too.
+#[test]
+fn leaving_right_after_a_call_does_not_take_it_away() {
+    for kind in KINDS {
+        for round in 0..20 {
+            let groups = kind.start(3, &Options::default());
+            std::thread::scope(|scope| {
+                for group in groups {
+                    scope.spawn(move || {
+                        let mut buffer = vec![1i32; 1 + round * 1000];
+                        group.all_reduce(&mut buffer, Reduction::Sum).unwrap();
+                        assert!(buffer.iter().all(|&x| x == 3));
+                    });
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn nothing_works_after_its_epoch_ended() {
+    for kind in KINDS {
+        let groups = kind.start(3, &Options::default());
+        let children = on_all(&groups, |world| world.split(Some(0), 0).unwrap().unwrap());
+        let ended = Error::EpochEnded { epoch: 0 };
+        std::thread::scope(|scope| {
+            // Rank 0 does not come: the others wait until the epoch ends.
+            let waiting: Vec<_> = groups[1..]
+                .iter()
+                .map(|group| scope.spawn(|| group.all_reduce(&mut [1f32; 10], Reduction::Sum)))
+                .collect();
+            std::thread::sleep(Duration::from_millis(20));
+            groups.iter().for_each(|group| group.epoch().end());
+            for rank in waiting {
+                assert_eq!(rank.join().unwrap(), Err(ended.clone()));
+            }
+        });
+        for group in groups.iter().chain(&children) {
+            assert_eq!(group.failure(), Some(ended.clone()));
+            assert_eq!(group.barrier(), Err(ended.clone()));
+            assert_eq!(group.send(&[1u8], (group.rank() + 1) % 3, 0), Err(ended.clone()));
+            let work = group.submit_all_reduce(vec![1f32; 10], Reduction::Sum).unwrap();
+            assert_eq!(work.wait(), Err(ended.clone()));
+            assert_eq!(group.split(Some(0), 0).err(), Some(FormError::Parent(ended.clone())));
+            let list = [group.rank()];
+            assert_eq!(group.subgroup(&list).err(), Some(FormError::Parent(ended.clone())));
+            assert!(group.epoch().has_ended());
+        }
+    }
+}
+
+#[test]
+fn no_group_forms_in_an_epoch_that_has_ended() {
+    let epoch = Epoch::new(7);
+    epoch.end();
+    let group = Group::world(LocalHub::new(1), epoch, 0, 1, Options::default());
+    assert_eq!(group.err(), Some(FormError::EpochEnded { epoch: 7 }));
+}
+
+#[test]
+fn a_world_of_one_does_everything_by_itself() {
+    for groups in worlds(1) {
+        let group = &groups[0];
+        let data = f32::samples(1000, 1);
+        let same = |output: &[f32]| f32::assert_same(output, &data, "alone");
+
+        let mut buffer = data.clone();
+        for reduction in [Reduction::Sum, Reduction::Mean, Reduction::Max, Reduction::Product] {
+            group.all_reduce(&mut buffer, reduction).unwrap();
+            same(&buffer);
+            group.reduce_scatter_in_place(&mut buffer, reduction).unwrap();
+            same(&buffer);
+        }
+        group.broadcast(&mut buffer, 0).unwrap();
+        group.all_gather_in_place(&mut buffer).unwrap();
+        group.all_to_all_in_place(&mut buffer).unwrap();
+        same(&buffer);
+        let outputs: [&dyn Fn(&mut [f32]) -> Result<(), Error>; 8] = [
+            &|output| group.all_reduce_into(&data, output, Reduction::Sum),
+            &|output| group.reduce_scatter(&data, output, Reduction::Sum),
+            &|output| group.all_gather(&data, output),
+            &|output| group.all_gather_unequal(&data, output, &[1000]),
+            &|output| group.reduce(&data, Some(output), Reduction::Sum, 0),
+            &|output| group.gather(&data, Some(output), 0),
+            &|output| group.scatter(Some(&data), output, 0),
+            &|output| group.all_to_all_unequal(&data, &[1000], output, &[1000]),
+        ];
+        for run in outputs {
+            let mut output = vec![0.0; 1000];
+            run(&mut output).unwrap();
+            same(&output);
+        }
+        group.barrier().unwrap();
+        let pending = group.submit_all_reduce(data.clone(), Reduction::Mean).unwrap();
+        same(&pending.wait().unwrap());
+        assert_eq!(members(&group.split(Some(3), 5).unwrap().unwrap(), 0), [0]);
+        assert_eq!(members(&group.subgroup(&[0]).unwrap(), 0), [0]);
+        assert!(group.split(None, 0).unwrap().is_none());
+        assert_eq!(
+            group.send(&[1u8], 0, 0),
+            Err(Error::InvalidCall(InvalidCall::ToSelf { rank: 0 }))
+        );
+    }
+}
