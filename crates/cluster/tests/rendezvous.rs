@@ -71,7 +71,7 @@ struct Hosted {
 impl Hosted {
     fn start(world: u32) -> Hosted {
         let token = Token::random().unwrap();
-        let server = Server::start(world, token.clone()).unwrap();
+        let server = Server::start(world, Some(token.clone())).unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         let listeners = vec![Socket::from(listener)];

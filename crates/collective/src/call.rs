@@ -21,6 +21,8 @@ pub struct Call {
     pub reduction: Reduction,
     /// Elements in the buffer that is equal on all ranks, or of the longest block.
     pub count: u64,
+    /// A hash of the blocks' lengths where all ranks know them and they differ; else 0.
+    pub shape: u64,
     /// The algorithm this rank chose.
     pub algorithm: Algorithm,
     /// Elements of a column.
@@ -54,6 +56,9 @@ impl std::fmt::Display for Call {
             return Ok(());
         }
         write!(f, " of {count} {dtype}")?;
+        if self.shape != 0 {
+            write!(f, " at most, blocks {:08x}", self.shape as u32)?;
+        }
         if matches!(self.op, Op::AllReduce | Op::ReduceScatter | Op::Reduce { .. }) {
             write!(f, " by {reduction}")?;
         }
@@ -76,6 +81,7 @@ pub struct WireCall {
     root: U32,
     column: U32,
     count: U64,
+    shape: U64,
 }
 
 const BARRIER: u8 = 0x80;
@@ -91,6 +97,7 @@ impl From<Call> for WireCall {
             root: (call.op.root().unwrap_or(0) as u32).into(),
             column: call.column.into(),
             count: call.count.into(),
+            shape: call.shape.into(),
         }
     }
 }
@@ -107,6 +114,7 @@ impl TryFrom<WireCall> for Call {
             dtype: Dtype::from_code(wire.dtype).ok_or(MalformedCall)?,
             reduction: Reduction::from_code(wire.reduction).ok_or(MalformedCall)?,
             count: wire.count.get(),
+            shape: wire.shape.get(),
             algorithm: *Algorithm::ALL.get(usize::from(wire.algorithm)).ok_or(MalformedCall)?,
             column: wire.column.get(),
         })

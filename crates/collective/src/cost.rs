@@ -28,6 +28,8 @@ pub struct Costs {
     pub far: LinkCost,
     /// Folding a byte of input from private memory.
     pub fold: f64,
+    /// Ranks per core, at least 1: above, they take turns.
+    pub crowd: f64,
 }
 
 /// What a link costs.
@@ -61,6 +63,7 @@ impl Default for Costs {
             near: LinkCost { latency: 10e-6, message: 3e-6, byte: 0.35e-9 },
             far: LinkCost { latency: 30e-6, message: 4e-6, byte: 0.9e-9 },
             fold: 0.06e-9,
+            crowd: 1.0,
         }
     }
 }

@@ -70,6 +70,7 @@ mod tests {
             barrier: false,
             dtype: Dtype::F32,
             reduction: Reduction::Sum,
+            shape: 0,
             count: u64::from(seq) * 3,
             algorithm: Algorithm::Tree,
             column: seq + 1,

@@ -247,7 +247,6 @@ impl StallWatch<'_> {
             *self.state.stuck.lock().expect("no panic while locked") = Some(*self.call);
             self.state.wake_monitor();
         }
-        self.reported |=
-            !self.reported && self.state.report_stall(self.since, self.call, missing);
+        self.reported |= !self.reported && self.state.report_stall(self.since, self.call, missing);
     }
 }

@@ -173,6 +173,7 @@ fn calls() -> Vec<Call> {
         dtype: Dtype::ALL[i],
         reduction: Reduction::ALL[i],
         count: 1 << (13 * i),
+        shape: i as u64,
         algorithm: Algorithm::ALL[i],
         column: 64,
     };

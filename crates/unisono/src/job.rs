@@ -33,7 +33,8 @@ impl Job {
         let deadline = Instant::now() + START_PATIENCE * options.timeout;
         let session = rendezvous::connect(&place, deadline)?;
         let mut ip = session.local_ip();
-        if let Ok(wanted) = std::env::var("UNISONO_INTERFACE") {
+        let wanted = std::env::var("UNISONO_INTERFACE").ok().filter(|wanted| !wanted.is_empty());
+        if let Some(wanted) = wanted {
             ip = interface::resolve(&wanted, ip)?;
         }
         let listening = |e: std::io::Error| JoinError::Listen { ip, reason: e.to_string() };

@@ -74,8 +74,7 @@ fn kill(wiring: Wiring, chains: usize) {
     let mut inside = 0;
     for _ in 0..chains {
         let mut world = wiring.start(5);
-        let fresh: Vec<_> =
-            world.ranks.iter_mut().map(|r| r.residue(&Command::Inspect)).collect();
+        let fresh: Vec<_> = world.ranks.iter_mut().map(|r| r.residue(&Command::Inspect)).collect();
         while world.ranks.len() > 1 {
             wiring.place(&mut world);
             world.form(&wiring.settings());
@@ -125,11 +124,19 @@ fn kill_one(
     let killed = now();
     victim.signal(Signal::KILL);
     let status = victim.wait();
+    let died = now();
     assert_eq!(status.signal(), Some(Signal::KILL.as_raw()), "the victim ended otherwise");
     let failures: Vec<Failed> = world.ranks.iter().map(|rank| rank.failed()).collect();
     for failed in &failures {
         assert!(failed.at > killed, "a survivor failed before the kill: {failed:?}");
         delays.push(failed.at - killed);
+        if failed.at - killed > Duration::from_millis(100) {
+            println!(
+                "late: {failed:?} {:?} after the kill, dead after {:?}",
+                failed.at - killed,
+                died - killed
+            );
+        }
     }
     failures
 }
@@ -209,7 +216,7 @@ fn a_stopped_rank_is_reported_and_then_lost() {
             assert_eq!(reply, Reply::Churning);
         }
         let victim = 1;
-        world.ranks[victim].signal(Signal::STOP);
+        world.ranks[victim].stop();
         let stopped = now();
         for rank in [0, 2] {
             let Failed { failure, at, .. } = world.ranks[rank].failed();
@@ -253,7 +260,7 @@ fn a_rank_that_was_stopped_for_a_moment_is_forgiven() {
     for wiring in Wiring::PROCESSES {
         let mut world = wiring.start(3);
         world.form(&wiring.settings());
-        world.ranks[1].signal(Signal::STOP);
+        world.ranks[1].stop();
         world.tell_all(&Command::Call(SUM));
         // The fault had an effect: nobody can finish without the rank.
         assert_eq!(world.ranks[0].reply_within(Duration::from_millis(300)), None);

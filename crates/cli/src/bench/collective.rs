@@ -173,8 +173,7 @@ impl<'a> Report<'a> {
         let args = self.args;
         let world = group.size();
         let limit = if self.transport == "shm" {
-            let rate = limit::copy_rate(group, workload.bytes())?;
-            limit::shared_memory_bus(args.op, world, rate)
+            limit::shared_memory_bus(args.op, world, &group.costs().window)
         } else {
             limit::link_rate(group, self.ip)?
         };

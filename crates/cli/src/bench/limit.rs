@@ -5,28 +5,13 @@ use std::net::{IpAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use unisono::collective::cost::WindowCost;
 use unisono::{Group, Reduction};
 
 use super::workload::Operation;
 
 /// Time spent on one measurement of a limit.
 const BUDGET: Duration = Duration::from_millis(60);
-
-/// Bytes that every rank can copy per second while all ranks copy buffers of this size.
-pub fn copy_rate(group: &Group, bytes: usize) -> anyhow::Result<f64> {
-    let bytes = bytes.clamp(64 << 10, 64 << 20);
-    let from = vec![1u8; bytes];
-    let mut into = vec![2u8; bytes];
-    group.barrier()?;
-    let start = Instant::now();
-    let mut copied = 0;
-    while start.elapsed() < BUDGET || copied == 0 {
-        into.copy_from_slice(std::hint::black_box(&from));
-        std::hint::black_box(&mut into);
-        copied += bytes;
-    }
-    slowest(group, copied as f64 / start.elapsed().as_secs_f64())
-}
 
 /// Bytes that every rank can send per second to the next one while all do so, over plain TCP.
 pub fn link_rate(group: &Group, ip: IpAddr) -> anyhow::Result<f64> {
@@ -69,23 +54,28 @@ pub fn link_rate(group: &Group, ip: IpAddr) -> anyhow::Result<f64> {
     slowest(group, rate)
 }
 
-/// The bus bandwidth, in bytes per second, of an operation that does nothing but copy what it
-/// must through shared memory.
-pub fn shared_memory_bus(operation: Operation, world: usize, copy_rate: f64) -> f64 {
+/// The bus bandwidth, in bytes per second, of an operation that does nothing but move between
+/// cores what it must: staging a byte, publishing a result, collecting or folding what another
+/// rank staged, each at the rate measured when the group formed.
+pub fn shared_memory_bus(operation: Operation, world: usize, costs: &WindowCost) -> f64 {
+    let (copy, fold) = (costs.copy, costs.fold);
     let n = world as f64;
-    // What a rank moves per byte of the buffer, counted in copies of a byte: staging, reading n
-    // inputs and writing two outputs of its own block, collecting.
-    let fold = (n + 2.0) / (2.0 * n);
     let rest = (n - 1.0) / n;
-    let copies = match operation {
-        Operation::AllReduce => rest + fold + rest,
-        Operation::ReduceScatter | Operation::Reduce => rest + fold,
-        Operation::AllGather | Operation::AllToAll => 1.0 + rest,
-        Operation::Broadcast => 1.0,
-        Operation::Gather | Operation::Scatter => rest,
+    // Seconds per byte of the buffer.
+    let scatter = rest * (copy + fold);
+    let seconds = match operation {
+        Operation::AllReduce => {
+            let everybody_everything = copy + (n - 1.0) * fold;
+            (scatter + copy / n + rest * copy).min(everybody_everything)
+        }
+        Operation::Reduce => scatter + copy / n,
+        Operation::ReduceScatter => scatter,
+        Operation::AllGather => copy / n + rest * copy,
+        Operation::AllToAll => 2.0 * rest * copy,
+        Operation::Broadcast | Operation::Gather | Operation::Scatter => copy,
         Operation::Barrier => return f64::INFINITY,
     };
-    operation.bus_factor(world) * copy_rate / copies
+    operation.bus_factor(world) / seconds
 }
 
 fn slowest(group: &Group, rate: f64) -> anyhow::Result<f64> {

@@ -57,10 +57,23 @@ struct Host {
 /// What launchers say to each other.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) enum Message {
-    Register { ranks: u32, nodes: u32 },
-    Assigned { first_rank: u32, world: u32, rendezvous: u16, master_port: u16, token: [u8; 32] },
-    Rejected { reason: String },
-    Exited { rank: u32 },
+    Register {
+        ranks: u32,
+        nodes: u32,
+    },
+    Assigned {
+        first_rank: u32,
+        world: u32,
+        rendezvous: u16,
+        master_port: u16,
+        token: Option<[u8; 32]>,
+    },
+    Rejected {
+        reason: String,
+    },
+    Exited {
+        rank: u32,
+    },
     Finished,
     Over(Outcome),
 }
@@ -103,7 +116,7 @@ impl Host {
         let address = ip.to_string();
         let (listeners, port) =
             listen(&address, 0).map_err(|source| LaunchError::Listen { address, source })?;
-        let server = Server::start(world, token.clone())?;
+        let server = Server::start(world, None)?;
         let acceptor =
             Acceptor::start_with(limits(world), listeners, token.clone(), server.doorkeeper())?;
         Ok((Host { server, _acceptor: acceptor }, port))
@@ -181,7 +194,8 @@ fn lead(launch: &Launch, nodes: &Nodes, events: &Sender<Event>) -> Result<Job, L
             world,
             rendezvous: rendezvous.port(),
             master_port,
-            token: *token.as_bytes(),
+            // Nodes that were given the token need not hear it again, in the clear.
+            token: launch.token.is_none().then(|| *token.as_bytes()),
         };
         tell(&socket, &assigned).map_err(|error| lost(node, &error))?;
         links.add(node, socket, events)?;
@@ -249,7 +263,9 @@ fn follow(launch: &Launch, nodes: &Nodes, events: &Sender<Event>) -> Result<Job,
     let (first_rank, world, rendezvous, master_port, token) =
         match receive(&mut stream, MAX_MESSAGE).map_err(|error| lost(0, &error))? {
             Message::Assigned { first_rank, world, rendezvous, master_port, token } => {
-                (first_rank, world, rendezvous, master_port, Token::from_bytes(token))
+                let token = launch.token.clone().or(token.map(Token::from_bytes));
+                let token = token.ok_or_else(|| lost(0, &FrameError::Malformed))?;
+                (first_rank, world, rendezvous, master_port, token)
             }
             Message::Rejected { reason } => return Err(LaunchError::Rejected { reason }),
             _ => return Err(lost(0, &FrameError::Malformed)),

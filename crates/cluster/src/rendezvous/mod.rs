@@ -143,7 +143,7 @@ enum Request {
 /// The one thing the server says to a rank.
 #[derive(Serialize, Deserialize)]
 enum Reply {
-    Gathered { token: [u8; 32], blobs: Vec<Vec<u8>> },
+    Gathered { token: Option<[u8; 32]>, blobs: Vec<Vec<u8>> },
     Refused(JoinRefusal),
     Aborted(Abort),
 }
@@ -231,12 +231,19 @@ impl Session {
         Ok(gathered)
     }
 
-    fn check(&self, token: [u8; 32], blobs: Vec<Vec<u8>>) -> Result<Gathered, RendezvousError> {
+    fn check(
+        &self,
+        token: Option<[u8; 32]>,
+        blobs: Vec<Vec<u8>>,
+    ) -> Result<Gathered, RendezvousError> {
         if blobs.len() != self.world as usize {
             let problem = format!("a roster of {} for a world of {}", blobs.len(), self.world);
             return Err(RendezvousError::Lost(problem));
         }
-        let token = self.token.clone().unwrap_or(Token::from_bytes(token));
+        let token =
+            self.token.clone().or(token.map(Token::from_bytes)).ok_or_else(|| {
+                RendezvousError::Lost("the rendezvous handed out no token".into())
+            })?;
         Ok(Gathered { token, blobs })
     }
 }
@@ -266,15 +273,14 @@ impl Host {
         port: u16,
         key: &Token,
     ) -> Result<(Host, u16), RendezvousError> {
-        let token = match &place.token {
-            Some(token) => token.clone(),
-            None => {
-                log::warn!(
-                    "UNISONO_TOKEN is not set: this job trusts whoever can reach its rendezvous \
-                     on port {port}"
-                );
-                Token::random()?
-            }
+        let token = if place.token.is_some() {
+            None
+        } else {
+            log::warn!(
+                "UNISONO_TOKEN is not set: this job trusts whoever can reach its rendezvous on \
+                 port {port}"
+            );
+            Some(Token::random()?)
         };
         let server = Server::start(place.world, token)?;
         let limits = limits(place.world);

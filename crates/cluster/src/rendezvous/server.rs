@@ -37,8 +37,9 @@ enum Command {
 }
 
 impl Server {
-    /// Hosts a rendezvous of `world` ranks that hands out `token`.
-    pub fn start(world: u32, token: Token) -> io::Result<Server> {
+    /// Hosts a rendezvous of `world` ranks. `token` is handed out to all of them, in the clear:
+    /// `None` where they were given it before.
+    pub fn start(world: u32, token: Option<Token>) -> io::Result<Server> {
         let wake = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
         let delivered = Arc::new(Delivered::default());
         let (commands, receiver) = channel();
@@ -164,7 +165,7 @@ const COURTESY: Duration = Duration::from_secs(3);
 /// The state of the server's thread.
 struct Host {
     world: u32,
-    token: Token,
+    token: Option<Token>,
     roster: Roster,
     connections: Vec<Connection>,
     commands: Receiver<Command>,
@@ -351,7 +352,7 @@ impl Host {
         }
         let reply = if let Some(blobs) = self.roster.complete() {
             let blobs = blobs.into_iter().map(<[u8]>::to_vec).collect();
-            Reply::Gathered { token: *self.token.as_bytes(), blobs }
+            Reply::Gathered { token: self.token.as_ref().map(|token| *token.as_bytes()), blobs }
         } else if let Some(abort) = self.roster.aborted() {
             Reply::Aborted(abort.clone())
         } else {

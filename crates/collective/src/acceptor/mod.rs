@@ -3,9 +3,10 @@
 //! One thread owns the listening sockets of a process and every connection whose handshake is not
 //! finished. All of them are non-blocking and watched by one epoll instance, so a connection that
 //! sends nothing, or a byte a second, costs a slot and nothing else. There is a fixed number of
-//! slots: a stranger who fills them pushes out the oldest half-done handshake, which for an honest
-//! peer lasts one round trip. A slot has a fixed size and a deadline. Nothing a stranger sends
-//! reaches further than [`Responder::feed`].
+//! slots: a stranger who fills them pushes out the oldest connection that has not said a proper
+//! hello, which is the first thing that an honest peer does. Only if all have, the oldest goes;
+//! peers that were pushed out knock again. A slot has a fixed size and a deadline. Nothing a
+//! stranger sends reaches further than [`Responder::feed`].
 //!
 //! Refusals are logged with address and reason, up to a few in a minute; the rest is counted.
 
@@ -121,6 +122,8 @@ struct HalfDone {
     socket: Socket,
     peer: Peer,
     responder: Responder,
+    /// Whether it has said a proper hello.
+    challenged: bool,
     deadline: Instant,
 }
 
@@ -214,10 +217,7 @@ impl<F: FnMut(Socket, Introduction)> Door<F> {
 
     fn admit(&mut self, socket: Socket, address: &SockAddr) {
         let peer = Peer::of(&socket, address);
-        if self.half_done.len() == self.limits.half_done {
-            let oldest = self.half_done.remove(0);
-            self.refusals.note(&oldest.peer, &Reason::Displaced, Instant::now());
-        }
+        self.make_room();
         let key = self.next_key;
         self.next_key += 1;
         let prepared = || -> io::Result<Responder> {
@@ -231,9 +231,28 @@ impl<F: FnMut(Socket, Introduction)> Door<F> {
         match prepared() {
             Ok(responder) => {
                 let deadline = Instant::now() + self.limits.patience;
-                self.half_done.push(HalfDone { key, socket, peer, responder, deadline });
+                let challenged = false;
+                let half_done = HalfDone { key, socket, peer, responder, challenged, deadline };
+                self.half_done.push(half_done);
             }
             Err(error) => self.refusals.note(&peer, &Reason::Failed(error), Instant::now()),
+        }
+    }
+
+    /// Frees a slot if all are taken.
+    fn make_room(&mut self) {
+        while self.half_done.len() == self.limits.half_done {
+            let candidate = self.half_done.iter().position(|half_done| !half_done.challenged);
+            let index = candidate.unwrap_or(0);
+            let (key, challenged) = (self.half_done[index].key, self.half_done[index].challenged);
+            // In a rush of connections, its hello may be here without having had its turn.
+            self.advance(key);
+            let displaced =
+                |half_done: &HalfDone| half_done.key == key && half_done.challenged == challenged;
+            if let Some(index) = self.half_done.iter().position(displaced) {
+                let displaced = self.half_done.remove(index);
+                self.refusals.note(&displaced.peer, &Reason::Displaced, Instant::now());
+            }
         }
     }
 
@@ -299,7 +318,10 @@ impl HalfDone {
                 };
             let sent = match self.responder.feed(&buffer[..received]).1 {
                 Step::More => continue,
-                Step::Send(reply) => self.send(reply.as_ref()),
+                Step::Send(reply) => {
+                    self.challenged = true;
+                    self.send(reply.as_ref())
+                }
                 Step::Accepted { introduction, verdict } => match self.send(verdict.as_ref()) {
                     Ok(()) => return Fate::Accepted(introduction),
                     Err(error) => Err(error),

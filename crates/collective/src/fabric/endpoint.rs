@@ -23,6 +23,10 @@ use crate::window::region::Region;
 /// refuse a member that is early.
 const MAX_WAITING: usize = 1 << 16;
 
+/// How long a rank that was pushed out at a door waits before it knocks again. Longer: the group
+/// forms later. Shorter: a crowded door gets more crowded.
+const KNOCK_PAUSE: Duration = Duration::from_millis(5);
+
 /// Which ranks can share memory: equal on ranks of one machine and one network namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct HostId([u8; 16]);
@@ -83,7 +87,8 @@ impl Endpoint {
         let unix = Socket::new(Domain::UNIX, Type::STREAM, None)?;
         unix.bind(&abstract_address(&name)?)?;
         unix.listen(4096)?;
-        let address = Address { host: HostId::current(), tcp: bound, unix: name, cores: CoreSet::current() };
+        let address =
+            Address { host: HostId::current(), tcp: bound, unix: name, cores: CoreSet::current() };
         Ok(Endpoint { tcp, unix, address })
     }
 
@@ -114,6 +119,28 @@ struct Job {
     roster: Vec<Address>,
     inbox: Arc<Inbox>,
     _acceptor: Acceptor,
+}
+
+/// Why a member did not let this rank in.
+struct Unanswered {
+    reason: String,
+    /// Whether it would be the same the next time.
+    is_final: bool,
+}
+
+impl From<std::io::Error> for Unanswered {
+    fn from(error: std::io::Error) -> Unanswered {
+        // A queue of connections that is full refuses Unix sockets this way.
+        let is_final = error.kind() != std::io::ErrorKind::WouldBlock;
+        Unanswered { reason: error.to_string(), is_final }
+    }
+}
+
+impl From<HandshakeError> for Unanswered {
+    fn from(error: HandshakeError) -> Unanswered {
+        let is_final = !matches!(error, HandshakeError::Truncated);
+        Unanswered { reason: error.to_string(), is_final }
+    }
 }
 
 /// Connections that were accepted and wait for their group.
@@ -151,7 +178,8 @@ impl Inbox {
 }
 
 impl Job {
-    /// Opens a connection to a member.
+    /// Opens a connection to a member. Strangers who crowd its door may push this rank out before
+    /// it could introduce itself; then it knocks again.
     fn dial(
         &self,
         peer: usize,
@@ -159,6 +187,24 @@ impl Job {
         introduction: &Introduction,
         deadline: Instant,
     ) -> Result<Socket, String> {
+        loop {
+            match self.knock(peer, unix, introduction, deadline) {
+                Ok(socket) => return Ok(socket),
+                Err(error) if error.is_final || Instant::now() >= deadline => {
+                    return Err(error.reason);
+                }
+                Err(_) => std::thread::sleep(KNOCK_PAUSE),
+            }
+        }
+    }
+
+    fn knock(
+        &self,
+        peer: usize,
+        unix: bool,
+        introduction: &Introduction,
+        deadline: Instant,
+    ) -> Result<Socket, Unanswered> {
         let address = &self.roster[peer];
         let (socket, target) = if unix {
             let socket = Socket::new(Domain::UNIX, Type::STREAM, None);
@@ -167,17 +213,15 @@ impl Job {
             let socket = Socket::new(Domain::for_address(address.tcp), Type::STREAM, None);
             (socket, Ok(address.tcp.into()))
         };
-        let (socket, target) =
-            (socket.map_err(|e| e.to_string())?, target.map_err(|e| e.to_string())?);
+        let (socket, target) = (socket?, target?);
         let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         if unix {
-            socket.connect(&target).map_err(|e| e.to_string())?;
+            socket.connect(&target)?;
         } else {
-            socket.connect_timeout(&target, left).map_err(|e| e.to_string())?;
-            socket.set_tcp_nodelay(true).map_err(|e| e.to_string())?;
+            socket.connect_timeout(&target, left)?;
+            socket.set_tcp_nodelay(true)?;
         }
-        let proven = handshake::initiate(&socket, &self.token, introduction, deadline);
-        proven.map_err(|e: HandshakeError| e.to_string())?;
+        handshake::initiate(&socket, &self.token, introduction, deadline)?;
         Ok(socket)
     }
 

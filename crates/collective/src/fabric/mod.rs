@@ -18,9 +18,9 @@ use crate::window::region::{MAX_BUFFERS, Region};
 pub use cores::CoreSet;
 pub use endpoint::{Address, Endpoint, HostId};
 pub use local::LocalHub;
-pub(crate) use staging::staging_buffer;
 #[doc(hidden)]
 pub use ready::receive as receive_ready;
+pub(crate) use staging::staging_buffer;
 
 /// What a group is made of.
 pub struct Fabric {

@@ -58,6 +58,8 @@ pub struct Unequal {
     pub output: Vec<usize>,
     /// The longest block of any rank.
     pub longest: usize,
+    /// A hash of the lengths that all ranks must agree on; 0 if there is nothing to compare.
+    pub shape: u64,
 }
 
 /// What the engine decided about calls of one kind and size.
@@ -149,6 +151,7 @@ impl Engine {
             dtype: request.dtype,
             reduction: request.reduction,
             count: request.extent() as u64,
+            shape: request.unequal.as_ref().map_or(0, |unequal| unequal.shape),
             algorithm,
             column: column as u32,
         };
@@ -346,7 +349,7 @@ impl Engine {
     /// and is still to be collected, fall out of the cache. Smaller: more waiting.
     fn segment(&self, algorithm: Algorithm) -> usize {
         match algorithm {
-            Algorithm::Window if self.topology.world() > 8 => 512 << 10,
+            Algorithm::Window if self.costs.crowd <= 1.0 => 512 << 10,
             Algorithm::Window | Algorithm::WindowDirect => 256 << 10,
             Algorithm::Hierarchical => 1 << 20,
             _ => 512 << 10,

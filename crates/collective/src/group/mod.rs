@@ -8,6 +8,7 @@ mod tune;
 
 use std::sync::Arc;
 
+use crate::cost::Costs;
 use crate::error::{Error, FormError};
 use crate::fabric::{Connector, Fabric, LocalHub, Plan};
 use crate::link::Links;
@@ -108,6 +109,11 @@ impl Group {
         &self.inner.topology
     }
 
+    /// What was measured when the group, or the one it is part of, formed.
+    pub fn costs(&self) -> Costs {
+        self.inner.queue.with_engine(|engine| *engine.costs())
+    }
+
     /// Why the group can no longer be used, if so.
     pub fn failure(&self) -> Option<Error> {
         self.inner.state.is_over().then(|| self.inner.state.error(None))
@@ -117,7 +123,7 @@ impl Group {
         connector: Arc<dyn Connector>,
         epoch: Arc<Epoch>,
         plan: Plan,
-        inherited: Option<crate::cost::Costs>,
+        inherited: Option<Costs>,
     ) -> Result<Group, FormError> {
         if epoch.has_ended() {
             return Err(FormError::EpochEnded { epoch: epoch.number() });

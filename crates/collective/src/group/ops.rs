@@ -113,7 +113,8 @@ impl Group {
         let longest = counts.iter().copied().max().unwrap_or(0);
         let request =
             Request::new::<T>(Op::AllGather, input.as_ptr(), output.as_mut_ptr(), input.len());
-        let unequal = Some(Unequal { input: Vec::new(), output: offsets, longest });
+        let shape = shape(counts);
+        let unequal = Some(Unequal { input: Vec::new(), output: offsets, longest, shape });
         // SAFETY: the buffers are borrowed for as long as the call lasts.
         unsafe { self.run(Request { unequal, ..request }) }
     }
@@ -221,10 +222,8 @@ impl Group {
         let (from, into) = (offsets(sent), offsets(received));
         expect_length("the input", input.len(), from[sent.len()])?;
         expect_length("the output", output.len(), into[received.len()])?;
-        // Everybody must cut the exchange into the same segments: agree on the longest block.
-        let mut longest = [sent.iter().chain(received).copied().max().unwrap_or(0) as i64];
-        self.all_reduce(&mut longest, Reduction::Max)?;
-        let unequal = Some(Unequal { input: from, output: into, longest: longest[0] as usize });
+        let longest = self.agree_on_lengths(sent, received, size_of::<T>())?;
+        let unequal = Some(Unequal { input: from, output: into, longest, shape: 0 });
         let request = Request::new::<T>(Op::AllToAll, input.as_ptr(), output.as_mut_ptr(), 0);
         // SAFETY: the buffers are borrowed for as long as the call lasts.
         unsafe { self.run(Request { unequal, ..request }) }
@@ -317,6 +316,28 @@ impl Group {
     pub fn explain(&self, request: &Request) -> Result<Explanation, Error> {
         self.check(request)?;
         self.inner.queue.with_engine(|engine| engine.explain(request))
+    }
+
+    /// Compares what every rank means to send with what its peers expect; the longest block.
+    fn agree_on_lengths(
+        &self,
+        sent: &[usize],
+        received: &[usize],
+        size: usize,
+    ) -> Result<usize, Error> {
+        let world = self.size();
+        let own: Vec<i64> = sent.iter().chain(received).map(|&count| count as i64).collect();
+        let mut all = vec![0; own.len() * world];
+        self.all_gather(&own, &mut all)?;
+        let count = |rank: usize, entry: usize| all[rank * 2 * world + entry] as u64;
+        for (from, to) in (0..world).flat_map(|from| (0..world).map(move |to| (from, to))) {
+            let (sent, expected) = (count(from, to), count(to, world + from));
+            if sent != expected {
+                let (sent, expected) = (sent * size as u64, expected * size as u64);
+                return Err(Error::LengthMismatch { from, to, tag: 0, sent, expected });
+            }
+        }
+        Ok(all.into_iter().max().unwrap_or(0) as usize)
     }
 
     fn check(&self, request: &Request) -> Result<(), Error> {
@@ -414,4 +435,12 @@ fn offsets(counts: &[usize]) -> Vec<usize> {
         offsets[i + 1] = offsets[i] + count;
     }
     offsets
+}
+
+/// A hash of the lengths of blocks; never 0.
+fn shape(counts: &[usize]) -> u64 {
+    let mix = |hash: u64, &count: &usize| {
+        (hash ^ count as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
+    };
+    counts.iter().fold(counts.len() as u64, mix).max(1)
 }

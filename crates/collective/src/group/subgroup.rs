@@ -74,8 +74,7 @@ impl Group {
             me,
             options: inner.plan.options.clone(),
         };
-        let costs = inner.queue.with_engine(|engine| *engine.costs());
-        Group::form(inner.connector.clone(), inner.epoch.clone(), plan, Some(costs))
+        Group::form(inner.connector.clone(), inner.epoch.clone(), plan, Some(self.costs()))
     }
 }
 

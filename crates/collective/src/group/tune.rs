@@ -16,8 +16,8 @@ use crate::error::Error;
 use crate::kernel;
 use crate::link::Run;
 use crate::schedule::{
-    Algorithm, Collect, Layout, Op, Place, Recv, Round, Rounds, Send, Source, Stage, Topology, Window,
-    WindowFold,
+    Algorithm, Collect, Layout, Op, Place, Recv, Round, Rounds, Send, Source, Stage, Topology,
+    Window, WindowFold,
 };
 use crate::tree::Tree;
 
@@ -26,7 +26,10 @@ use crate::tree::Tree;
 const SHORT: usize = 12;
 
 /// Batches; the quickest counts, since whatever else the machine does can only add to it.
-const BATCHES: usize = 3;
+const BATCHES: usize = 8;
+
+/// How many times slower than typical shared memory may seem before it is not believed.
+const UNLIKELY: f64 = 4.0;
 
 /// Bytes of a column in the measurement of a window, and columns.
 const WINDOW_COLUMN: usize = 64 << 10;
@@ -143,7 +146,8 @@ fn costs(findings: &Findings, large: &Findings, topology: &Topology) -> Costs {
     // Ranks that share a core work one after the other.
     let crowd = findings.mean(Finding::Crowd).unwrap_or(1.0);
     let fold = findings.mean(Finding::Fold).unwrap_or(typical.fold) * crowd;
-    let window = window_cost(findings, fold, crowd);
+    let host = (0..topology.hosts()).map(|h| topology.members(h).len()).max().unwrap_or(1);
+    let window = window_cost(findings, fold, crowd, host as f64);
     let link = |latency, probe, large_probe, typical: LinkCost| {
         let Some(latency) = findings.mean(latency) else { return typical };
         let rate = |seconds: f64, bytes: usize| (seconds - latency).max(1e-9) / bytes as f64;
@@ -165,23 +169,27 @@ fn costs(findings: &Findings, large: &Findings, topology: &Topology) -> Costs {
         near: link(Finding::NearLatency, Finding::NearProbe, Finding::NearLarge, typical.near),
         far: link(Finding::FarLatency, Finding::FarProbe, Finding::FarLarge, typical.far),
         fold,
+        crowd,
     }
 }
 
 /// Staging and collecting a byte both move it between cores; folding one from staging does, too.
-fn window_cost(findings: &Findings, fold: f64, crowd: f64) -> WindowCost {
+fn window_cost(findings: &Findings, fold: f64, crowd: f64, ranks: f64) -> WindowCost {
     let typical = Costs::default().window;
     let Some(copied) = findings.mean(Finding::WindowCopy) else {
         let copy = findings.mean(Finding::Copy).unwrap_or(typical.copy) * crowd;
         return WindowCost { copy, ..typical };
     };
-    let copy = copied / 2.0;
+    // Jobs often start on a machine that is busy starting them. What was measured then is better
+    // than a guess, but only within reason.
+    let copy = (copied / 2.0).min(UNLIKELY * crowd * typical.copy);
     let folded = findings.mean(Finding::WindowFold).unwrap_or(copied);
+    let wait = findings.mean(Finding::Wait).unwrap_or(typical.wait);
     WindowCost {
-        wait: findings.mean(Finding::Wait).unwrap_or(typical.wait),
+        wait: wait.min(UNLIKELY * ranks * crowd * typical.wait),
         copy,
         // A segment was staged, and folded with one from private memory.
-        fold: (folded - copy - fold).max(copy / 2.0),
+        fold: (folded - copy - fold).clamp(copy / 2.0, 2.0 * copy),
     }
 }
 
@@ -349,6 +357,7 @@ fn call(engine: &Engine, bytes: usize) -> Call {
         dtype: Dtype::U8,
         reduction: Reduction::Max,
         count: bytes as u64,
+        shape: 0,
         algorithm: Algorithm::Pairwise,
         column: bytes as u32,
     }

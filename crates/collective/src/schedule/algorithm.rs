@@ -147,7 +147,8 @@ pub fn build(algorithm: Algorithm, problem: &Problem, topology: &Topology) -> Op
 }
 
 /// The algorithms worth pricing for an operation. Where the reduction must be `canonical`, those
-/// that are not are left out; so are hierarchies of one level.
+/// that are not are left out; so are hierarchies of one level, and sockets where all ranks share
+/// memory: they would win only on a machine too busy to measure.
 pub fn candidates(op: Op, topology: &Topology, canonical: bool) -> Vec<Algorithm> {
     if topology.world() == 1 {
         return vec![Algorithm::Direct];
@@ -158,6 +159,9 @@ pub fn candidates(op: Op, topology: &Topology, canonical: bool) -> Vec<Algorithm
         .filter(|a| a.supports(op, topology))
         .filter(|a| a.is_canonical() || !canonical || !op.reduces())
         .filter(|a| *a != Algorithm::Hierarchical || !flat)
+        .filter(|a| {
+            !topology.is_one_host() || matches!(a, Algorithm::Window | Algorithm::WindowDirect)
+        })
         .collect()
 }
 

@@ -238,8 +238,8 @@ impl Peer {
         for (what, transfer, idle) in sends.chain(expected).chain(cleared) {
             let Transfer { length, tag, .. } = transfer;
             let what = format_args!("{what} of {length} bytes with tag {tag}");
-            idle.reported |= !idle.reported
-                && state.report_stall(idle.since, &what, || vec![self.rank]);
+            idle.reported |=
+                !idle.reported && state.report_stall(idle.since, &what, || vec![self.rank]);
         }
     }
 

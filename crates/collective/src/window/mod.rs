@@ -8,8 +8,9 @@
 pub mod clock;
 pub mod region;
 
+use std::cell::Cell;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::thread::futex;
 
@@ -27,6 +28,10 @@ use region::Region;
 /// costs wake-ups of a waiting rank, longer delays the news when a wake-up call was missed
 /// because its caller died.
 const NAP: Duration = Duration::from_millis(20);
+
+/// How long a wait yields at most. Longer: on a busy machine, a failure of the group is noticed
+/// later. Shorter: a wait that would be over soon ends in a sleep.
+const YIELDING: Duration = Duration::from_millis(5);
 
 /// This rank's view of a window.
 pub struct WindowMemory {
@@ -118,6 +123,7 @@ impl WindowMemory {
             patience: self.patience,
             state,
             call,
+            yielding: Cell::new(Instant::now()),
         };
         let mut run = Run {
             regions: &self.regions,
@@ -153,6 +159,8 @@ struct View<'a> {
     patience: Patience,
     state: &'a GroupState,
     call: &'a Call,
+    /// When the wait under way began to yield.
+    yielding: Cell<Instant>,
 }
 
 impl Words for View<'_> {
@@ -217,6 +225,16 @@ impl Words for View<'_> {
             std::hint::spin_loop();
             true
         } else if turn < self.patience.spins + self.patience.yields {
+            let turn = turn - self.patience.spins;
+            if turn == 0 {
+                self.yielding.set(Instant::now());
+            }
+            // On a busy machine every turn may cost a time slice of somebody else: go to sleep,
+            // where the group's failure is noticed.
+            let busy = turn % 16 == 15 && self.yielding.get().elapsed() > YIELDING;
+            if busy || self.state.is_over() {
+                return false;
+            }
             std::thread::yield_now();
             true
         } else {

@@ -56,3 +56,12 @@ pub fn resident(pid: u32) -> usize {
     let kib: usize = line.trim().trim_end_matches(" kB").parse().expect("a number");
     kib << 10
 }
+
+/// Whether all threads of a process are stopped.
+pub fn stands_still(pid: u32) -> bool {
+    let stopped = |task: fs::DirEntry| {
+        let status = fs::read_to_string(task.path().join("status")).unwrap_or_default();
+        status.lines().any(|line| line.starts_with("State:\tT"))
+    };
+    fs::read_dir(format!("/proc/{pid}/task")).expect("the process runs").flatten().all(stopped)
+}

@@ -114,11 +114,7 @@ impl World {
     }
 
     /// Tries to form a group of ranks that listen at the addresses of `roster`.
-    pub fn join(
-        &mut self,
-        roster: &[Address],
-        settings: impl Fn(usize) -> Settings,
-    ) -> Vec<Reply> {
+    pub fn join(&mut self, roster: &[Address], settings: impl Fn(usize) -> Settings) -> Vec<Reply> {
         self.epoch += 1;
         let (world, epoch, token) = (self.ranks.len(), self.epoch, self.token.to_hex());
         for (rank, handle) in self.ranks.iter_mut().enumerate() {
@@ -278,6 +274,12 @@ impl RankHandle {
     pub fn signal(&self, signal: Signal) {
         let pid = Pid::from_raw(self.pid() as i32).expect("a process number is positive");
         kill_process(pid, signal).expect("the process has not been waited for");
+    }
+
+    /// Stops the process; returns when all its threads stand still.
+    pub fn stop(&self) {
+        self.signal(Signal::STOP);
+        wait_until("the process stands still", || machine::stands_still(self.pid()));
     }
 
     /// Waits for the process to end.

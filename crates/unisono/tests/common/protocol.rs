@@ -127,13 +127,35 @@ pub struct Residue {
 /// An error as it crosses the pipe: the same cases and fields, calls as text.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Failure {
-    Lost { peer: usize, how: How, during: Option<String> },
-    EpochEnded { epoch: u64 },
-    Mismatch { rank: usize, call: String, peer: usize, peer_call: String },
-    Length { from: usize, to: usize, tag: u32, sent: u64, expected: u64 },
-    Staging { bytes: usize },
+    Lost {
+        peer: usize,
+        how: How,
+        during: Option<String>,
+    },
+    EpochEnded {
+        epoch: u64,
+    },
+    Mismatch {
+        rank: usize,
+        call: String,
+        peer: usize,
+        peer_call: String,
+    },
+    Length {
+        from: usize,
+        to: usize,
+        tag: u32,
+        sent: u64,
+        expected: u64,
+    },
+    Staging {
+        bytes: usize,
+    },
     /// The peer could not form the group.
-    Peer { peer: usize, reason: String },
+    Peer {
+        peer: usize,
+        reason: String,
+    },
     Other(String),
 }
 

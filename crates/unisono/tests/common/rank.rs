@@ -41,7 +41,8 @@ pub fn serve_stdin() {
         let command = serde_json::from_str(&line).expect("the test writes commands");
         rank.obey(command, &mut |reply| {
             let reply = serde_json::to_string(&reply).expect("replies are plain data");
-            let written = std::io::stdout().lock().write_all(format!("\n{REPLY}{reply}\n").as_bytes());
+            let written =
+                std::io::stdout().lock().write_all(format!("\n{REPLY}{reply}\n").as_bytes());
             written.expect("the test reads");
         });
     }
