@@ -16,7 +16,7 @@ fuzz_target!(|input: &[u8]| {
     let cut = (usize::from(*frames) * 4).min(rest.len());
     let (script, changes) = rest.split_at(cut);
     let side = side_channel(script);
-    let outcomes = tap::Tapped::new().attack(&side, |mut honest| {
+    let reply = |mut honest: Vec<u8>| {
         for change in changes.chunks_exact(3) {
             let at =
                 (usize::from(change[0]) | usize::from(change[2] & 3) << 8) % honest.len().max(1);
@@ -32,7 +32,8 @@ fuzz_target!(|input: &[u8]| {
             }
         }
         honest
-    });
+    };
+    let outcomes = tap::Tapped::new().attack(&side, reply, tap::Ending::HangUp);
     let errors = [outcomes.all_reduce.err(), outcomes.receive.err(), outcomes.send.err()];
     for error in errors.into_iter().flatten() {
         assert!(!matches!(error, Error::InvalidCall(_)), "the calls were valid: {error}");

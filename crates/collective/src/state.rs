@@ -199,6 +199,15 @@ impl GroupState {
         &self.history
     }
 
+    /// Lets the monitor tell the others that this rank waits in a call. What a group runs to measure
+    /// itself is not in the history, has no number of its own, and is nobody else's business.
+    fn tell_stuck(&self, call: &Call) {
+        if self.history.call(call.seq).as_ref() == Some(call) {
+            *self.stuck.lock().expect("no panic while locked") = Some(*call);
+            self.wake_monitor();
+        }
+    }
+
     /// The call to tell the others about, once.
     pub fn take_stuck(&self) -> Option<Call> {
         self.stuck.lock().expect("no panic while locked").take()
@@ -244,8 +253,7 @@ impl StallWatch<'_> {
     pub fn tick(&mut self, missing: impl FnOnce() -> Vec<usize>) {
         if !self.told && self.since.elapsed() >= ASK_AFTER {
             self.told = true;
-            *self.state.stuck.lock().expect("no panic while locked") = Some(*self.call);
-            self.state.wake_monitor();
+            self.state.tell_stuck(self.call);
         }
         self.reported |= !self.reported && self.state.report_stall(self.since, self.call, missing);
     }

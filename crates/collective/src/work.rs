@@ -133,8 +133,16 @@ impl WorkPool {
     /// allocates.
     const KEPT: usize = 256;
 
+    /// Handles made with the first one. Whoever ends an operation holds its handle for a moment
+    /// longer than whoever waits for it: with fewer, now and then all would be in use.
+    const FIRST: usize = 16;
+
     /// A handle nobody uses.
     pub fn take(&mut self) -> Work {
+        if self.handles.is_empty() {
+            self.handles.reserve(Self::KEPT);
+            self.handles.extend(std::iter::repeat_with(Work::new).take(Self::FIRST));
+        }
         // Submissions end in order, so the handle after the last one taken is the one that has
         // been in use for longest.
         for _ in 0..self.handles.len().min(4) {

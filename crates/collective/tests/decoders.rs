@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use tap::{COUNT, MESSAGE, RECEIVED, Tapped};
+use tap::{COUNT, Ending, MESSAGE, RECEIVED, Tapped};
 use unisono_collective::call::{Call, MessageHeader, WireCall};
 use unisono_collective::handshake::{
     Initiated, Initiator, Introduction, Nonce, Purpose, Responder, Step, Token, fuzz_initiator,
@@ -321,7 +321,7 @@ fn honest_side() -> Vec<u8> {
 /// The tap works: an honest answer is taken for one.
 #[test]
 fn an_honest_stranger_is_believed() {
-    let outcomes = Tapped::new().attack(&honest_side(), |honest| honest);
+    let outcomes = Tapped::new().attack(&honest_side(), |honest| honest, Ending::Stay);
     assert_eq!(outcomes.receive, Ok([9; MESSAGE]));
     assert_eq!(outcomes.send, Ok(()));
     assert_eq!(outcomes.all_reduce, Ok(vec![3.0; COUNT]));
@@ -355,14 +355,15 @@ fn a_peer_gone_mad_ends_the_group_and_nothing_else() {
         let seed = &seeds[attack % seeds.len()];
         let side = if attack < seeds.len() { seed.clone() } else { mutator.corrupt(seed) };
         let header_only = mutator.below(2) == 0;
-        let outcomes = Tapped::new().attack(&side, |honest| {
+        let reply = |honest: Vec<u8>| {
             let (header, body) = honest.split_at(MessageHeader::SIZE);
             if header_only {
                 [mutator.corrupt(header), body.to_vec()].concat()
             } else {
                 mutator.corrupt(&honest)
             }
-        });
+        };
+        let outcomes = Tapped::new().attack(&side, reply, Ending::HangUp);
         let errors = [outcomes.all_reduce.err(), outcomes.receive.err(), outcomes.send.err()];
         for error in errors.into_iter().flatten() {
             assert!(!matches!(error, Error::InvalidCall(_)), "the calls were valid: {error}");

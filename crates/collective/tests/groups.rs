@@ -168,7 +168,7 @@ fn groups_of_groups_work_beside_their_parents() {
                 group.all_reduce(&mut one, Reduction::Sum).unwrap();
                 one[0]
             };
-            assert_eq!([sum(&twins), sum(&world), sum(&quarter), sum(&half)], [2, 8, 2, 4]);
+            assert_eq!([sum(&twins), sum(world), sum(&quarter), sum(&half)], [2, 8, 2, 4]);
         });
     }
 }
@@ -306,7 +306,8 @@ fn a_world_of_one_does_everything_by_itself() {
         group.all_gather_in_place(&mut buffer).unwrap();
         group.all_to_all_in_place(&mut buffer).unwrap();
         same(&buffer);
-        let outputs: [&dyn Fn(&mut [f32]) -> Result<(), Error>; 8] = [
+        type Run<'a> = &'a dyn Fn(&mut [f32]) -> Result<(), Error>;
+        let outputs: [Run<'_>; 8] = [
             &|output| group.all_reduce_into(&data, output, Reduction::Sum),
             &|output| group.reduce_scatter(&data, output, Reduction::Sum),
             &|output| group.all_gather(&data, output),

@@ -56,8 +56,7 @@ mod tests {
 
     #[test]
     fn more_than_there_is_is_refused() {
-        let mut options = Options::default();
-        options.staging = 1 << 50;
+        let options = Options { staging: 1 << 50, ..Options::default() };
         assert!(matches!(create_region(&options), Err(FormError::Staging { .. })));
         options.staging = 1 << 20;
         assert!(create_region(&options).is_ok());

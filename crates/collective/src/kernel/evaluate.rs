@@ -12,7 +12,7 @@
 //! partials are written and read in the first-level cache. 64 inputs are eight groups of eight
 //! and one group of eight partials; memory is still read and written once.
 
-use super::copy::{copy, copy_to_memory, settle, stream};
+use super::copy::copy;
 use super::fused::{Fused, MAX_OPERANDS, STRIDE};
 use crate::tree::{Node, Tree};
 use std::mem::MaybeUninit;
@@ -50,8 +50,6 @@ pub struct Outputs {
     pub into: *mut u8,
     /// Unless null.
     pub also: *mut u8,
-    /// Whether `into` is written past the caches.
-    pub stream: bool,
 }
 
 /// Evaluates `tree` on the first `bytes` bytes of `inputs`.
@@ -72,12 +70,7 @@ pub unsafe fn evaluate(
                 if !out.also.is_null() {
                     copy(input, out.also, bytes);
                 }
-                let copy = if out.stream { copy_to_memory } else { copy };
                 copy(input, out.into, bytes);
-            }
-            _ if out.stream => {
-                blocks(kernel, tree, inputs, out, bytes);
-                settle();
             }
             // The most frequent call, and the one whose latency counts: no need for a stack.
             _ if tree.is_canonical() && inputs.len() <= kernel.root.len() => {
@@ -94,7 +87,7 @@ pub unsafe fn evaluate(
     }
 }
 
-/// Evaluates a tree of more than one group, or to an output past the caches.
+/// Evaluates a tree of more than one group.
 ///
 /// # Safety
 /// As for [`evaluate`].
@@ -139,8 +132,8 @@ unsafe fn blockwise<const N: usize>(
 /// if the tree needs one.
 ///
 /// # Safety
-/// As for [`evaluate`], with `at + len` for `bytes`. With partials, `len` is at most [`BLOCK`];
-/// without, the output is not streamed.
+/// As for [`evaluate`], with `at + len` for `bytes`. With partials, `len` is at most
+/// [`BLOCK`].
 unsafe fn pass(
     kernel: &Kernel,
     tree: &Tree,
@@ -177,19 +170,9 @@ unsafe fn pass(
     unsafe {
         let into = out.into.add(at);
         let also = if out.also.is_null() { out.also } else { out.also.add(at) };
-        match partials {
-            Some(partials) if out.stream => {
-                let partial = partials.replace(root);
-                apply(kernel.root, root, partial, also, len, divisor);
-                stream(partial, into, len);
-                partials.release(partial);
-            }
-            partials => {
-                apply(kernel.root, root, into, also, len, divisor);
-                partials.into_iter().for_each(|p| p.release_all(root));
-            }
-        }
+        apply(kernel.root, root, into, also, len, divisor);
     }
+    partials.into_iter().for_each(|p| p.release_all(root));
     true
 }
 

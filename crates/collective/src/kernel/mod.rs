@@ -24,7 +24,7 @@ mod integer;
 #[cfg(test)]
 mod tests;
 
-pub use copy::{copy, copy_from_memory, copy_to_memory};
+pub use copy::copy;
 
 use crate::dtype::{Dtype, Reduction};
 use crate::tree::Tree;
@@ -60,51 +60,12 @@ pub unsafe fn fold(
     count: usize,
     divide: Option<u32>,
 ) {
-    let out = Outputs { into, also: also.unwrap_or(ptr::null_mut()), stream: false };
-    // SAFETY: the caller's promise.
-    unsafe { fold_to(dtype, reduction, tree, inputs, out, count, divide) };
-}
-
-/// [`fold`], with `into` in no cache and not read soon, as for [`copy_to_memory`]. `also` is
-/// written as usual.
-///
-/// # Panics
-/// As [`fold`].
-///
-/// # Safety
-/// As for [`fold`].
-#[expect(clippy::too_many_arguments, reason = "the same call as `fold`")]
-pub unsafe fn fold_to_memory(
-    dtype: Dtype,
-    reduction: Reduction,
-    tree: &Tree,
-    inputs: &[*const u8],
-    into: *mut u8,
-    also: Option<*mut u8>,
-    count: usize,
-    divide: Option<u32>,
-) {
-    let out = Outputs { into, also: also.unwrap_or(ptr::null_mut()), stream: true };
-    // SAFETY: the caller's promise.
-    unsafe { fold_to(dtype, reduction, tree, inputs, out, count, divide) };
-}
-
-/// # Safety
-/// As for [`fold`].
-unsafe fn fold_to(
-    dtype: Dtype,
-    reduction: Reduction,
-    tree: &Tree,
-    inputs: &[*const u8],
-    out: Outputs,
-    count: usize,
-    divide: Option<u32>,
-) {
     assert_eq!(inputs.len(), tree.inputs(), "the tree is over another number of inputs");
     assert!(reduction.supports(dtype), "{reduction} is not defined for {dtype}");
     let sums = matches!(reduction, Reduction::Sum | Reduction::Mean);
     assert!(divide != Some(0) && (sums || divide.is_none()), "{reduction} divided by {divide:?}");
     let kernel = select(Target::best(), dtype, reduction, divide);
+    let out = Outputs { into, also: also.unwrap_or(ptr::null_mut()) };
     // SAFETY: the caller's promise; `count` elements are this many bytes, and the CPU has its
     // best target.
     unsafe { evaluate(&kernel, tree, inputs, out, count * dtype.size()) };

@@ -3,7 +3,7 @@
 use super::evaluate::{Outputs, evaluate};
 use super::fused::{Format, Target};
 use super::half::F16;
-use super::{copy, copy_from_memory, copy_to_memory, select};
+use super::{copy, select};
 use crate::dtype::{Dtype, Reduction};
 use crate::tree::{Node, Tree};
 use half::{bf16, f16};
@@ -176,14 +176,13 @@ struct Case<'a> {
     divide: Option<u32>,
     into: Place,
     also: Option<Place>,
-    stream: bool,
 }
 
 /// Folds on every target and compares the outputs, the inputs that must not change, and the
 /// elements around the outputs with what they should be.
 fn check<T: Scalar>(case: &Case) {
     const MARGIN: usize = 3;
-    let Case { reduction, tree, count, divide, into, also, stream } = *case;
+    let Case { reduction, tree, count, divide, into, also } = *case;
     let n = tree.inputs();
     let value = element::<T>;
     let expected: Vec<u64> = (0..count)
@@ -207,7 +206,7 @@ fn check<T: Scalar>(case: &Case) {
         // their own or exactly inputs, and the CPU has the target.
         unsafe {
             let also = also.map_or(ptr::null_mut(), |b| starts[b]);
-            let out = Outputs { into: starts[into], also, stream };
+            let out = Outputs { into: starts[into], also };
             evaluate(&kernel, tree, &inputs, out, count * T::DTYPE.size());
         }
         for (b, buffer) in buffers.iter().enumerate() {
@@ -257,7 +256,6 @@ fn fresh(tree: &Tree, count: usize) -> Case<'_> {
         divide: None,
         into: Place::Fresh,
         also: Some(Place::Fresh),
-        stream: false,
     }
 }
 
@@ -304,8 +302,8 @@ fn an_output_may_be_any_input() {
                 (place, Some(other)),
                 (place, Some(place)),
             ] {
-                for (count, stream) in [(7, false), (1100, false), (1100, true)] {
-                    for_all_types!(check(&Case { into, also, stream, ..fresh(&tree, count) }));
+                for count in [7, 1100] {
+                    for_all_types!(check(&Case { into, also, ..fresh(&tree, count) }));
                 }
             }
         }
@@ -313,30 +311,16 @@ fn an_output_may_be_any_input() {
 }
 
 #[test]
-fn streams_any_number_of_inputs() {
-    for inputs in [1, 2, 3, 8, 9, 33] {
-        let tree = Tree::canonical(inputs);
-        for count in [0, 1, 63, 1000, 5000] {
-            let case = Case { stream: true, ..fresh(&tree, count) };
-            for_all_types!(check_reductions(&case));
-            for_all_types!(check_reductions(&Case { also: None, ..case.clone() }));
-        }
-    }
-}
-
-#[test]
 fn copies_exactly_the_bytes() {
     let source: Vec<u8> = (0..10_000).map(|i| noise(i) as u8).collect();
-    for copy in [copy, copy_from_memory, copy_to_memory] {
-        for bytes in (0..200).chain([1023, 2048, 2049, 9000]) {
-            for (from, into) in [(0, 0), (1, 0), (0, 1), (63, 17)] {
-                let mut found = vec![0xa5; source.len()];
-                // SAFETY: the bytes are within both buffers.
-                unsafe { copy(source.as_ptr().add(from), found.as_mut_ptr().add(into), bytes) };
-                let mut expected = vec![0xa5; source.len()];
-                expected[into..into + bytes].copy_from_slice(&source[from..from + bytes]);
-                assert!(found == expected, "{bytes} bytes from {from} into {into}");
-            }
+    for bytes in (0..200).chain([1023, 2048, 2049, 9000]) {
+        for (from, into) in [(0, 0), (1, 0), (0, 1), (63, 17)] {
+            let mut found = vec![0xa5; source.len()];
+            // SAFETY: the bytes are within both buffers.
+            unsafe { copy(source.as_ptr().add(from), found.as_mut_ptr().add(into), bytes) };
+            let mut expected = vec![0xa5; source.len()];
+            expected[into..into + bytes].copy_from_slice(&source[from..from + bytes]);
+            assert!(found == expected, "{bytes} bytes from {from} into {into}");
         }
     }
 }
@@ -397,7 +381,7 @@ fn check_patterns<T: Scalar>() {
                 let inputs = [patterns.as_ptr().cast(), others.as_ptr().cast()];
                 let kernel = select(target, T::DTYPE, reduction, None);
                 let into = found.as_mut_ptr().cast();
-                let out = Outputs { into, also: ptr::null_mut(), stream: false };
+                let out = Outputs { into, also: ptr::null_mut() };
                 // SAFETY: three buffers of as many elements, and the CPU has the target.
                 unsafe { evaluate(&kernel, &Tree::pair(), &inputs, out, 2 << 16) };
                 for (x, found) in patterns.iter().zip(found) {

@@ -17,6 +17,10 @@ use crate::state::GroupState;
 /// receives.
 const MAX_ANNOUNCED: usize = 1 << 16;
 
+/// Room in the queues of a peer before they grow. More: more idle memory. Less: the first burst
+/// of messages allocates.
+const ROOM: usize = 16;
+
 /// The connection to one peer and what is under way on it.
 pub struct Peer {
     pub rank: usize,
@@ -135,13 +139,13 @@ impl Peer {
             last_heard: Instant::now(),
             stuck: None,
             presence: Presence::Here,
-            output: VecDeque::new(),
+            output: VecDeque::with_capacity(ROOM),
             input: EMPTY,
-            sends: VecDeque::new(),
+            sends: VecDeque::with_capacity(ROOM),
             next_id: 0,
-            receives: VecDeque::new(),
-            announced: VecDeque::new(),
-            cleared: Vec::new(),
+            receives: VecDeque::with_capacity(ROOM),
+            announced: VecDeque::with_capacity(ROOM),
+            cleared: Vec::with_capacity(ROOM),
         }
     }
 

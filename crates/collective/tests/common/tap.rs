@@ -37,6 +37,16 @@ pub struct Tapped {
     data: Socket,
 }
 
+/// What the stranger does when it has said everything.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(dead_code, reason = "a fuzz target always hangs up")]
+pub enum Ending {
+    /// Closes the lines; nothing the victim waits for can come any more.
+    HangUp,
+    /// Stays on the line until the victim has what it waits for.
+    Stay,
+}
+
 /// How the victim's operations ended.
 #[derive(Debug)]
 pub struct Outcomes {
@@ -62,8 +72,13 @@ impl Tapped {
 
     /// Rank 0 starts an all-reduce, a receive and a send. `side` is sent to it on the side
     /// channel; on the data link, `reply` makes an answer from what it sent itself, which is what
-    /// an honest peer with the same input would send. Then the lines go dead.
-    pub fn attack(self, side: &[u8], reply: impl FnOnce(Vec<u8>) -> Vec<u8>) -> Outcomes {
+    /// an honest peer with the same input would send. Then the stranger acts as `ending` says.
+    pub fn attack(
+        self,
+        side: &[u8],
+        reply: impl FnOnce(Vec<u8>) -> Vec<u8>,
+        ending: Ending,
+    ) -> Outcomes {
         let mut buffer = vec![1.5f32; COUNT];
         let (mut received, mut sent) = ([0; MESSAGE], [7; MESSAGE]);
         let address = buffer.as_mut_ptr();
@@ -82,9 +97,11 @@ impl Tapped {
         let honest = self.overhear(MessageHeader::SIZE + COUNT * size_of::<f32>());
         speak(&self.data, &reply(honest));
         speak(&self.side, side);
-        for line in [&self.side, &self.data] {
-            // The victim may have hung up already.
-            let _ = line.shutdown(std::net::Shutdown::Write);
+        if ending == Ending::HangUp {
+            for line in [&self.side, &self.data] {
+                // The victim may have hung up already.
+                let _ = line.shutdown(std::net::Shutdown::Write);
+            }
         }
         let [all_reduce, receive, send] = [all_reduce, receive, send].map(|work: Work| {
             work.wait_until(Instant::now() + PATIENCE).expect("every operation ends in time")

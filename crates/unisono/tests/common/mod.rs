@@ -67,7 +67,7 @@ impl World {
     /// Ranks that are processes of this machine.
     pub fn processes(ranks: usize) -> World {
         World::started(ranks, |_| {
-            (this_program(|path| std::process::Command::new(path)), Ipv4Addr::LOCALHOST.into())
+            (this_program(std::process::Command::new), Ipv4Addr::LOCALHOST.into())
         })
     }
 
