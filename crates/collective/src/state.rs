@@ -11,9 +11,10 @@ use crate::call::Call;
 use crate::error::{Error, Loss};
 use crate::history::History;
 
-/// How long a broken link waits for the monitor to say whose fault it is. Longer: a dead peer
-/// is noticed later where only its link tells. Shorter: a bystander may be blamed.
-const VERDICT: Duration = Duration::from_millis(50);
+/// How long a broken link waits for the monitor to say whose fault it is. A process that dies
+/// closes its side channel as well, so that this only runs out where nothing but the link broke.
+/// Longer: that is noticed later. Shorter: on a busy machine, a bystander may be blamed.
+const VERDICT: Duration = Duration::from_millis(500);
 
 /// How long a rank waits in a call before it tells the others which call that is. They compare it
 /// with their own, which finds out calls that differ so much that no message of one ever meets a
@@ -84,6 +85,8 @@ pub struct GroupState {
     history: History,
     /// A call of this rank that waits and that the others should hear of.
     stuck: Mutex<Option<Call>>,
+    /// Whether a link broke, so that the side channels should be tried at once.
+    suspicion: AtomicBool,
 }
 
 impl GroupState {
@@ -99,6 +102,7 @@ impl GroupState {
             stall_after,
             history: History::new(),
             stuck: Mutex::new(None),
+            suspicion: AtomicBool::new(false),
         })
     }
 
@@ -148,6 +152,8 @@ impl GroupState {
     /// the group because of somebody else, and then the monitor is about to learn why: the true
     /// cause is worth a short wait.
     pub fn lost_link(&self, peer: usize, call: &Call) -> Error {
+        self.suspicion.store(true, Ordering::SeqCst);
+        self.wake_monitor();
         let deadline = Instant::now() + VERDICT;
         while !self.is_over() && !self.has_left(peer, call.seq) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
@@ -206,6 +212,11 @@ impl GroupState {
             *self.stuck.lock().expect("no panic while locked") = Some(*call);
             self.wake_monitor();
         }
+    }
+
+    /// Whether a link broke since the last time this was asked.
+    pub fn take_suspicion(&self) -> bool {
+        self.suspicion.swap(false, Ordering::SeqCst)
     }
 
     /// The call to tell the others about, once.

@@ -67,8 +67,8 @@ fn what_a_group_takes() {
 
     the_count_counts();
     blocking_calls_on_an_idle_group_need_no_thread();
-    for kind in [Kind::Local, Kind::Shm, Kind::Tcp, Kind::LocalHosts] {
-        steady_state_allocates_nothing(kind, 3);
+    for (kind, world) in [(Kind::Local, 3), (Kind::Shm, 3), (Kind::Tcp, 3), (Kind::LocalHosts, 4)] {
+        steady_state_allocates_nothing(kind, world);
         memory_does_not_grow_with_the_tensor(kind);
         baseline.are_back(&format!("{kind:?}"));
     }
@@ -78,10 +78,24 @@ fn what_a_group_takes() {
     baseline.are_back("failed groups");
 }
 
+/// The fewest allocations of a few measurements. What an operation allocates, it allocates in all
+/// of them; but on a busy machine a rank may wait so long that it asks the others what they do,
+/// and asking allocates.
+fn allocations(groups: &[Group], operation: impl Fn(&Group, &mut Buffers) + Sync) -> usize {
+    let mut fewest = usize::MAX;
+    for _ in 0..3 {
+        fewest = fewest.min(allocations_once(groups, &operation));
+        if fewest == 0 {
+            break;
+        }
+    }
+    fewest
+}
+
 /// Calls `operation` on every rank and returns how many allocations the whole process makes while
 /// it is repeated. The ranks meet before and after outside the group, in ways that do not
 /// allocate.
-fn allocations(groups: &[Group], operation: impl Fn(&Group, &mut Buffers) + Sync) -> usize {
+fn allocations_once(groups: &[Group], operation: impl Fn(&Group, &mut Buffers) + Sync) -> usize {
     /// More than it takes until every queue and list has the room it needs.
     const WARM_UP: usize = 40;
     const REPETITIONS: usize = 60;

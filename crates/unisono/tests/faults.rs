@@ -124,19 +124,11 @@ fn kill_one(
     let killed = now();
     victim.signal(Signal::KILL);
     let status = victim.wait();
-    let died = now();
     assert_eq!(status.signal(), Some(Signal::KILL.as_raw()), "the victim ended otherwise");
     let failures: Vec<Failed> = world.ranks.iter().map(|rank| rank.failed()).collect();
     for failed in &failures {
         assert!(failed.at > killed, "a survivor failed before the kill: {failed:?}");
         delays.push(failed.at - killed);
-        if failed.at - killed > Duration::from_millis(100) {
-            println!(
-                "late: {failed:?} {:?} after the kill, dead after {:?}",
-                failed.at - killed,
-                died - killed
-            );
-        }
     }
     failures
 }

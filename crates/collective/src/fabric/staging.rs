@@ -56,9 +56,8 @@ mod tests {
 
     #[test]
     fn more_than_there_is_is_refused() {
-        let options = Options { staging: 1 << 50, ..Options::default() };
-        assert!(matches!(create_region(&options), Err(FormError::Staging { .. })));
-        options.staging = 1 << 20;
-        assert!(create_region(&options).is_ok());
+        let with = |staging| create_region(&Options { staging, ..Options::default() });
+        assert!(matches!(with(1 << 50), Err(FormError::Staging { .. })));
+        assert!(with(1 << 20).is_ok());
     }
 }

@@ -174,7 +174,7 @@ impl Monitor {
                 self.tell_stuck(call);
             }
             let now = Instant::now();
-            if now >= next_beat {
+            if now >= next_beat || self.state.take_suspicion() {
                 next_beat = now + beat;
                 self.beat(now);
             }

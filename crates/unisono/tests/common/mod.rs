@@ -25,6 +25,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use unisono::collective::fabric::{Address, HostId, LocalHub};
 use unisono::collective::handshake::Token;
+use unisono_netlab::{Host, Lab};
 
 use protocol::{Command, Failed, Formation, Reply, Residue, Settings};
 use rank::{Meeting, REPLY};
@@ -85,6 +86,14 @@ impl World {
             RankHandle::process(program, ip, &marker)
         });
         World::new(ranks.collect(), marker)
+    }
+
+    /// `per_host` ranks on every host of a lab, neighbours together.
+    pub fn in_lab(lab: &Lab, per_host: usize, address: fn(&Host) -> IpAddr) -> World {
+        World::started(lab.hosts().len() * per_host, |rank| {
+            let host = lab.host(rank / per_host);
+            (this_program(|path| host.command(path)), address(host))
+        })
     }
 
     /// Ranks that are threads, as if ranks with different numbers were on different hosts.
