@@ -67,7 +67,7 @@ fn what_a_group_takes() {
 
     the_count_counts();
     blocking_calls_on_an_idle_group_need_no_thread();
-    for (kind, world) in [(Kind::Local, 3), (Kind::Shm, 3), (Kind::Tcp, 3), (Kind::LocalHosts, 4)] {
+    for (kind, world) in [(Kind::Local, 3), (Kind::Shm, 3), (Kind::Tcp, 3), (Kind::LocalHosts, 3)] {
         steady_state_allocates_nothing(kind, world);
         memory_does_not_grow_with_the_tensor(kind);
         baseline.are_back(&format!("{kind:?}"));

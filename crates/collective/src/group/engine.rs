@@ -232,8 +232,11 @@ impl Engine {
             Phase::Window(schedule) => match &mut self.window {
                 // Nothing is shared, so nobody waits.
                 _ if schedule.cells == 0 => {
+                    let room = self.links.room();
                     // SAFETY: passed on from the caller.
-                    unsafe { crate::window::run_alone(call, schedule, buffers, segments, divisor) };
+                    unsafe {
+                        crate::window::run_alone(call, schedule, buffers, segments, divisor, room)
+                    };
                     Ok(())
                 }
                 // SAFETY: passed on from the caller.

@@ -63,6 +63,11 @@ impl Links {
         Ok(Links { streams, of_peer, spins, flights: Vec::new(), inputs, scratch })
     }
 
+    /// Room for the inputs of a fold, for whoever folds between runs.
+    pub fn room(&mut self) -> &mut Vec<*const u8> {
+        &mut self.inputs
+    }
+
     /// Handles to shut down when the group fails.
     pub fn handles(&self) -> std::io::Result<Vec<Socket>> {
         self.streams.iter().map(|s| s.socket.try_clone()).collect()

@@ -373,29 +373,36 @@ pub unsafe fn run_alone(
     buffers: &Buffers<'_>,
     segments: std::ops::Range<usize>,
     divisor: u32,
+    room: &mut Vec<*const u8>,
 ) {
     assert!(schedule.collects.is_empty(), "there is nobody to collect from");
     let divisor = (call.reduction == Reduction::Mean).then_some(divisor);
-    let mut room = Vec::new();
     for segment in segments {
         for copy in &schedule.copies {
             // SAFETY: passed on from the caller.
-            unsafe { buffers.fold(copy, segment, call, None, &mut room) };
+            unsafe { buffers.fold(copy, segment, call, None, room) };
         }
         for fold in &schedule.folds {
-            let own = |input: &Source| match *input {
-                Source::Own(place) => place,
-                Source::Staged { rank, .. } => panic!("nothing staged by rank {rank} can be read"),
-            };
-            let local = schedule::Fold {
-                inputs: fold.inputs.iter().map(own).collect(),
-                tree: fold.tree.clone(),
-                blocks: fold.blocks.clone(),
-                into: fold.into,
-                root: fold.root,
-            };
-            // SAFETY: passed on from the caller.
-            unsafe { buffers.fold(&local, segment, call, divisor, &mut room) };
+            for (i, block) in fold.blocks.clone().enumerate() {
+                let at = |place| buffers.block(place, segment, block, i as u32);
+                let (into, count) = at(fold.into);
+                if count == 0 {
+                    continue;
+                }
+                room.clear();
+                room.extend(fold.inputs.iter().map(|input| match *input {
+                    Source::Own(place) => at(place).0.cast_const(),
+                    Source::Staged { rank, .. } => {
+                        panic!("nothing staged by rank {rank} can be read")
+                    }
+                }));
+                let divide = if fold.root { divisor } else { None };
+                let (dtype, reduction) = (call.dtype, call.reduction);
+                // SAFETY: passed on from the caller.
+                unsafe {
+                    kernel::fold(dtype, reduction, &fold.tree, room, into, None, count, divide)
+                };
+            }
         }
     }
 }
