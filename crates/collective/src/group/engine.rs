@@ -159,9 +159,12 @@ impl Engine {
         self.state.history().record(&call);
         // SAFETY: passed on from the caller.
         let outcome = unsafe { self.run(request, &call) };
-        if let Err(error) = &outcome {
-            // Whoever notices takes the group down; the monitor tells the others.
-            self.state.fail(error.clone());
+        // Whoever notices takes the group down; the monitor tells the others. If somebody else was
+        // first, that is the error of all calls.
+        if let Err(error) = &outcome
+            && !self.state.fail(error.clone())
+        {
+            return Err(self.state.error(Some(call)));
         }
         outcome
     }

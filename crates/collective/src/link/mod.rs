@@ -16,6 +16,7 @@ use crate::call::Call;
 use crate::error::Error;
 use crate::memory::Scratch;
 use crate::state::GroupState;
+use crate::window::Patience;
 use rounds::Flight;
 pub use rounds::Run;
 use stream::Stream;
@@ -35,7 +36,7 @@ pub struct Links {
     /// The streams of each peer, as a range of `streams`; empty for this rank itself.
     of_peer: Vec<std::ops::Range<usize>>,
     /// Attempts to make progress before sleeping in poll.
-    spins: u32,
+    patience: Patience,
     flights: Vec<Flight>,
     inputs: Vec<*const u8>,
     /// Scratch cells of the segments in flight.
@@ -47,7 +48,7 @@ unsafe impl Send for Links {}
 
 impl Links {
     /// Takes over connected sockets: `sockets[peer]` lists the streams to that peer.
-    pub fn new(sockets: Vec<Vec<Socket>>, spins: u32) -> std::io::Result<Links> {
+    pub fn new(sockets: Vec<Vec<Socket>>, patience: Patience) -> std::io::Result<Links> {
         let mut streams = Vec::new();
         let mut of_peer = Vec::with_capacity(sockets.len());
         for (peer, sockets) in sockets.into_iter().enumerate() {
@@ -60,7 +61,7 @@ impl Links {
         }
         let inputs = Vec::with_capacity(of_peer.len());
         let scratch = Scratch::default();
-        Ok(Links { streams, of_peer, spins, flights: Vec::new(), inputs, scratch })
+        Ok(Links { streams, of_peer, patience, flights: Vec::new(), inputs, scratch })
     }
 
     /// Room for the inputs of a fold, for whoever folds between runs.

@@ -61,9 +61,12 @@ impl Links {
             if moved {
                 idle = 0;
                 watch = None;
-            } else if idle < self.spins {
+            } else if idle < self.patience.spins {
                 idle += 1;
                 std::hint::spin_loop();
+            } else if idle < self.patience.spins + self.patience.yields {
+                idle += 1;
+                std::thread::yield_now();
             } else {
                 watch.get_or_insert_with(|| run.state.watch(run.call));
                 self.wait(run.call, run.state, &mut watch)?;

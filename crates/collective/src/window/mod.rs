@@ -75,9 +75,9 @@ impl Patience {
         }
     }
 
-    /// Attempts at a socket before sleeping.
-    pub fn link_spins(&self) -> u32 {
-        self.spins / 4
+    /// The same for sockets, where an attempt is a system call and worth many busy turns.
+    pub fn for_links(&self) -> Patience {
+        Patience { spins: self.spins / 4, yields: self.yields.min(40) }
     }
 }
 
