@@ -154,6 +154,8 @@ pub fn candidates(op: Op, topology: &Topology, canonical: bool) -> Vec<Algorithm
         return vec![Algorithm::Direct];
     }
     let flat = topology.is_one_host() || topology.is_all_apart();
+    // Two ranks move the same bytes either way, but wait half as often if both reduce everything.
+    let pair = topology.world() == 2 && op == Op::AllReduce;
     Algorithm::ALL
         .into_iter()
         .filter(|a| a.supports(op, topology))
@@ -162,6 +164,7 @@ pub fn candidates(op: Op, topology: &Topology, canonical: bool) -> Vec<Algorithm
         .filter(|a| {
             !topology.is_one_host() || matches!(a, Algorithm::Window | Algorithm::WindowDirect)
         })
+        .filter(|a| *a != Algorithm::Window || !pair)
         .collect()
 }
 
