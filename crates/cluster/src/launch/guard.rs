@@ -5,11 +5,12 @@
 //! launcher's alone; when it closes, the launcher is dead, and the guard kills the groups. A
 //! launcher that ends in an orderly way has ended the groups itself and kills the guard first.
 
-use std::io::Write;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 
-use rustix::process::Pid;
+use rustix::process::getpid;
 
 const SCRIPT: &str = r#"
 while read -r group; do set -- "$@" "-$group"; done
@@ -45,12 +46,35 @@ impl Guard {
         Guard(None)
     }
 
-    /// Puts a rank's process group into the guard's care. The caller must not reap the group's
-    /// leader while the guard lives: until then no other group can get its number.
-    pub fn watch(&mut self, group: Pid) {
-        let Some(pipe) = self.0.as_mut().and_then(|child| child.stdin.as_mut()) else { return };
-        if let Err(error) = writeln!(pipe, "{}", group.as_raw_nonzero()) {
-            log::warn!("the launcher's guard is gone: {error}");
+    /// What a new rank, the leader of its process group, does between fork and exec to put the
+    /// group into the guard's care: done later, by the launcher, it would come too late for a
+    /// launcher that is killed right after the fork. The launcher must not reap the rank while the
+    /// guard lives: until then no other group can get its number.
+    pub fn enrolment(&self) -> impl Fn() -> io::Result<()> + use<> {
+        let pipe = self.0.as_ref().and_then(|child| child.stdin.as_ref()).map(|p| p.as_raw_fd());
+        move || {
+            let Some(pipe) = pipe else { return Ok(()) };
+            // SAFETY: the launcher keeps the pipe open while it starts ranks, and this closure runs
+            // in a fork of it.
+            let pipe = unsafe { BorrowedFd::borrow_raw(pipe) };
+            let mut line = [0; 12];
+            let start = decimal_line(getpid().as_raw_nonzero().get().unsigned_abs(), &mut line);
+            rustix::io::write(pipe, &line[start..])?;
+            Ok(())
+        }
+    }
+}
+
+/// Writes a number and a newline to the end of `line` without allocating; where it starts.
+fn decimal_line(mut number: u32, line: &mut [u8; 12]) -> usize {
+    let mut start = line.len() - 1;
+    line[start] = b'\n';
+    loop {
+        start -= 1;
+        line[start] = b'0' + (number % 10) as u8;
+        number /= 10;
+        if number == 0 {
+            return start;
         }
     }
 }
@@ -61,6 +85,20 @@ impl Drop for Guard {
             // Killed before its pipe closes, so that it never acts on an orderly end.
             let _ = child.kill();
             let _ = child.wait();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_become_lines() {
+        for number in [0, 7, 42, 4_194_304, u32::MAX] {
+            let mut line = [0; 12];
+            let start = decimal_line(number, &mut line);
+            assert_eq!(&line[start..], format!("{number}\n").as_bytes());
         }
     }
 }

@@ -47,10 +47,9 @@ impl Ranks {
     ) -> Result<Ranks, LaunchError> {
         let mut ranks = Ranks { ranks: Vec::new(), guard: Guard::start() };
         for local in 0..launch.ranks {
-            let rank = RankProcess::start(launch, place, local)?;
+            let rank = RankProcess::start(launch, place, local, &ranks.guard)?;
             let group = rank.group;
             ranks.ranks.push(rank);
-            ranks.guard.watch(group);
             watch(local, group, events.clone())?;
         }
         Ok(ranks)
@@ -101,7 +100,12 @@ impl Drop for Ranks {
 }
 
 impl RankProcess {
-    fn start(launch: &Launch, place: &NodePlace, local: u32) -> Result<RankProcess, LaunchError> {
+    fn start(
+        launch: &Launch,
+        place: &NodePlace,
+        local: u32,
+        guard: &Guard,
+    ) -> Result<RankProcess, LaunchError> {
         let launcher = getpid();
         let mut command = Command::new(&launch.command[0]);
         command
@@ -113,7 +117,9 @@ impl RankProcess {
             .stderr(Stdio::piped())
             .process_group(0);
         let cores = launch.bind.then(|| binding::share(local, launch.ranks)).flatten();
+        let enrol = guard.enrolment();
         let prepare = move || {
+            enrol()?;
             if let Some(cores) = &cores {
                 rustix::thread::sched_setaffinity(None, cores)?;
             }
