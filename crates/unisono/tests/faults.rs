@@ -4,7 +4,7 @@
 mod common;
 
 use std::os::unix::process::ExitStatusExt;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::machine::now;
 use common::protocol::{Call, Command, Failed, Failure, How, Reply, Settings};
@@ -90,7 +90,12 @@ fn kill(wiring: Wiring, chains: usize) {
                 inside += usize::from(during.is_some());
             }
             for rank in &mut world.ranks {
-                let left = rank.residue(&Command::Leave);
+                let mut left = rank.residue(&Command::Leave);
+                // A thread that was joined is still listed until the kernel has buried it.
+                let deadline = Instant::now() + Duration::from_secs(5);
+                while left != fresh[0] && Instant::now() < deadline {
+                    left = rank.residue(&Command::Inspect);
+                }
                 assert_eq!(left, fresh[0], "a group that failed leaves something behind");
             }
         }
