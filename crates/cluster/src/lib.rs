@@ -1,6 +1,7 @@
 //! Who is in the job: a process's [`place`], the [`rendezvous`] at which the ranks find each
 //! other, and the [`launch`]er that starts them.
 
+pub mod checkpoint;
 pub mod launch;
 pub mod place;
 pub mod rendezvous;

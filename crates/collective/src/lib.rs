@@ -38,6 +38,7 @@ pub mod options;
 pub mod schedule;
 mod side;
 mod state;
+mod traffic;
 pub mod tree;
 mod window;
 mod work;
@@ -49,6 +50,7 @@ pub use group::{Explanation, Group, Request, Unequal};
 pub use options::{BadSetting, Options, Transport};
 pub use schedule::{Algorithm, Op};
 pub use state::Epoch;
+pub use traffic::Traffic;
 pub use work::{Pending, Work};
 
 /// What the tests and the fuzz targets of this crate reach, and nobody else.

@@ -10,6 +10,7 @@ use socket2::Socket;
 use crate::call::Call;
 use crate::error::{Error, Loss};
 use crate::history::History;
+use crate::traffic::Meter;
 
 /// How long a broken link waits for the monitor to say whose fault it is. A process that dies
 /// closes its side channel as well, so that this only runs out where nothing but the link broke.
@@ -85,6 +86,8 @@ pub struct GroupState {
     history: History,
     /// A call of this rank that waits and that the others should hear of.
     stuck: Mutex<Option<Call>>,
+    /// What this rank has handed to others.
+    meter: Meter,
     /// Whether a link broke, so that the side channels should be tried at once.
     suspicion: AtomicBool,
 }
@@ -102,8 +105,14 @@ impl GroupState {
             stall_after,
             history: History::new(),
             stuck: Mutex::new(None),
+            meter: Meter::default(),
             suspicion: AtomicBool::new(false),
         })
+    }
+
+    /// Counts what this rank hands to others.
+    pub fn meter(&self) -> &Meter {
+        &self.meter
     }
 
     /// Hands over sockets to shut down when the group fails.

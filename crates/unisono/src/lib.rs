@@ -21,7 +21,7 @@ pub use unisono_cluster as cluster;
 pub use unisono_collective as collective;
 pub use unisono_collective::{
     Algorithm, BadSetting, Call, Dtype, Element, Epoch, Error, Explanation, FormError, Group,
-    InvalidCall, Loss, Op, Options, Pending, Reduction, Request, Transport, Unequal, Work,
+    InvalidCall, Loss, Op, Options, Pending, Reduction, Request, Traffic, Transport, Unequal, Work,
 };
 
 /// What most programs need.

@@ -16,6 +16,7 @@ use crate::options::Options;
 use crate::schedule::Topology;
 use crate::side::Side;
 use crate::state::{Epoch, GroupState};
+use crate::traffic::Traffic;
 use crate::window::{Patience, WindowMemory};
 use engine::Engine;
 use queue::Queue;
@@ -112,6 +113,11 @@ impl Group {
     /// What was measured when the group, or the one it is part of, formed.
     pub fn costs(&self) -> Costs {
         self.inner.queue.with_engine(|engine| *engine.costs())
+    }
+
+    /// What this rank has handed to others so far.
+    pub fn traffic(&self) -> Traffic {
+        self.inner.state.meter().read()
     }
 
     /// Why the group can no longer be used, if so.

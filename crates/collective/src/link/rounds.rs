@@ -165,14 +165,15 @@ impl Links {
         for i in 0..self.streams.len() {
             while self.streams[i].has_output() {
                 // SAFETY: all queued messages belong to this run.
-                let (some, done) = unsafe { self.streams[i].send(run.buffers) }
+                let (sent, done) = unsafe { self.streams[i].send(run.buffers) }
                     .map_err(|_| run.state.lost_link(self.streams[i].peer, run.call))?;
                 if let Some(segment) = done {
                     self.flight(segment).unsent -= 1;
                 }
-                if !some {
+                if sent == 0 {
                     break;
                 }
+                run.state.meter().count_sockets(sent);
                 moved = true;
             }
             while self.streams[i].expected > 0 {

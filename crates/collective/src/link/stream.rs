@@ -106,12 +106,13 @@ impl Stream {
         self.parked.is_some()
     }
 
-    /// Sends what the socket takes of the first message. `Some(segment)` if that completed it.
+    /// Sends what the socket takes of the first message: how many bytes, and `Some(segment)` if
+    /// that completed it.
     ///
     /// # Safety
     /// The buffers are those of the call whose messages are queued.
-    pub unsafe fn send(&mut self, buffers: &Buffers<'_>) -> Result<(bool, Option<usize>), Errno> {
-        let Some(message) = self.output.front_mut() else { return Ok((false, None)) };
+    pub unsafe fn send(&mut self, buffers: &Buffers<'_>) -> Result<(usize, Option<usize>), Errno> {
+        let Some(message) = self.output.front_mut() else { return Ok((0, None)) };
         let total = MessageHeader::SIZE + message.part.bytes.len();
         let mut slices = [IoSlice::new(&[]); PIECES];
         let mut used = 0;
@@ -136,9 +137,9 @@ impl Stream {
                 if done.is_some() {
                     self.output.pop_front();
                 }
-                Ok((true, done))
+                Ok((sent, done))
             }
-            Err(Errno::AGAIN | Errno::INTR) => Ok((false, None)),
+            Err(Errno::AGAIN | Errno::INTR) => Ok((0, None)),
             Err(e) => Err(e),
         }
     }

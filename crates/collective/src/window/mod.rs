@@ -139,10 +139,12 @@ impl WindowMemory {
             cell_bytes,
             divisor: (call.reduction == Reduction::Mean).then_some(divisor),
             disagreement: None,
+            shared: 0,
         };
         self.regions[self.me].record(self.runs, call, fingerprint);
         self.runs += 1;
         let outcome = self.pipeline.run(&words, segments.len(), schedule.publishes, &mut run);
+        state.meter().count_shared(run.shared);
         match (outcome, run.disagreement) {
             (Ok(()), _) => Ok(()),
             (Err(Interrupted), Some(error)) => Err(error),
@@ -258,6 +260,8 @@ struct Run<'a> {
     cell_bytes: usize,
     divisor: Option<u32>,
     disagreement: Option<Error>,
+    /// Bytes written for others to read.
+    shared: usize,
 }
 
 impl Run<'_> {
@@ -285,6 +289,7 @@ impl Steps for Run<'_> {
                 // SAFETY: the block lies in the caller's buffers; the cell is ours to write,
                 // since the pipeline waited for its readers.
                 unsafe { kernel::copy(from, into, count * self.dtype().size()) };
+                self.shared += count * self.dtype().size();
             }
         }
     }
@@ -312,6 +317,9 @@ impl Steps for Run<'_> {
                     }
                 }));
                 let also = fold.publish.map(|cell| self.cell(self.me, buffer, cell + i as u32));
+                if also.is_some() {
+                    self.shared += count * self.dtype().size();
+                }
                 let divide = if fold.root { self.divisor } else { None };
                 // SAFETY: inputs are staged cells, complete since the pipeline waited for their
                 // owners' ticks, and this rank's own memory; `into` and `also` are this rank's

@@ -1,0 +1,44 @@
+//! How many bytes a rank has handed to others.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Bytes that the collective calls of a rank have handed to others since the group formed, counted
+/// where they leave: headers included, messages and heartbeats not.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// Written to sockets.
+    pub sockets: u64,
+    /// Written to shared memory.
+    pub shared: u64,
+}
+
+impl Traffic {
+    /// Both.
+    pub fn total(self) -> u64 {
+        self.sockets + self.shared
+    }
+}
+
+/// A [`Traffic`] that is being counted.
+#[derive(Default)]
+pub(crate) struct Meter {
+    sockets: AtomicU64,
+    shared: AtomicU64,
+}
+
+impl Meter {
+    pub fn count_sockets(&self, bytes: usize) {
+        self.sockets.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    pub fn count_shared(&self, bytes: usize) {
+        self.shared.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    pub fn read(&self) -> Traffic {
+        Traffic {
+            sockets: self.sockets.load(Ordering::Relaxed),
+            shared: self.shared.load(Ordering::Relaxed),
+        }
+    }
+}

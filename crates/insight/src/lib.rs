@@ -1,0 +1,42 @@
+//! Where the time of a training run goes.
+//!
+//! Ranks measure their steps and hand in [`StepRecord`]s on one common clock ([`clock`]). Everything
+//! else is computed from those: what each step was spent on ([`breakdown`]), what that means in plain
+//! words ([`verdict`]), a timeline of all ranks ([`trace`]) and the report for people ([`report`]).
+//! All of it is pure; [`folder`] alone touches files.
+//!
+//! ```
+//! use unisono_insight::{RankStep, StepRecord, breakdown::StepBreakdown};
+//!
+//! // Rank 1 computes for 3 ms longer; the last bucket arrives 1 ms after that.
+//! let rank = |computed: f64| RankStep {
+//!     begin: 0.0,
+//!     computed,
+//!     reduced: 0.014,
+//!     end: 0.015,
+//!     compute: computed,
+//!     backward: computed / 2.0,
+//!     buckets: Vec::new(),
+//! };
+//! let record = StepRecord {
+//!     step: 0,
+//!     loss: 2.3,
+//!     samples: 64,
+//!     wire_bytes: 0,
+//!     ranks: vec![rank(0.010), rank(0.013)],
+//! };
+//! let step = StepBreakdown::of(&record);
+//! assert_eq!(step.last, Some(1));
+//! assert!((step.ranks[0].parts.straggler - 0.003).abs() < 1e-12);
+//! ```
+
+pub mod breakdown;
+pub mod clock;
+pub mod folder;
+mod record;
+pub mod report;
+pub mod trace;
+pub mod units;
+pub mod verdict;
+
+pub use record::{BucketSpan, Outcome, RankStep, RunInfo, Scaling, StepRecord, Summary};

@@ -1,0 +1,186 @@
+//! Sums the subtrees of all workers.
+//!
+//! Where every worker holds one subtree, and these combine like the ranks of a group do, the sum is
+//! an all-reduce. Otherwise (3 workers with 8 shards) no all-reduce over ranks evaluates the right
+//! tree, and the workers exchange their subtrees: each gets one block of every subtree of everybody,
+//! folds them in the order of the tree, and all gather the blocks. That is pairwise exchange with
+//! several leaves per rank.
+
+use unisono_collective::tree::Tree;
+use unisono_collective::{Dtype, Error, Group, Op, Reduction, Request, Unequal, kernel};
+
+use crate::shards::Shards;
+
+/// Sums what the workers of a group hold.
+pub struct Combiner {
+    group: Group,
+    exchange: Option<Exchange>,
+}
+
+impl Combiner {
+    /// For the workers of this group.
+    pub fn new(group: Group, shards: Shards) -> Combiner {
+        let workers = group.size();
+        let exchange = (!is_all_reduce(shards, workers)).then(|| Exchange::new(shards, workers));
+        Combiner { group, exchange }
+    }
+
+    /// Replaces the first of a worker's subtrees by the sum of all subtrees of all workers. All have
+    /// one length, a multiple of [`alignment`].
+    pub fn sum(&mut self, subtrees: &mut [Vec<f32>]) -> Result<(), Error> {
+        match &mut self.exchange {
+            None => self.group.all_reduce(&mut subtrees[0], Reduction::Sum),
+            Some(exchange) => exchange.sum(&self.group, subtrees),
+        }
+    }
+
+    /// Bytes this rank has sent so far.
+    pub fn sent(&self) -> u64 {
+        self.group.traffic().total()
+    }
+}
+
+/// What the lengths to be summed must be a multiple of.
+pub fn alignment(shards: Shards, workers: usize) -> usize {
+    if is_all_reduce(shards, workers) { 1 } else { workers }
+}
+
+fn is_all_reduce(shards: Shards, workers: usize) -> bool {
+    let singles = shards.subtrees(workers).iter().all(|subtrees| subtrees.len() == 1);
+    singles && shards.tree(workers).nodes() == Tree::canonical(workers).nodes()
+}
+
+/// The exchange of subtrees, and its memory.
+struct Exchange {
+    tree: Tree,
+    /// How many subtrees every rank holds.
+    held: Vec<usize>,
+    /// What goes to each rank: a block of every subtree of this rank.
+    outgoing: Vec<f32>,
+    /// What came from each rank, which makes a block of every subtree of all, in order.
+    incoming: Vec<f32>,
+}
+
+impl Exchange {
+    fn new(shards: Shards, workers: usize) -> Exchange {
+        let held = shards.subtrees(workers).iter().map(Vec::len).collect();
+        let tree = shards.tree(workers);
+        Exchange { tree, held, outgoing: Vec::new(), incoming: Vec::new() }
+    }
+
+    fn sum(&mut self, group: &Group, subtrees: &mut [Vec<f32>]) -> Result<(), Error> {
+        let (me, world) = (group.rank(), group.size());
+        let length = subtrees[0].len();
+        let block = length / world;
+        debug_assert_eq!((block * world, subtrees.len()), (length, self.held[me]));
+
+        self.outgoing.clear();
+        for rank in 0..world {
+            for subtree in subtrees.iter() {
+                self.outgoing.extend_from_slice(&subtree[rank * block..][..block]);
+            }
+        }
+        self.incoming.resize(self.tree.inputs() * block, 0.0);
+        let offsets = |held: &mut dyn Iterator<Item = usize>| -> Vec<usize> {
+            let mut end = 0;
+            let ends = held.map(|held| {
+                end += held * block;
+                end
+            });
+            std::iter::once(0).chain(ends).collect()
+        };
+        let unequal = Unequal {
+            input: offsets(&mut std::iter::repeat_n(self.held[me], world)),
+            output: offsets(&mut self.held.iter().copied()),
+            longest: self.held.iter().max().expect("a group has ranks") * block,
+            shape: 0,
+        };
+        let (from, into) = (self.outgoing.as_ptr(), self.incoming.as_mut_ptr());
+        let request = Request::new(Op::AllToAll, from, into, 0);
+        // SAFETY: both buffers are as long as the offsets say, and borrowed for the call.
+        unsafe { group.run(Request { unequal: Some(unequal), ..request }) }?;
+
+        let inputs: Vec<*const u8> = match block {
+            0 => vec![std::ptr::null(); self.tree.inputs()],
+            _ => self.incoming.chunks_exact(block).map(|input| input.as_ptr().cast()).collect(),
+        };
+        let own = subtrees[0][me * block..][..block].as_mut_ptr().cast();
+        // SAFETY: every input is a block of the incoming buffer, and the result is a block of
+        // another one.
+        unsafe {
+            kernel::fold(Dtype::F32, Reduction::Sum, &self.tree, &inputs, own, None, block, None);
+        }
+        group.all_gather_in_place(&mut subtrees[0])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::accumulate::{Accumulation, Values};
+    use unisono_collective::{Options, Transport};
+
+    /// Leaves whose sum depends on the order.
+    fn leaf(shard: usize, length: usize) -> Vec<f32> {
+        let value =
+            |i: usize| ((shard * 7919 + i * 104_729) % 1009) as f32 * 1.1f32.powi(shard as i32);
+        (0..length).map(value).collect()
+    }
+
+    /// What `workers` make of the shards.
+    fn sum(shards: usize, workers: usize, length: usize, options: &Options) -> Vec<Vec<f32>> {
+        let shards = Shards::new(shards, workers).unwrap();
+        let groups = Group::local(workers, options).unwrap();
+        std::thread::scope(|scope| {
+            let worker = |group: Group| {
+                move || {
+                    let range = shards.of(group.rank(), workers);
+                    let plan = Accumulation::new(shards.count(), range.clone());
+                    let padded = length.next_multiple_of(alignment(shards, workers));
+                    let mut slots = vec![vec![0.0; padded]; plan.slots()];
+                    for (i, shard) in range.enumerate() {
+                        let values = leaf(shard, length);
+                        plan.add(i, &mut slots, 0..length, Values::Slice(&values));
+                    }
+                    let mut combiner = Combiner::new(group, shards);
+                    combiner.sum(&mut slots[..plan.sums()]).unwrap();
+                    slots.swap_remove(0)[..length].to_vec()
+                }
+            };
+            let workers: Vec<_> =
+                groups.into_iter().map(|group| scope.spawn(worker(group))).collect();
+            workers.into_iter().map(|worker| worker.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn any_number_of_workers_gives_the_bits_of_one() {
+        for transport in [Transport::Shm, Transport::Tcp] {
+            let mut options = Options::default();
+            options.transport = transport;
+            for shards in [1, 5, 8, 12] {
+                for length in [0, 1, 1000] {
+                    let expected = &sum(shards, 1, length, &Options::default())[0];
+                    for workers in (1..=shards).filter(|w| [2, 3, 4, 5, 7, 8].contains(w)) {
+                        for (rank, actual) in
+                            sum(shards, workers, length, &options).iter().enumerate()
+                        {
+                            let same = actual.iter().map(|x| x.to_bits());
+                            assert!(
+                                same.eq(expected.iter().map(|x| x.to_bits())),
+                                "{shards} shards, {workers} workers, rank {rank}, length {length}"
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn aligned_workers_all_reduce() {
+        let is = |shards, workers| is_all_reduce(Shards::new(shards, workers).unwrap(), workers);
+        assert!(is(8, 1) && is(8, 2) && is(8, 4) && is(8, 8) && is(5, 5) && is(6, 3));
+        assert!(!is(8, 3) && !is(8, 5) && !is(5, 2));
+    }
+}

@@ -1,0 +1,45 @@
+//! What can go wrong while replicas are kept in step.
+
+use unisono_collective::{Error, FormError};
+
+use crate::shards::TooFewShards;
+
+/// Why a step could not be synchronized.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SyncError {
+    /// The group failed: a rank was lost, or the ranks disagree. Weights are those of the last step
+    /// that was finished; resume from a checkpoint with a new group.
+    #[error(transparent)]
+    Group(#[from] Error),
+    /// The group for the gradients could not be formed.
+    #[error(transparent)]
+    Form(#[from] FormError),
+    /// Use more shards or fewer workers.
+    #[error(transparent)]
+    Shards(#[from] TooFewShards),
+    /// The ranks registered different parameters. Build the same model everywhere.
+    #[error(
+        "rank {rank} has another model than rank 0: its parameter {parameter} differs in name or \
+         shape; build the same model on all ranks"
+    )]
+    DifferentModels {
+        /// A rank whose model differs from rank 0's.
+        rank: usize,
+        /// The first parameter, in order of registration, that differs.
+        parameter: usize,
+    },
+    /// The replicas are no longer equal. Something changed weights outside of the optimizer, or a
+    /// rank's arithmetic differs. Resume from the last checkpoint.
+    #[error(
+        "at step {step} the weights of rank {rank} differ from the others', first in {parameter}"
+    )]
+    Diverged {
+        /// When it was noticed.
+        step: u64,
+        /// The rank that is unlike the majority.
+        rank: usize,
+        /// The first parameter, in order of registration, that differs.
+        parameter: String,
+    },
+}

@@ -1,0 +1,208 @@
+//! Whole steps of a made-up model: the weights are the same for any number of workers, whatever the
+//! buckets, the order in which gradients come, and which of them are missing.
+
+use unisono_collective::{Group, Options, Transport};
+use unisono_sync::bucket::BucketSizes;
+use unisono_sync::optimizer::{Optimizer, OptimizerSpec};
+use unisono_sync::{Parameter, Settings, StepOutcome, SyncError, Synchronizer};
+
+const SHARDS: usize = 8;
+const STEPS: usize = 12;
+const LENGTHS: [usize; 7] = [300, 1, 17, 1000, 0, 64, 5];
+
+/// Never has a gradient.
+const UNUSED: usize = 5;
+/// Has one in a single shard of every other step.
+const RARE: usize = 2;
+
+/// What one run is made of, besides the model.
+#[derive(Clone, Debug)]
+struct Variant {
+    workers: usize,
+    transport: Transport,
+    buckets: Option<BucketSizes>,
+    overlap: bool,
+}
+
+impl Variant {
+    fn new(workers: usize) -> Variant {
+        let first = Some(BucketSizes { first: 40, others: 400 });
+        Variant { workers, transport: Transport::Auto, buckets: first, overlap: true }
+    }
+}
+
+fn parameters() -> Vec<Parameter> {
+    let parameter = |(i, len): (usize, &usize)| Parameter { name: format!("p{i}"), len: *len };
+    LENGTHS.iter().enumerate().map(parameter).collect()
+}
+
+/// A number that looks random, in −1..1.
+fn noise(seed: usize) -> f32 {
+    let mut x = (seed as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x1234_5678;
+    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    ((x >> 40) as f32) / (1u64 << 23) as f32 - 1.0
+}
+
+/// The gradient of a parameter in one shard of a step: it depends on the weights, so that any
+/// difference grows.
+fn gradient(step: usize, shard: usize, parameter: usize, weights: &[f32]) -> Option<Vec<f32>> {
+    match parameter {
+        UNUSED => return None,
+        RARE if step % 2 == 0 || shard != 6 => return None,
+        _ => {}
+    }
+    let seed = ((step * 100 + shard) * 10 + parameter) * 5000;
+    Some(weights.iter().enumerate().map(|(i, w)| w * 0.1 + noise(seed + i)).collect())
+}
+
+/// Trains, and returns every rank's weights, losses, and which parameters were updated when.
+fn train(variant: &Variant) -> Vec<(Vec<Vec<f32>>, Vec<f32>, Vec<Vec<usize>>)> {
+    let mut options = Options::default();
+    options.transport = variant.transport;
+    let groups = Group::local(variant.workers, &options).unwrap();
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> =
+            groups.iter().map(|group| scope.spawn(move || worker(group, variant))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+fn worker(group: &Group, variant: &Variant) -> (Vec<Vec<f32>>, Vec<f32>, Vec<Vec<usize>>) {
+    let mut settings = Settings::new(SHARDS);
+    settings.buckets = variant.buckets;
+    settings.overlap = variant.overlap;
+    let sync = Synchronizer::new(Some(group), parameters(), settings).unwrap();
+    let mut optimizer = "momentum".parse::<OptimizerSpec>().unwrap().build(&LENGTHS).unwrap();
+    let mut weights: Vec<Vec<f32>> = LENGTHS
+        .iter()
+        .enumerate()
+        .map(|(p, len)| (0..*len).map(|i| noise(p + i)).collect())
+        .collect();
+    let (mut losses, mut updates) = (Vec::new(), Vec::new());
+    for step in 0..STEPS {
+        for _ in sync.shards() {
+            let shard = sync.begin_shard();
+            sync.begin_backward(noise(step * SHARDS + shard));
+            // Every rank has an order of its own in which gradients become ready.
+            let mut order: Vec<usize> = (0..LENGTHS.len()).collect();
+            order.sort_by_key(|p| noise(p + 31 * step + 1000 * group.rank()).to_bits());
+            for parameter in order {
+                if let Some(gradient) = gradient(step, shard, parameter, &weights[parameter]) {
+                    assert!(sync.gradient(parameter, &gradient));
+                }
+            }
+            sync.end_shard();
+        }
+        let mut updated = Vec::new();
+        let StepOutcome { loss, stop, .. } = sync
+            .finish(|parameter, gradient| {
+                updated.push(parameter);
+                optimizer.update(parameter, step as u64 + 1, &mut weights[parameter], gradient);
+            })
+            .unwrap();
+        assert!(!stop);
+        losses.push(loss);
+        updated.sort_unstable();
+        updates.push(updated);
+    }
+    (weights, losses, updates)
+}
+
+fn bits(weights: &[Vec<f32>]) -> Vec<Vec<u32>> {
+    weights.iter().map(|w| w.iter().map(|x| x.to_bits()).collect()).collect()
+}
+
+#[test]
+fn weights_do_not_depend_on_how_they_are_synchronized() {
+    let expected = train(&Variant::new(1)).remove(0);
+    let mut variants: Vec<Variant> = [1, 2, 3, 4, 5, 7, 8].map(Variant::new).to_vec();
+    for workers in [1, 2, 3, 4] {
+        let plain = Variant::new(workers);
+        variants.push(Variant { overlap: false, ..plain.clone() });
+        variants.push(Variant { transport: Transport::Tcp, ..plain.clone() });
+        variants.push(Variant { buckets: None, ..plain.clone() });
+        variants.push(Variant { buckets: Some(BucketSizes { first: 0, others: 0 }), ..plain });
+    }
+    for variant in &variants {
+        for (rank, (weights, losses, updates)) in train(variant).into_iter().enumerate() {
+            assert_eq!(bits(&weights), bits(&expected.0), "weights of rank {rank}, {variant:?}");
+            let same =
+                losses.iter().map(|l| l.to_bits()).eq(expected.1.iter().map(|l| l.to_bits()));
+            assert!(same, "losses of rank {rank}, {variant:?}");
+            assert_eq!(updates, expected.2, "updates of rank {rank}, {variant:?}");
+        }
+    }
+}
+
+#[test]
+fn parameters_without_a_gradient_anywhere_are_left_alone() {
+    for workers in [1, 3] {
+        for (_, _, updates) in train(&Variant::new(workers)) {
+            for (step, updated) in updates.iter().enumerate() {
+                assert!(!updated.contains(&UNUSED));
+                assert_eq!(updated.contains(&RARE), step % 2 == 1, "step {step}");
+                assert!(updated.contains(&0));
+            }
+        }
+    }
+}
+
+#[test]
+fn one_vote_stops_all() {
+    let groups = Group::local(3, &Options::default()).unwrap();
+    std::thread::scope(|scope| {
+        for group in &groups {
+            scope.spawn(move || {
+                let parameters = vec![Parameter { name: "w".into(), len: 3 }];
+                let sync = Synchronizer::new(Some(group), parameters, Settings::new(3)).unwrap();
+                for step in 0..4 {
+                    if step == 2 && group.rank() == 1 {
+                        sync.vote_to_stop();
+                    }
+                    sync.begin_shard();
+                    sync.begin_backward(1.0);
+                    sync.gradient(0, &[1.0, 2.0, 3.0]);
+                    sync.end_shard();
+                    let outcome = sync.finish(|_, gradient| assert_eq!(gradient, [1.0, 2.0, 3.0]));
+                    assert_eq!(outcome.unwrap().stop, step == 2);
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn different_models_are_refused_on_all_ranks() {
+    let groups = Group::local(3, &Options::default()).unwrap();
+    std::thread::scope(|scope| {
+        for group in &groups {
+            scope.spawn(move || {
+                let mut parameters = parameters();
+                if group.rank() == 2 {
+                    parameters.truncate(4);
+                }
+                match Synchronizer::new(Some(group), parameters, Settings::new(3)).map(|_| ()) {
+                    Err(SyncError::DifferentModels { rank: 2, parameter: 4 }) => {}
+                    other => panic!("{other:?}"),
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn gradients_outside_of_a_shard_are_not_taken() {
+    let parameters = vec![Parameter { name: "w".into(), len: 1 }];
+    let sync = Synchronizer::new(None, parameters, Settings::new(2)).unwrap();
+    assert!(!sync.gradient(0, &[1.0]));
+    for _ in sync.shards() {
+        sync.begin_shard();
+        sync.begin_backward(0.5);
+        assert!(sync.gradient(0, &[3.0]));
+        sync.end_shard();
+    }
+    let outcome = sync.finish(|_, gradient| assert_eq!(gradient, [3.0])).unwrap();
+    assert_eq!(outcome.loss, 0.5);
+    assert_eq!(outcome.times.buckets.len(), 1);
+}
