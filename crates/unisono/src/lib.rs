@@ -12,6 +12,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+#[cfg(feature = "candle")]
+pub mod candle;
 mod interface;
 mod job;
 
@@ -23,8 +25,11 @@ pub use unisono_collective::{
     Algorithm, BadSetting, Call, Dtype, Element, Epoch, Error, Explanation, FormError, Group,
     InvalidCall, Loss, Op, Options, Pending, Reduction, Request, Traffic, Transport, Unequal, Work,
 };
+pub use unisono_insight as insight;
+pub use unisono_sync as sync;
 
 /// What most programs need.
 pub mod prelude {
+    pub use crate::sync::Settings;
     pub use crate::{Dtype, Element, Error, Group, Job, Options, Reduction, Work};
 }

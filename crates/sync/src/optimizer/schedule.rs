@@ -59,7 +59,7 @@ impl LearningRate {
                 Some("the learning rate must be a number of at least 0")
             }
             LearningRate::Cosine { peak, floor, .. }
-                if !usable(floor) || !(floor <= peak) || !usable(peak) =>
+                if !usable(peak) || !(0.0..=peak).contains(&floor) =>
             {
                 Some("the learning rate and its floor must be numbers with 0 ≤ floor ≤ rate")
             }

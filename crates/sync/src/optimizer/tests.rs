@@ -50,7 +50,7 @@ fn gradient(parameter: usize, step: u64) -> Vec<f32> {
 
 /// Parameter 3 has no gradient in every seventh step.
 fn takes_part(parameter: usize, step: u64) -> bool {
-    parameter != 3 || step % 7 != 0
+    parameter != 3 || !step.is_multiple_of(7)
 }
 
 fn train(

@@ -1,0 +1,285 @@
+//! The folder a run leaves behind.
+//!
+//! | file | what |
+//! |---|---|
+//! | `run.toml` | what was run: [`RunInfo`] |
+//! | `steps.jsonl` | one [`StepRecord`] per line, appended while the run goes on |
+//! | `summary.json` | the run in one object: [`Summary`] |
+//! | `trace.json` | the timeline of the last steps: [`crate::trace`] |
+//! | `report.html` | the report: [`crate::report`] |
+//!
+//! Everything but `steps.jsonl` is written to a temporary name first and then renamed, so that a full
+//! disk never costs an earlier file. A step is one write, so that a run that is killed loses at most
+//! the line it was writing; reading tolerates that one, and nothing else.
+
+use std::fs::{self, File};
+use std::io::{self, BufRead, BufReader, BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use crate::breakdown::RunBreakdown;
+use crate::record::{Outcome, RunInfo, Scaling, StepRecord, Summary};
+use crate::report::Report;
+use crate::trace;
+
+const INFO: &str = "run.toml";
+const STEPS: &str = "steps.jsonl";
+const SUMMARY: &str = "summary.json";
+const TRACE: &str = "trace.json";
+const REPORT: &str = "report.html";
+
+/// Why the folder of a run could not be written or read.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum FolderError {
+    /// There is a run in there already. Choose another folder.
+    #[error("{} already holds a run; choose another folder, or remove that one", .path.display())]
+    Occupied {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// There is no run in there. Choose another folder.
+    #[error("{} is not the folder of a run: it has no {INFO}; name a folder that a run wrote", .path.display())]
+    NotARun {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// The system refused to write. Make room or choose another folder.
+    #[error("cannot write {}: {source}; {}", .path.display(), remedy(.source))]
+    Write {
+        /// What could not be written.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The system refused to read.
+    #[error("cannot read {}: {source}; check that it exists and that you may read it", .path.display())]
+    Read {
+        /// What could not be read.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// A file is not what a run writes. Restore it, or do without.
+    #[error("{}:{line}: {reason}; restore the file, or run again", .path.display())]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: usize,
+        /// What is wrong there.
+        reason: String,
+    },
+}
+
+/// The folder of a run that is going on.
+#[derive(Debug)]
+pub struct RunFolder {
+    dir: PathBuf,
+    steps: File,
+    /// Length of the complete lines of `steps`.
+    complete: u64,
+}
+
+/// A run read back from its folder.
+#[derive(Clone, Debug)]
+pub struct Run {
+    /// What was run.
+    pub info: RunInfo,
+    /// Its steps.
+    pub steps: Vec<StepRecord>,
+    /// What it came to; absent if it did not finish.
+    pub summary: Option<Summary>,
+    dir: PathBuf,
+}
+
+impl RunFolder {
+    /// Makes the folder, with its parents, and writes `run.toml`. Refuses a folder with a run in it.
+    pub fn create(dir: impl Into<PathBuf>, info: &RunInfo) -> Result<RunFolder, FolderError> {
+        let dir = dir.into();
+        fs::create_dir_all(&dir).map_err(|source| write_error(&dir, source))?;
+        if dir.join(INFO).exists() || dir.join(STEPS).exists() {
+            return Err(FolderError::Occupied { path: dir });
+        }
+        replace(&dir.join(INFO), |to| {
+            let text = toml::to_string_pretty(info).map_err(io::Error::other)?;
+            to.write_all(text.as_bytes())
+        })?;
+        let path = dir.join(STEPS);
+        let steps = File::options().append(true).create_new(true).open(&path);
+        let steps = steps.map_err(|source| write_error(&path, source))?;
+        Ok(RunFolder { dir, steps, complete: 0 })
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Appends a step. After an error the file ends with the last complete step, and the next one may
+    /// be appended once there is room.
+    pub fn append(&mut self, step: &StepRecord) -> Result<(), FolderError> {
+        let path = || self.dir.join(STEPS);
+        let mut line = serde_json::to_vec(step)
+            .map_err(|error| write_error(&path(), io::Error::from(error)))?;
+        line.push(b'\n');
+        if let Err(source) = self.steps.write_all(&line) {
+            // If this fails as well, readers still find one unfinished line at the end.
+            let _ = self.steps.set_len(self.complete);
+            return Err(write_error(&path(), source));
+        }
+        self.complete += line.len() as u64;
+        Ok(())
+    }
+
+    /// Sums up the run, and writes `summary.json`, `trace.json` and `report.html` from what was
+    /// appended.
+    pub fn finish(self, outcome: Outcome, scaling: Option<Scaling>) -> Result<Run, FolderError> {
+        let mut run = RunFolder::open(&self.dir)?;
+        let breakdown = RunBreakdown::of(&run.info, &run.steps);
+        run.summary = Some(Summary::new(&run.info, &breakdown, outcome, scaling));
+        run.write()?;
+        Ok(run)
+    }
+
+    /// Reads a run, finished or not.
+    pub fn open(dir: impl Into<PathBuf>) -> Result<Run, FolderError> {
+        let dir = dir.into();
+        let info = read_info(&dir)?;
+        let steps = read_steps(&dir.join(STEPS), &info)?;
+        let summary = read_summary(&dir.join(SUMMARY))?;
+        Ok(Run { info, steps, summary, dir })
+    }
+}
+
+impl Run {
+    /// Its report.
+    pub fn report(&self) -> Report {
+        Report::new(&self.info, &self.steps, self.summary.as_ref())
+    }
+
+    /// The page of its report.
+    pub fn report_path(&self) -> PathBuf {
+        self.dir.join(REPORT)
+    }
+
+    /// Writes all that can be computed: the summary if there is one, the trace and the report. For a
+    /// run that was killed this makes up for what it could not write itself.
+    pub fn write(&self) -> Result<(), FolderError> {
+        if let Some(summary) = &self.summary {
+            replace(&self.dir.join(SUMMARY), |to| {
+                serde_json::to_writer_pretty(&mut *to, summary)?;
+                to.write_all(b"\n")
+            })?;
+        }
+        replace(&self.dir.join(TRACE), |to| {
+            trace::write(&self.info, &self.steps, trace::DEFAULT_STEPS, to)
+        })?;
+        let page = self.report().html();
+        replace(&self.report_path(), |to| to.write_all(page.as_bytes()))
+    }
+}
+
+fn read_info(dir: &Path) -> Result<RunInfo, FolderError> {
+    let path = dir.join(INFO);
+    let text = match fs::read_to_string(&path) {
+        Ok(text) => text,
+        Err(error)
+            if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) =>
+        {
+            return Err(FolderError::NotARun { path: dir.into() });
+        }
+        Err(source) => return Err(FolderError::Read { path, source }),
+    };
+    toml::from_str(&text).map_err(|error| {
+        let offset = error.span().map_or(0, |span| span.start);
+        let line = 1 + text.bytes().take(offset).filter(|byte| *byte == b'\n').count();
+        FolderError::Malformed { path, line, reason: one_line(error.message()) }
+    })
+}
+
+fn read_steps(path: &Path, info: &RunInfo) -> Result<Vec<StepRecord>, FolderError> {
+    let read_error = |source| FolderError::Read { path: path.into(), source };
+    let mut file = BufReader::new(File::open(path).map_err(read_error)?);
+    let mut steps: Vec<StepRecord> = Vec::new();
+    let mut text = Vec::new();
+    loop {
+        text.clear();
+        if file.read_until(b'\n', &mut text).map_err(read_error)? == 0 {
+            return Ok(steps);
+        }
+        let line = steps.len() + 1;
+        let malformed = |reason| FolderError::Malformed { path: path.into(), line, reason };
+        let record: StepRecord = match serde_json::from_slice(&text) {
+            Ok(record) => record,
+            Err(_) if !text.ends_with(b"\n") => return Ok(steps),
+            Err(error) => return Err(malformed(format!("not the record of a step: {error}"))),
+        };
+        if record.ranks.len() != info.workers {
+            return Err(malformed(format!(
+                "a step of {} ranks in a run of {}",
+                record.ranks.len(),
+                info.workers
+            )));
+        }
+        if let Some(previous) = steps.last().filter(|previous| previous.step >= record.step) {
+            return Err(malformed(format!("step {} after step {}", record.step, previous.step)));
+        }
+        steps.push(record);
+    }
+}
+
+fn read_summary(path: &Path) -> Result<Option<Summary>, FolderError> {
+    let text = match fs::read(path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(source) => return Err(FolderError::Read { path: path.into(), source }),
+    };
+    serde_json::from_slice(&text).map(Some).map_err(|error| FolderError::Malformed {
+        path: path.into(),
+        line: error.line(),
+        reason: format!("not the summary of a run: {error}"),
+    })
+}
+
+/// Writes a file under a temporary name and gives it its name when it is complete.
+fn replace(
+    path: &Path,
+    write: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>,
+) -> Result<(), FolderError> {
+    let mut temporary = path.as_os_str().to_owned();
+    temporary.push(".partial");
+    let temporary = PathBuf::from(temporary);
+    let written = || -> io::Result<()> {
+        let mut to = BufWriter::new(File::create(&temporary)?);
+        write(&mut to)?;
+        to.into_inner()?.sync_all()?;
+        fs::rename(&temporary, path)
+    };
+    written().map_err(|source| {
+        let _ = fs::remove_file(&temporary);
+        write_error(path, source)
+    })
+}
+
+fn write_error(path: &Path, source: io::Error) -> FolderError {
+    FolderError::Write { path: path.into(), source }
+}
+
+fn remedy(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            "free some space, or choose a folder on another disk"
+        }
+        io::ErrorKind::NotADirectory | io::ErrorKind::AlreadyExists => {
+            "a file is where a folder should be; choose another folder"
+        }
+        _ => "choose a folder that you may write to",
+    }
+}
+
+fn one_line(text: &str) -> String {
+    text.lines().map(str::trim).collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests;

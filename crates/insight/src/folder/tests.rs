@@ -1,0 +1,165 @@
+use tempfile::TempDir;
+
+use super::*;
+use crate::record::RankStep;
+
+fn info() -> RunInfo {
+    let mut info = RunInfo { name: "test".into(), workers: 2, ..RunInfo::default() };
+    info.hosts = vec!["a".into(), "b".into()];
+    info.settings.insert("seed".into(), 7.into());
+    info.settings
+        .insert("optimizer".into(), toml::Table::from_iter([("lr".into(), 0.1.into())]).into());
+    info
+}
+
+fn step(step: u64) -> StepRecord {
+    let begin = step as f64;
+    let rank = RankStep {
+        begin,
+        computed: begin + 0.5,
+        reduced: begin + 0.7,
+        end: begin + 1.0,
+        compute: 0.4,
+        backward: 0.2,
+        buckets: vec![],
+    };
+    StepRecord { step, loss: 1.0, samples: 8, wire_bytes: 16, ranks: vec![rank.clone(), rank] }
+}
+
+fn run_of(steps: u64) -> (TempDir, RunFolder) {
+    let dir = TempDir::new().unwrap();
+    let mut folder = RunFolder::create(dir.path().join("run"), &info()).unwrap();
+    for number in 0..steps {
+        folder.append(&step(number)).unwrap();
+    }
+    (dir, folder)
+}
+
+fn add_to_steps(folder: &RunFolder, text: &str) {
+    let mut file = File::options().append(true).open(folder.path().join(STEPS)).unwrap();
+    file.write_all(text.as_bytes()).unwrap();
+}
+
+/// The text of the error, which must be one line.
+fn refusal(result: Result<Run, FolderError>) -> String {
+    let text = result.unwrap_err().to_string();
+    assert!(!text.contains('\n'), "{text}");
+    text
+}
+
+#[test]
+fn what_was_written_is_read_back() {
+    let (_dir, folder) = run_of(10);
+    let path = folder.path().to_path_buf();
+    let outcome = Outcome { accuracy: Some(0.975), weights_hash: "abc".into() };
+    let scaling = Scaling { one_worker_samples_per_s: 5.0 };
+    let finished = folder.finish(outcome, Some(scaling)).unwrap();
+
+    let run = RunFolder::open(&path).unwrap();
+    assert_eq!(run.info, info());
+    assert_eq!(run.steps, (0..10).map(step).collect::<Vec<_>>());
+    assert_eq!(run.summary, finished.summary);
+    let summary = run.summary.unwrap();
+    assert_eq!((summary.steps, summary.accuracy), (10, Some(0.975)));
+    assert!((summary.step_ms - 1000.0).abs() < 1e-6, "{}", summary.step_ms);
+    assert!((summary.scaling_efficiency.unwrap() - 0.8).abs() < 1e-9);
+    let mut files: Vec<_> =
+        fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    files.sort();
+    assert_eq!(files, [REPORT, INFO, STEPS, SUMMARY, TRACE]);
+}
+
+#[test]
+fn a_killed_run_is_read_up_to_its_last_complete_step() {
+    let (_dir, folder) = run_of(3);
+    add_to_steps(&folder, r#"{"step":3,"loss":0."#);
+    let run = RunFolder::open(folder.path()).unwrap();
+    assert_eq!(run.steps.len(), 3);
+    assert_eq!(run.summary, None);
+    run.write().unwrap();
+    assert!(run.report_path().exists());
+}
+
+#[test]
+fn a_broken_line_is_named() {
+    let (_dir, folder) = run_of(3);
+    add_to_steps(&folder, "{\"step\":3,\"loss\":0.\n");
+    let text = refusal(RunFolder::open(folder.path()));
+    assert!(text.contains("steps.jsonl:4: not the record of a step"), "{text}");
+}
+
+#[test]
+fn records_of_another_run_are_refused() {
+    let (_dir, folder) = run_of(3);
+    add_to_steps(&folder, &(serde_json::to_string(&step(1)).unwrap() + "\n"));
+    let text = refusal(RunFolder::open(folder.path()));
+    assert!(text.contains("steps.jsonl:4: step 1 after step 2"), "{text}");
+
+    let (_dir, folder) = run_of(1);
+    let mut alone = step(1);
+    alone.ranks.pop();
+    add_to_steps(&folder, &(serde_json::to_string(&alone).unwrap() + "\n"));
+    let text = refusal(RunFolder::open(folder.path()));
+    assert!(text.contains("steps.jsonl:2: a step of 1 ranks in a run of 2"), "{text}");
+}
+
+#[test]
+fn other_folders_and_broken_files_are_refused() {
+    let dir = TempDir::new().unwrap();
+    for path in [dir.path().to_path_buf(), dir.path().join("nowhere")] {
+        let text = refusal(RunFolder::open(path));
+        assert!(text.contains("is not the folder of a run"), "{text}");
+    }
+    fs::write(dir.path().join(INFO), "name = \"x\"\nworkers = \"two\"\n").unwrap();
+    let text = refusal(RunFolder::open(dir.path()));
+    assert!(text.contains("run.toml:2: "), "{text}");
+
+    let (_dir, folder) = run_of(1);
+    fs::write(folder.path().join(SUMMARY), "{\n}").unwrap();
+    let text = refusal(RunFolder::open(folder.path()));
+    assert!(text.contains("summary.json:2: not the summary of a run"), "{text}");
+}
+
+#[test]
+fn an_earlier_run_is_never_overwritten() {
+    let (_dir, folder) = run_of(2);
+    let error = RunFolder::create(folder.path(), &info()).unwrap_err();
+    assert!(matches!(error, FolderError::Occupied { .. }), "{error}");
+    assert_eq!(RunFolder::open(folder.path()).unwrap().steps.len(), 2);
+}
+
+#[test]
+fn a_file_in_the_way_is_named_with_what_to_do() {
+    let dir = TempDir::new().unwrap();
+    let file = dir.path().join("file");
+    fs::write(&file, "").unwrap();
+    for path in [file.clone(), file.join("run")] {
+        let error = RunFolder::create(&path, &info()).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains(&path.display().to_string()), "{text}");
+        assert!(text.ends_with("choose another folder"), "{text}");
+    }
+}
+
+/// `/dev/full` refuses every write as a full disk does.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_disk_says_so() {
+    let (_dir, mut folder) = run_of(1);
+    folder.steps = File::options().append(true).open("/dev/full").unwrap();
+    let text = folder.append(&step(1)).unwrap_err().to_string();
+    assert!(text.contains("steps.jsonl") && text.contains("free some space"), "{text}");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_disk_costs_no_earlier_file() {
+    let (_dir, folder) = run_of(1);
+    let path = folder.path().join(SUMMARY);
+    fs::write(&path, "earlier").unwrap();
+    let full = |_: &mut BufWriter<File>| Err(io::Error::from(io::ErrorKind::StorageFull));
+    let text = replace(&path, full).unwrap_err().to_string();
+    assert!(text.contains("summary.json") && text.contains("free some space"), "{text}");
+    assert_eq!(fs::read_to_string(&path).unwrap(), "earlier");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 3);
+}

@@ -1,0 +1,281 @@
+//! What ranks measured, and what a run says about itself.
+//!
+//! Times are seconds on the run's common clock. Numbers that came out as NaN or infinite (the loss of
+//! a run that diverged) are `null` in JSON, which has no word for them, and NaN when read back.
+
+use serde::{Deserialize, Deserializer, Serialize};
+
+use crate::breakdown::RunBreakdown;
+
+/// The life of one bucket on one rank.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct BucketSpan {
+    /// Its size.
+    pub bytes: u64,
+    /// Its last gradient was ready, and it was submitted.
+    #[serde(deserialize_with = "number")]
+    pub ready: f64,
+    /// Its transfer and reduction began. It queued from `ready` until now.
+    #[serde(deserialize_with = "number")]
+    pub started: f64,
+    /// It was reduced and back.
+    #[serde(deserialize_with = "number")]
+    pub ended: f64,
+}
+
+/// One step of one rank.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RankStep {
+    /// The step began: the previous one ended.
+    #[serde(deserialize_with = "number")]
+    pub begin: f64,
+    /// The backward pass ended: from here this rank only waits for communication.
+    #[serde(deserialize_with = "number")]
+    pub computed: f64,
+    /// The last bucket had arrived.
+    #[serde(deserialize_with = "number")]
+    pub reduced: f64,
+    /// The weights were updated.
+    #[serde(deserialize_with = "number")]
+    pub end: f64,
+    /// Seconds between `begin` and `computed` spent in forward and backward passes. The others went
+    /// to data and bookkeeping.
+    #[serde(deserialize_with = "number")]
+    pub compute: f64,
+    /// Seconds of `compute` that were the backward pass of the last micro-batch: what communication
+    /// can hide behind.
+    #[serde(deserialize_with = "number")]
+    pub backward: f64,
+    /// The buckets, in order of submission.
+    pub buckets: Vec<BucketSpan>,
+}
+
+/// One step of all ranks: one line of `steps.jsonl`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StepRecord {
+    /// Its number in the run.
+    pub step: u64,
+    /// The mean loss over the global batch.
+    #[serde(deserialize_with = "number")]
+    pub loss: f64,
+    /// Samples in the global batch.
+    pub samples: u64,
+    /// Bytes sent by all ranks together.
+    pub wire_bytes: u64,
+    /// By rank.
+    pub ranks: Vec<RankStep>,
+}
+
+/// What was run, and how: `run.toml`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct RunInfo {
+    /// What the user calls this run.
+    pub name: String,
+    /// The model that was trained.
+    pub model: String,
+    /// What it was trained on.
+    pub data: String,
+    /// How replicas were kept in step.
+    pub strategy: String,
+    /// What carried the bytes.
+    pub transport: String,
+    /// How they were reduced.
+    pub algorithm: String,
+    /// Number of ranks.
+    pub workers: usize,
+    /// Number of shards of the global batch.
+    pub shards: usize,
+    /// The host of each rank.
+    pub hosts: Vec<String>,
+    /// No rank's times are further than this from the common clock, in seconds. A straggler is only
+    /// named when it is later than that.
+    #[serde(default)]
+    pub clock_error: f64,
+    /// Every setting of the run, as it took effect, defaults included. `overlap = false` is
+    /// understood by the verdict; all others are only shown.
+    #[serde(default)]
+    pub settings: toml::Table,
+}
+
+impl RunInfo {
+    /// The host of a rank, if it is known.
+    pub fn host(&self, rank: usize) -> Option<&str> {
+        self.hosts.get(rank).map(String::as_str).filter(|host| !host.is_empty())
+    }
+
+    /// Whether the ranks are known to be on more than one host.
+    pub fn spans_hosts(&self) -> bool {
+        self.hosts.iter().any(|host| *host != self.hosts[0])
+    }
+
+    /// One line for a headline: "mlp on digits, all-reduce (auto) over shm, 4 workers, 8 shards".
+    pub fn subtitle(&self) -> String {
+        let plural = |n: usize| if n == 1 { "" } else { "s" };
+        format!(
+            "{} on {}, {} ({}) over {}, {} worker{}, {} shard{}",
+            self.model,
+            self.data,
+            self.strategy,
+            self.algorithm,
+            self.transport,
+            self.workers,
+            plural(self.workers),
+            self.shards,
+            plural(self.shards),
+        )
+    }
+}
+
+/// What one worker manages alone, measured in the same job: the base of the scaling efficiency.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Scaling {
+    /// Its [`Summary::samples_per_s`].
+    pub one_worker_samples_per_s: f64,
+}
+
+impl Scaling {
+    /// Throughput over `workers` times that of one worker: 1 is ideal. `None` where the base is not
+    /// a positive number.
+    pub fn efficiency(&self, samples_per_s: f64, workers: usize) -> Option<f64> {
+        let ideal = self.one_worker_samples_per_s * workers as f64;
+        (ideal > 0.0 && ideal.is_finite()).then(|| samples_per_s / ideal)
+    }
+}
+
+/// What the training itself came to. Insight cannot know it from the records.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Outcome {
+    /// On held-out data, 0 to 1, where the model has one.
+    pub accuracy: Option<f64>,
+    /// Of the final weights.
+    pub weights_hash: String,
+}
+
+/// The run in one JSON object: `summary.json`, and what `--json` prints.
+///
+/// Times are those of a typical step (see [`RunBreakdown`]), mean over the ranks.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Summary {
+    /// Steps recorded, warm-up included.
+    pub steps: u64,
+    /// Loss of the last step.
+    #[serde(deserialize_with = "number")]
+    pub final_loss: f64,
+    /// See [`Outcome::accuracy`].
+    pub accuracy: Option<f64>,
+    /// See [`Outcome::weights_hash`].
+    pub weights_hash: String,
+    /// Samples per second of typical steps.
+    pub samples_per_s: f64,
+    /// A typical step. `compute_ms + exposed_ms + straggler_ms + rest_ms`.
+    pub step_ms: f64,
+    /// 99 % of the steps were no longer than this.
+    pub step_p99_ms: f64,
+    /// Forward and backward.
+    pub compute_ms: f64,
+    /// The last backward pass alone.
+    pub backward_ms: f64,
+    /// Any bucket in transfer or reduction, hidden or not.
+    pub comm_ms: f64,
+    /// Communication the step waited for.
+    pub exposed_ms: f64,
+    /// Waiting for the last rank to finish computing.
+    pub straggler_ms: f64,
+    /// Data, bookkeeping and optimizer.
+    pub rest_ms: f64,
+    /// Share of the communication that was not exposed; absent without communication.
+    pub overlap: Option<f64>,
+    /// Share of what could have hidden behind the backward pass that did; absent where nothing could.
+    pub hidden_of_hideable: Option<f64>,
+    /// The rank the others wait for, if there is one.
+    pub straggler_rank: Option<usize>,
+    /// Sent by all ranks together.
+    pub wire_bytes_per_step: f64,
+    /// Number of ranks.
+    pub workers: usize,
+    /// Number of shards.
+    pub shards: usize,
+    /// Measured only on request.
+    pub one_worker_samples_per_s: Option<f64>,
+    /// See [`Scaling::efficiency`].
+    pub scaling_efficiency: Option<f64>,
+}
+
+impl Summary {
+    /// Sums up a run.
+    pub fn new(
+        info: &RunInfo,
+        run: &RunBreakdown,
+        outcome: Outcome,
+        scaling: Option<Scaling>,
+    ) -> Summary {
+        let ms = |seconds: f64| seconds * 1e3;
+        Summary {
+            steps: run.recorded as u64,
+            final_loss: run.final_loss.unwrap_or(f64::NAN),
+            accuracy: outcome.accuracy,
+            weights_hash: outcome.weights_hash,
+            samples_per_s: run.samples_per_s,
+            step_ms: ms(run.parts.total()),
+            step_p99_ms: ms(run.p99),
+            compute_ms: ms(run.parts.compute),
+            backward_ms: ms(run.backward),
+            comm_ms: ms(run.comm),
+            exposed_ms: ms(run.parts.exposed),
+            straggler_ms: ms(run.parts.straggler),
+            rest_ms: ms(run.parts.rest),
+            overlap: run.overlap(),
+            hidden_of_hideable: run.hidden_of_hideable(),
+            straggler_rank: run.straggler.as_ref().map(|straggler| straggler.rank),
+            wire_bytes_per_step: run.wire_bytes_per_step,
+            workers: info.workers,
+            shards: info.shards,
+            one_worker_samples_per_s: scaling.map(|s| s.one_worker_samples_per_s),
+            scaling_efficiency: scaling.and_then(|s| s.efficiency(run.samples_per_s, info.workers)),
+        }
+    }
+
+    /// The measurement of one worker alone, if there was one.
+    pub fn scaling(&self) -> Option<Scaling> {
+        self.one_worker_samples_per_s
+            .map(|one_worker_samples_per_s| Scaling { one_worker_samples_per_s })
+    }
+}
+
+/// A number, or NaN where JSON has `null`.
+fn number<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
+    Ok(Option::<f64>::deserialize(from)?.unwrap_or(f64::NAN))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_diverged_loss_survives_json() {
+        let record = StepRecord {
+            step: 7,
+            loss: f64::INFINITY,
+            samples: 64,
+            wire_bytes: 10,
+            ranks: Vec::new(),
+        };
+        let read: StepRecord =
+            serde_json::from_str(&serde_json::to_string(&record).unwrap()).unwrap();
+        assert!(read.loss.is_nan());
+        assert_eq!(read.step, 7);
+    }
+
+    #[test]
+    fn a_missing_number_is_not_a_diverged_one() {
+        let without_loss = r#"{"step":7,"samples":64,"wire_bytes":10,"ranks":[]}"#;
+        assert!(serde_json::from_str::<StepRecord>(without_loss).is_err());
+    }
+
+    #[test]
+    fn efficiency_compares_with_as_many_lone_workers() {
+        let scaling = Scaling { one_worker_samples_per_s: 100.0 };
+        assert_eq!(scaling.efficiency(300.0, 4), Some(0.75));
+        assert_eq!(Scaling { one_worker_samples_per_s: 0.0 }.efficiency(300.0, 4), None);
+    }
+}

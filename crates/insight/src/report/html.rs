@@ -1,0 +1,285 @@
+//! The report as one page that needs no network and no other file.
+//!
+//! The page holds its data as JSON, already reduced to what it draws; the script in it only draws.
+
+use serde::Serialize;
+
+use super::Report;
+use super::bins::{Curves, HeatMap};
+use crate::breakdown::Parts;
+use crate::units::{bytes, count, duration, percent};
+use crate::verdict::Verdict;
+
+const PAGE: &str = include_str!("page.html");
+const STYLE: &str = include_str!("page.css");
+const SCRIPT: &str = include_str!("page.js");
+
+/// Ranks listed one by one; the heat map shows all.
+const RANKS: usize = 32;
+
+pub(super) fn render(report: &Report) -> String {
+    let data = serde_json::to_string(&Page::of(report))
+        .expect("a structure of numbers, strings and lists is JSON");
+    // What stands in the data is never searched for marks: it is filled in last, and only once.
+    PAGE.replacen("{{style}}", STYLE, 1).replacen("{{script}}", SCRIPT, 1).replacen(
+        "{{data}}",
+        &inside_script(&data),
+        1,
+    )
+}
+
+/// JSON that cannot end the `script` element it stands in, nor open a comment there. In JSON a `<` can
+/// only be part of a string, where the escape means the same.
+fn inside_script(json: &str) -> String {
+    json.replace('<', "\\u003c")
+}
+
+/// What the script draws. Times are seconds.
+#[derive(Serialize)]
+struct Page<'a> {
+    name: &'a str,
+    subtitle: String,
+    verdict: &'a Verdict,
+    tiles: Vec<Tile>,
+    measured: usize,
+    step: Split,
+    communication: Option<Communication>,
+    scaling: Option<Scaling>,
+    curves: &'a Curves,
+    heat_map: &'a HeatMap,
+    ranks: Vec<Rank<'a>>,
+    ranks_in_all: usize,
+    settings: Vec<(String, String)>,
+}
+
+#[derive(Serialize)]
+struct Tile {
+    label: &'static str,
+    value: String,
+    note: String,
+}
+
+/// [`Parts`] by name.
+#[derive(Serialize)]
+struct Split {
+    compute: f64,
+    exposed: f64,
+    straggler: f64,
+    rest: f64,
+}
+
+#[derive(Serialize)]
+struct Communication {
+    total: f64,
+    hidden: f64,
+    backward: f64,
+}
+
+#[derive(Serialize)]
+struct Scaling {
+    one_worker: f64,
+    all_workers: f64,
+    workers: usize,
+    efficiency: f64,
+}
+
+#[derive(Serialize)]
+struct Rank<'a> {
+    rank: usize,
+    host: &'a str,
+    step: Split,
+    lateness: f64,
+    last_share: f64,
+}
+
+impl Page<'_> {
+    fn of(report: &Report) -> Page<'_> {
+        let run = &report.run;
+        let rank = |rank: usize| Rank {
+            rank,
+            host: report.info.host(rank).unwrap_or(""),
+            step: run.ranks[rank].parts.into(),
+            lateness: run.ranks[rank].lateness,
+            last_share: run.ranks[rank].last_share,
+        };
+        Page {
+            name: &report.info.name,
+            subtitle: report.info.subtitle(),
+            verdict: &report.verdict,
+            tiles: tiles(report),
+            measured: run.measured(),
+            step: run.parts.into(),
+            communication: (run.comm > 0.0).then_some(Communication {
+                total: run.comm,
+                hidden: run.hidden,
+                backward: run.backward,
+            }),
+            scaling: scaling(report),
+            curves: &report.curves,
+            heat_map: &report.heat_map,
+            ranks: report.notable_ranks(RANKS).into_iter().map(rank).collect(),
+            ranks_in_all: run.ranks.len(),
+            settings: settings(report),
+        }
+    }
+}
+
+impl From<Parts> for Split {
+    fn from(parts: Parts) -> Split {
+        let Parts { compute, straggler, exposed, rest } = parts;
+        Split { compute, exposed, straggler, rest }
+    }
+}
+
+fn tiles(report: &Report) -> Vec<Tile> {
+    let run = &report.run;
+    let parts = &run.parts;
+    let mut tiles = vec![
+        Tile {
+            label: "Step time",
+            value: duration(parts.total()),
+            note: format!("99 % within {}", duration(run.p99)),
+        },
+        Tile {
+            label: "Throughput",
+            value: count(run.samples_per_s),
+            note: "samples per second".into(),
+        },
+        Tile {
+            label: "Exposed communication",
+            value: percent(parts.share(parts.exposed)),
+            note: format!("{} of each step", duration(parts.exposed)),
+        },
+        Tile {
+            label: "Waiting for a straggler",
+            value: percent(parts.share(parts.straggler)),
+            note: match &run.straggler {
+                Some(straggler) => format!("mostly for rank {}", straggler.rank),
+                None => format!("{} of each step", duration(parts.straggler)),
+            },
+        },
+    ];
+    if let Some(hidden) = run.hidden_of_hideable() {
+        tiles.push(Tile {
+            label: "Overlap",
+            value: percent(hidden),
+            note: format!("of the {} that can hide", duration(run.hideable)),
+        });
+    }
+    if let Some(scaling) = scaling(report) {
+        tiles.push(Tile {
+            label: "Scaling efficiency",
+            value: percent(scaling.efficiency),
+            note: format!("{} workers against one", scaling.workers),
+        });
+    }
+    if run.wire_bytes_per_step > 0.0 {
+        tiles.push(Tile {
+            label: "Sent per step",
+            value: bytes(run.wire_bytes_per_step),
+            note: "by all ranks together".into(),
+        });
+    }
+    if let Some(loss) = run.final_loss {
+        let accuracy = report.summary.as_ref().and_then(|summary| summary.accuracy);
+        tiles.push(Tile {
+            label: "Final loss",
+            value: if loss.is_finite() { format!("{loss:.4}") } else { "diverged".into() },
+            note: match accuracy {
+                Some(accuracy) => format!("held-out accuracy {:.2} %", accuracy * 100.0),
+                None => format!("after {} steps", count(run.recorded as f64)),
+            },
+        });
+    }
+    tiles
+}
+
+fn scaling(report: &Report) -> Option<Scaling> {
+    let summary = report.summary.as_ref()?;
+    Some(Scaling {
+        one_worker: summary.one_worker_samples_per_s?,
+        all_workers: report.run.samples_per_s,
+        workers: summary.workers,
+        efficiency: summary.scaling_efficiency?,
+    })
+}
+
+fn settings(report: &Report) -> Vec<(String, String)> {
+    let info = &report.info;
+    let mut hosts = info.hosts.clone();
+    hosts.dedup();
+    let mut settings = vec![
+        ("model".into(), info.model.clone()),
+        ("data".into(), info.data.clone()),
+        ("strategy".into(), info.strategy.clone()),
+        ("algorithm".into(), info.algorithm.clone()),
+        ("transport".into(), info.transport.clone()),
+        ("workers".into(), info.workers.to_string()),
+        ("shards".into(), info.shards.to_string()),
+        ("hosts".into(), hosts.join(", ")),
+    ];
+    let mut more = Vec::new();
+    flatten("", &info.settings, &mut more);
+    more.retain(|(key, _)| settings.iter().all(|(known, _)| known != key));
+    settings.extend(more);
+    if let Some(summary) = &report.summary {
+        settings.push(("weights hash".into(), summary.weights_hash.clone()));
+    }
+    settings
+}
+
+/// Nested tables as dotted keys.
+fn flatten(prefix: &str, table: &toml::Table, into: &mut Vec<(String, String)>) {
+    for (key, value) in table {
+        let key = if prefix.is_empty() { key.clone() } else { format!("{prefix}.{key}") };
+        match value {
+            toml::Value::Table(table) => flatten(&key, table, into),
+            toml::Value::String(text) => into.push((key, text.clone())),
+            other => into.push((key, other.to_string())),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::record::RunInfo;
+
+    #[test]
+    fn no_text_of_a_run_can_leave_the_data() {
+        let name = "</script><!--<script>{{data}}{{style}} \"'&";
+        let info = RunInfo { name: name.into(), ..RunInfo::default() };
+        let page = Report::new(&info, &[], None).html();
+        let (_, after) = page.split_once("<script id=\"data\" type=\"application/json\">").unwrap();
+        let (data, _) = after.split_once("</script>").unwrap();
+        let data: serde_json::Value = serde_json::from_str(data).unwrap();
+        assert_eq!(data["name"], name);
+    }
+
+    #[test]
+    fn the_page_refers_to_nothing_outside_itself() {
+        let page = Report::new(&RunInfo::default(), &[], None).html();
+        let elsewhere = page.replace("http://www.w3.org/2000/svg", "").replace("url(#", "");
+        for reference in ["http:", "https:", "//cdn", "src=", "@import", "url(", "fetch("] {
+            assert!(!elsewhere.contains(reference), "{reference}");
+        }
+        assert!(page.contains("default-src 'none'"));
+        assert!(!page.contains("{{"), "a mark was not filled in");
+    }
+
+    #[test]
+    fn nested_settings_become_dotted_keys() {
+        let mut info = RunInfo { workers: 2, ..RunInfo::default() };
+        info.settings =
+            toml::from_str("workers = 9\nseed = 1\n[optimizer]\nname = \"sgd\"").unwrap();
+        let settings = settings(&Report::new(&info, &[], None));
+        let value = |key: &str| {
+            let found: Vec<&str> =
+                settings.iter().filter(|(k, _)| k == key).map(|(_, v)| v.as_str()).collect();
+            found.join("|")
+        };
+        assert_eq!(value("optimizer.name"), "sgd");
+        assert_eq!(value("seed"), "1");
+        assert_eq!(value("workers"), "2");
+    }
+}

@@ -1,0 +1,428 @@
+"use strict";
+// Draws the report. All figures were computed before; here they only get a place and a colour.
+
+const page = document.documentElement;
+const byId = (id) => document.getElementById(id);
+
+function fail(message) {
+  page.dataset.error = message;
+  const note = document.createElement("p");
+  note.className = "failure";
+  note.textContent = "This report could not be drawn: " + message;
+  document.querySelector("main").prepend(note);
+}
+window.addEventListener("error", (event) => fail(event.message));
+
+const data = JSON.parse(byId("data").textContent);
+
+const PARTS = [
+  ["compute", "Compute"],
+  ["exposed", "Exposed communication"],
+  ["straggler", "Waiting for a straggler"],
+  ["rest", "Rest"],
+];
+
+// Numbers and elements
+
+function digits(value) {
+  const size = Math.abs(value);
+  return value.toFixed(size < 9.995 ? 2 : size < 99.95 ? 1 : 0);
+}
+function duration(seconds) {
+  if (seconds === 0) return "0";
+  const size = Math.abs(seconds);
+  if (size < 0.0009995) return (seconds * 1e6).toFixed(0) + " µs";
+  if (size < 0.9995) return digits(seconds * 1e3) + " ms";
+  return digits(seconds) + " s";
+}
+function percent(share) {
+  const value = share * 100;
+  return value.toFixed(value >= 0.05 && value < 9.95 ? 1 : 0) + " %";
+}
+const count = (value) => Math.round(value).toLocaleString("en");
+const total = (step) => PARTS.reduce((sum, [part]) => sum + step[part], 0);
+// A number is never parted from its unit at the end of a line.
+const unbroken = (text) => text.replace(/(\d) (?=(?:%|µs|ms|s|B|kB|MB|GB|TB)(?:[^\w]|$))/g, "$1\u00a0");
+const range = (what, first, last) =>
+  first === last ? `${what} ${first}` : `${what}s ${first} to ${last}`;
+
+// An element with attributes and children; strings among these become text, never markup.
+function element(name, attributes = {}, ...children) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  made.append(...children);
+  return made;
+}
+function draw(parent, name, attributes = {}, text) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  if (text !== undefined) made.textContent = text;
+  parent.append(made);
+  return made;
+}
+
+// A drawing as wide as its place, so that its text has the size of all other text.
+function canvasIn(place, height, label) {
+  place.replaceChildren();
+  const width = Math.max(place.clientWidth, 200);
+  const svg = draw(place, "svg", {
+    viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": label,
+  });
+  return { svg, width, height };
+}
+
+// Tooltips
+
+const tooltip = byId("tooltip");
+function showTooltip(event, title, rows) {
+  tooltip.replaceChildren(element("b", {}, title));
+  for (const [name, value, part] of rows) {
+    const label = element("span");
+    if (part) label.append(element("i", { class: part }));
+    label.append(name);
+    tooltip.append(element("div", {}, label, element("span", {}, value)));
+  }
+  tooltip.hidden = false;
+  const box = tooltip.getBoundingClientRect();
+  const left = event.clientX + 16 + box.width > innerWidth ? event.clientX - 16 - box.width : event.clientX + 16;
+  tooltip.style.left = Math.max(4, left) + "px";
+  tooltip.style.top = Math.min(Math.max(4, event.clientY - box.height / 2), innerHeight - box.height - 4) + "px";
+}
+const hideTooltip = () => { tooltip.hidden = true; };
+
+// Axes
+
+// The round number that is next to `rough` or above it.
+function roundUp(rough) {
+  const power = 10 ** Math.floor(Math.log10(rough));
+  return [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((value) => value >= rough * 0.999);
+}
+// Round values from 0 to at least `top`.
+function ticks(top) {
+  if (!(top > 0)) return [0, 1];
+  const step = roundUp(top / 5);
+  const values = [];
+  for (let i = 0; i * step < top + step * 0.999; i++) values.push(i * step);
+  return values;
+}
+
+// A frame whose horizontal axis is the bins of the curves and whose vertical axis starts at 0.
+function frame(place, height, label, top, format) {
+  const { svg, width } = canvasIn(place, height, label);
+  const values = ticks(top);
+  const texts = values.map((value) => (value === 0 ? "0" : format(value).replace(/\.0+(?= |$)|(\.\d*?[1-9])0+(?= |$)/, "$1")));
+  const left = Math.max(...texts.map((text) => text.length)) * 7 + 10;
+  const right = width - 6, upper = 8, lower = height - 24;
+  const bins = data.curves.first.length;
+  const highest = values[values.length - 1];
+  const x = (bin) => left + (bin / bins) * (right - left);
+  const y = (value) => lower - (Math.min(value, highest) / highest) * (lower - upper);
+  values.forEach((value, i) => {
+    draw(svg, "line", { class: value ? "grid" : "axis", x1: left, x2: right, y1: y(value), y2: y(value) });
+    draw(svg, "text", { x: left - 8, y: y(value) + 4, "text-anchor": "end" }, texts[i]);
+  });
+  const first = data.curves.first[0], last = data.curves.last[bins - 1];
+  const step = Math.max(1, roundUp((last - first + 1) / (width < 500 ? 3 : 6)));
+  for (let mark = Math.ceil(first / step) * step; mark <= last; mark += step) {
+    const at = left + ((mark - first + 0.5) / (last - first + 1)) * (right - left);
+    const anchor = at - left < 30 ? "start" : right - at < 20 ? "end" : "middle";
+    const text = at - left < 30 ? "step " + count(mark) : count(mark);
+    draw(svg, "text", { x: anchor === "start" ? left : at, y: height - 5, "text-anchor": anchor }, text);
+  }
+  return { svg, x, y, left, right, upper, lower, bins, highest };
+}
+
+// Follows the pointer over a frame with a line and a tooltip.
+function hover(f, rows) {
+  const cursor = draw(f.svg, "line", { class: "cursor", y1: f.upper, y2: f.lower, visibility: "hidden" });
+  const area = draw(f.svg, "rect", {
+    x: f.left, y: f.upper, width: f.right - f.left, height: f.lower - f.upper, fill: "transparent",
+  });
+  area.addEventListener("pointermove", (event) => {
+    const box = area.getBoundingClientRect();
+    const bin = Math.min(f.bins - 1, Math.max(0, Math.floor(((event.clientX - box.left) / box.width) * f.bins)));
+    const at = f.x(bin + 0.5);
+    cursor.setAttribute("x1", at);
+    cursor.setAttribute("x2", at);
+    cursor.setAttribute("visibility", "visible");
+    showTooltip(event, range("Step", count(data.curves.first[bin]), count(data.curves.last[bin])), rows(bin));
+  });
+  area.addEventListener("pointerleave", () => {
+    cursor.setAttribute("visibility", "hidden");
+    hideTooltip();
+  });
+}
+
+// Charts. Each returns how many marks it drew.
+
+// The typical step as one bar.
+function drawStep(place) {
+  const whole = total(data.step);
+  const label = PARTS.map(([part, name]) => `${name} ${duration(data.step[part])}`).join(", ");
+  const { svg, width } = canvasIn(place, 34, "A typical step: " + label);
+  let at = 0;
+  for (const [part, name] of PARTS) {
+    const length = whole > 0 ? (data.step[part] / whole) * width : 0;
+    const bar = draw(svg, "rect", { class: part, x: at, y: 0, width: Math.max(0, length - 1.5), height: 34, rx: 2 });
+    draw(bar, "title", {}, `${name}: ${duration(data.step[part])}`);
+    const text = percent(whole > 0 ? data.step[part] / whole : 0);
+    if (length > text.length * 8 + 10) {
+      draw(svg, "text", { class: "inside", x: at + length / 2, y: 21, "text-anchor": "middle" }, text);
+    }
+    at += length;
+  }
+  return PARTS.length;
+}
+
+function drawLegend(place) {
+  place.replaceChildren(...PARTS.map(([part, name]) =>
+    element("div", {}, element("i", { class: part }), element("span", {}, name), element("b", {}, duration(data.step[part])))));
+  return PARTS.length;
+}
+
+// Step time over the run, stacked. A few slow steps, such as the first ones, must not flatten all
+// others: the axis ends soon above nine tenths of the bins if the longest is far above those.
+function drawSteps(place) {
+  const curves = data.curves;
+  const totals = curves.first.map((_, bin) => PARTS.reduce((sum, [part]) => sum + curves[part][bin], 0));
+  const sorted = [...totals].sort((a, b) => a - b);
+  const longest = sorted[sorted.length - 1];
+  const most = sorted[Math.floor((sorted.length - 1) * 0.9)];
+  const top = longest > 1.5 * most ? 1.25 * most : longest;
+  const f = frame(place, 240, "Step time over the run, stacked by what it was spent on", top, duration);
+  let below = totals.map(() => 0);
+  for (const [part] of PARTS) {
+    const above = below.map((value, bin) => value + curves[part][bin]);
+    let path = "";
+    above.forEach((value, bin) => { path += `${bin ? "L" : "M"}${f.x(bin)} ${f.y(value)}H${f.x(bin + 1)}`; });
+    for (let bin = f.bins - 1; bin >= 0; bin--) path += `L${f.x(bin + 1)} ${f.y(below[bin])}H${f.x(bin)}`;
+    draw(f.svg, "path", { class: part, d: path + "Z" });
+    below = above;
+  }
+  const cut = totals.filter((value) => value > f.highest).length;
+  if (cut > 0) {
+    draw(f.svg, "text", { x: f.right, y: f.upper + 10, "text-anchor": "end" },
+      `steps longer than ${duration(f.highest)} are cut, the longest took ${duration(longest)}`);
+  }
+  hover(f, (bin) => [
+    ...PARTS.map(([part, name]) => [name, duration(curves[part][bin]), part]),
+    ["Step", duration(totals[bin])],
+  ]);
+  return f.bins * PARTS.length;
+}
+
+// A line that is broken where values are missing.
+function drawCurve(place, height, label, values, top, format, name) {
+  const known = values.filter((value) => value !== null);
+  if (known.length === 0) {
+    place.replaceChildren(element("p", { class: "empty" }, "Nothing was measured."));
+    return 1;
+  }
+  const f = frame(place, height, label, top ?? Math.max(...known), format);
+  let run = [];
+  const finish = () => {
+    if (run.length === 1) {
+      draw(f.svg, "circle", { class: "dot", cx: run[0][0], cy: run[0][1], r: 3 });
+    } else if (run.length > 1) {
+      const line = run.map(([x, y]) => `${x} ${y}`).join("L");
+      draw(f.svg, "path", { class: "under", d: `M${run[0][0]} ${f.lower}L${line}L${run[run.length - 1][0]} ${f.lower}Z` });
+      draw(f.svg, "path", { class: "curve", d: "M" + line });
+    }
+    run = [];
+  };
+  values.forEach((value, bin) => {
+    if (value === null) finish();
+    else run.push([f.x(bin + 0.5), f.y(Math.max(0, value))]);
+  });
+  finish();
+  hover(f, (bin) => [[name, values[bin] === null ? "not a number" : format(values[bin])]]);
+  return known.length;
+}
+const drawLoss = (place) =>
+  drawCurve(place, 300, "Loss over the run", data.curves.loss, undefined, digits, "Loss");
+const drawOverlap = (place) =>
+  drawCurve(place, 150, "Share of communication hidden, over the run", data.curves.overlap, 1, percent, "Hidden");
+
+// Horizontal bars on one scale, each with segments and a label above.
+function drawBars(place, label, bars) {
+  const rowHeight = 50;
+  const { svg, width } = canvasIn(place, bars.length * rowHeight - 8, label);
+  const longest = Math.max(...bars.map((bar) => bar.segments.reduce((sum, s) => sum + s.value, 0)));
+  bars.forEach((bar, row) => {
+    const top = row * rowHeight;
+    draw(svg, "text", { class: "strong", x: 0, y: top + 12 }, bar.name);
+    draw(svg, "text", { x: width, y: top + 12, "text-anchor": "end" }, bar.text);
+    let at = 0;
+    for (const segment of bar.segments) {
+      const length = longest > 0 ? (segment.value / longest) * width : 0;
+      const rect = draw(svg, "rect", { class: segment.part, x: at, y: top + 19, width: Math.max(0, length - 1), height: 16, rx: 2 });
+      draw(rect, "title", {}, segment.title);
+      at += length;
+    }
+  });
+  return bars.length;
+}
+
+function drawCommunication(place) {
+  const { total: all, hidden, backward } = data.communication;
+  const exposed = Math.max(0, all - hidden);
+  return drawBars(place, `Backward pass ${duration(backward)}, communication ${duration(all)}, hidden ${duration(hidden)}`, [
+    { name: "Backward pass", text: duration(backward), segments: [{ value: backward, part: "compute", title: "Backward pass" }] },
+    {
+      name: "Communication", text: `${duration(hidden)} hidden, ${duration(exposed)} exposed`,
+      segments: [
+        { value: hidden, part: "rest", title: "Hidden: " + duration(hidden) },
+        { value: exposed, part: "exposed", title: "Exposed: " + duration(exposed) },
+      ],
+    },
+  ]);
+}
+
+function drawScaling(place) {
+  const { one_worker: one, all_workers: all, workers, efficiency } = data.scaling;
+  const bar = (name, value, part, text) => ({ name, text, segments: [{ value, part, title: `${name}: ${text}` }] });
+  return drawBars(place, `Scaling efficiency ${percent(efficiency)}`, [
+    bar("One worker", one, "rest", count(one)),
+    bar(`${workers} workers`, all, "compute", `${count(all)}, ${percent(efficiency)} of ideal`),
+    bar(`${workers} workers, ideal`, one * workers, "ideal", count(one * workers)),
+  ]);
+}
+
+// Rank by step. A canvas, because there are thousands of cells.
+let measure = "lateness";
+function drawHeatMap(place) {
+  const map = data.heat_map;
+  const rows = map.rows.length, columns = map.columns.length;
+  if (rows === 0) return 1;
+  const values = map[measure];
+  const all = values.flat().sort((a, b) => a - b);
+  // Above the 98th percentile cells share a colour, or one hiccup would fade all others. Compute
+  // times start at the least one, for what matters is how they differ.
+  const low = measure === "lateness" ? 0 : all[0];
+  const high = Math.max(all[Math.floor((all.length - 1) * 0.98)], low + 1e-9);
+  const names = map.rows.map(([first, last]) => range("rank", first, last).replace(" to ", "–"));
+  const left = Math.max(...names.map((name) => name.length)) * 7 + 12;
+  const cell = Math.max(9, Math.min(28, Math.floor(320 / rows)));
+  const { svg, width, height } = canvasIn(place, rows * cell + 46,
+    `${measure === "lateness" ? "Lateness" : "Compute time"} of every rank over the run, from ${duration(low)} to ${duration(high)}`);
+  const style = getComputedStyle(page);
+  const canvas = element("canvas", { "aria-hidden": "true" });
+  const inner = width - left - 6;
+  const scale = window.devicePixelRatio || 1;
+  canvas.width = Math.round(inner * scale);
+  canvas.height = Math.round(rows * cell * scale);
+  Object.assign(canvas.style, { position: "absolute", left: left + "px", top: 0, width: inner + "px", height: rows * cell + "px" });
+  const brush = canvas.getContext("2d");
+  const colours = [style.getPropertyValue("--heat-low").trim(), style.getPropertyValue("--heat-high").trim()];
+  const gap = rows > 32 ? 0 : 1;
+  values.forEach((row, r) => {
+    const every = Math.ceil(14 / cell);
+    if (r % every === 0) {
+      draw(svg, "text", { x: left - 8, y: r * cell + cell / 2 + 4, "text-anchor": "end" }, names[r]);
+    }
+    row.forEach((value, c) => {
+      const share = Math.min(1, Math.max(0, (value - low) / (high - low)));
+      const x0 = Math.round((c / columns) * canvas.width), x1 = Math.round(((c + 1) / columns) * canvas.width);
+      const y0 = Math.round(r * cell * scale), y1 = Math.round(((r + 1) * cell - gap) * scale);
+      brush.fillStyle = colours[0];
+      brush.fillRect(x0, y0, x1 - x0, y1 - y0);
+      brush.globalAlpha = share;
+      brush.fillStyle = colours[1];
+      brush.fillRect(x0, y0, x1 - x0, y1 - y0);
+      brush.globalAlpha = 1;
+    });
+  });
+  canvas.addEventListener("pointermove", (event) => {
+    const box = canvas.getBoundingClientRect();
+    const c = Math.min(columns - 1, Math.max(0, Math.floor(((event.clientX - box.left) / box.width) * columns)));
+    const r = Math.min(rows - 1, Math.max(0, Math.floor(((event.clientY - box.top) / box.height) * rows)));
+    showTooltip(event, `Rank${names[r].slice(4)}, ${range("step", count(map.columns[c][0]), count(map.columns[c][1]))}`, [
+      ["Late by", duration(map.lateness[r][c])], ["Compute", duration(map.compute[r][c])],
+    ]);
+  });
+  canvas.addEventListener("pointerleave", hideTooltip);
+  place.append(canvas);
+
+  // The steps below, and the scale of the colours.
+  const under = rows * cell + 14;
+  draw(svg, "text", { x: left, y: under }, "step " + count(map.columns[0][0]));
+  draw(svg, "text", { x: width - 6, y: under, "text-anchor": "end" }, count(map.columns[columns - 1][1]));
+  const gradient = draw(draw(svg, "defs"), "linearGradient", { id: "heat" });
+  draw(gradient, "stop", { offset: 0, style: "stop-color: var(--heat-low)" });
+  draw(gradient, "stop", { offset: 1, style: "stop-color: var(--heat-high)" });
+  const lowest = duration(low), start = left + lowest.length * 7 + 8;
+  draw(svg, "text", { x: left, y: height - 4 }, lowest);
+  draw(svg, "rect", { x: start, y: height - 13, width: 110, height: 9, rx: 2, fill: "url(#heat)" });
+  draw(svg, "text", { x: start + 118, y: height - 4 }, duration(high));
+  return rows * columns;
+}
+
+function fillRanks() {
+  const longest = Math.max(...data.ranks.map((rank) => total(rank.step)));
+  const rows = data.ranks.map((rank) => {
+    const bar = element("div", { class: "bar" });
+    for (const [part, name] of PARTS) {
+      const width = longest > 0 ? (rank.step[part] / longest) * 100 : 0;
+      bar.append(element("i", { class: part, style: `width: ${width}%`, title: `${name}: ${duration(rank.step[part])}` }));
+    }
+    const number = (text) => element("td", { class: "number" }, text);
+    return element("tr", {}, number(String(rank.rank)), element("td", {}, rank.host), element("td", { class: "wide" }, bar),
+      number(duration(rank.step.compute)), number(duration(rank.lateness)), number(percent(rank.last_share)));
+  });
+  document.querySelector("#ranks tbody").replaceChildren(...rows);
+  if (data.ranks.length < data.ranks_in_all) {
+    byId("ranks-note").textContent = `The ${data.ranks.length} latest of ${data.ranks_in_all} ranks.`;
+  }
+}
+
+function fillText() {
+  document.title = `${data.name} – Unisono run report`;
+  byId("name").textContent = data.name;
+  byId("subtitle").textContent = data.subtitle;
+  byId("verdict").dataset.bottleneck = data.verdict.bottleneck;
+  byId("headline").textContent = unbroken(data.verdict.headline);
+  const items = (texts) => texts.map((text) => element("li", {}, unbroken(text)));
+  byId("findings").replaceChildren(...items(data.verdict.findings));
+  byId("advice").replaceChildren(...items(data.verdict.advice));
+  byId("help").hidden = data.verdict.advice.length === 0;
+  byId("tiles").replaceChildren(...data.tiles.map(({ label, value, note }) =>
+    element("div", {}, element("div", { class: "label" }, label), element("div", { class: "value" }, unbroken(value)), element("div", { class: "note" }, unbroken(note)))));
+  byId("step-note").textContent = `a typical one of ${count(data.measured)}, mean over all ranks`;
+  byId("settings").replaceChildren(...data.settings.map(([key, value]) =>
+    element("div", {}, element("dt", {}, key), element("dd", {}, value))));
+}
+
+function drawAll() {
+  const charts = { step: drawStep, legend: drawLegend, steps: drawSteps, loss: drawLoss };
+  if (data.communication) Object.assign(charts, { communication: drawCommunication, overlap: drawOverlap });
+  if (data.scaling) charts.scaling = drawScaling;
+  if (data.ranks.length > 1) charts["heat-map"] = drawHeatMap;
+  byId("communication-card").hidden = !data.communication;
+  byId("scaling-card").hidden = !data.scaling;
+  byId("ranks-card").hidden = data.ranks.length <= 1;
+  for (const [id, chart] of Object.entries(charts)) {
+    const place = byId(id);
+    if (data.curves.first.length === 0) place.replaceChildren(element("p", { class: "empty" }, "No step was recorded."));
+    else place.dataset.marks = chart(place);
+  }
+}
+
+fillText();
+fillRanks();
+drawAll();
+for (const button of document.querySelectorAll("[data-measure]")) {
+  button.addEventListener("click", () => {
+    measure = button.dataset.measure;
+    for (const other of document.querySelectorAll("[data-measure]")) other.setAttribute("aria-pressed", other === button);
+    drawAll();
+  });
+}
+let width = innerWidth;
+window.addEventListener("resize", () => {
+  if (innerWidth !== width) drawAll();
+  width = innerWidth;
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+
+page.dataset.height = document.body.scrollHeight;
+page.dataset.rendered = "yes";

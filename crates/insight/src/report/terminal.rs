@@ -1,0 +1,248 @@
+//! The report as text: what `unisono report DIR` prints.
+
+use super::Report;
+use crate::breakdown::Parts;
+use crate::units::{bytes, count, duration, percent};
+
+/// Ranks shown one by one. More scroll the verdict's reasons out of sight.
+const RANKS: usize = 16;
+
+/// Narrower than this, lines wrap and bars are too short to compare.
+const NARROWEST: usize = 60;
+
+/// Wider than this, bars are far from their labels.
+const WIDEST: usize = 110;
+
+/// The parts of a step with their fill in a stacked bar, in the order of the page.
+const PARTS: [(&str, char, fn(&Parts) -> f64); 4] = [
+    ("compute", '█', |parts| parts.compute),
+    ("exposed communication", '▓', |parts| parts.exposed),
+    ("waiting for a straggler", '▒', |parts| parts.straggler),
+    ("rest", '░', |parts| parts.rest),
+];
+
+pub(super) fn render(report: &Report, width: usize) -> String {
+    let width = width.clamp(NARROWEST, WIDEST);
+    let mut out = Text { width, text: String::new() };
+    title(report, &mut out);
+    if report.run.measured() > 0 {
+        typical_step(report, &mut out);
+        figures(report, &mut out);
+        if report.run.ranks.len() > 1 {
+            ranks(report, &mut out);
+        }
+    }
+    verdict(report, &mut out);
+    out.text
+}
+
+fn title(report: &Report, out: &mut Text) {
+    out.wrapped("", &format!("{}: {}", report.info.name, report.info.subtitle()));
+    let run = &report.run;
+    let unfinished = if report.summary.is_none() { ", not finished" } else { "" };
+    out.line(&format!(
+        "{} steps, the first {} of them warm-up{unfinished}",
+        count(run.recorded as f64),
+        run.warm_up
+    ));
+}
+
+fn typical_step(report: &Report, out: &mut Text) {
+    let parts = &report.run.parts;
+    out.line("");
+    out.line(&format!(
+        "A typical step: {}, {} samples/s",
+        duration(parts.total()),
+        count(report.run.samples_per_s)
+    ));
+    let room = out.width.saturating_sub(48);
+    for (name, fill, part) in PARTS {
+        let share = parts.share(part(parts));
+        let bar = bar(share, room, fill);
+        out.line(&format!("  {name:<24}{:>9}{:>7}  {bar}", duration(part(parts)), percent(share)));
+    }
+}
+
+fn figures(report: &Report, out: &mut Text) {
+    let run = &report.run;
+    out.line("");
+    let mut figure = |name: &str, value: String| out.line(&format!("  {name:<24}{value}"));
+    figure("slowest 1 % of steps", format!("{} and more", duration(run.p99)));
+    if let Some(overlap) = run.overlap() {
+        let hidden = format!("{} a step, {} of it hidden", duration(run.comm), percent(overlap));
+        figure("communication", hidden);
+    }
+    if let Some(hidden) = run.hidden_of_hideable() {
+        figure(
+            "overlap",
+            format!("{} of the {} that can hide", percent(hidden), duration(run.hideable)),
+        );
+    }
+    if run.wire_bytes_per_step > 0.0 {
+        figure("sent by all ranks", format!("{} a step", bytes(run.wire_bytes_per_step)));
+    }
+    if let Some(loss) = run.final_loss {
+        figure("final loss", format!("{loss:.4}"));
+    }
+    if let Some(summary) = &report.summary {
+        if let Some(accuracy) = summary.accuracy {
+            figure("held-out accuracy", format!("{:.2} %", accuracy * 100.0));
+        }
+        if let Some(efficiency) = summary.scaling_efficiency {
+            figure("scaling", format!("{} of {} workers", percent(efficiency), summary.workers));
+        }
+    }
+}
+
+fn ranks(report: &Report, out: &mut Text) {
+    let run = &report.run;
+    out.line("");
+    let legend: Vec<String> =
+        PARTS.iter().map(|(name, fill, _)| format!("{fill} {name}")).collect();
+    out.line(&format!("By rank: {}", legend.join("  ")));
+    out.line(&format!(
+        "  {:>4}  {:<14}{:>9}{:>9}{:>8}",
+        "rank", "host", "compute", "late by", "last"
+    ));
+    let longest = run.ranks.iter().map(|rank| rank.parts.total()).fold(0.0, f64::max);
+    let room = out.width.saturating_sub(50);
+    let shown = report.notable_ranks(RANKS);
+    for rank in &shown {
+        let stats = &run.ranks[*rank];
+        let host: String = report.info.host(*rank).unwrap_or("").chars().take(13).collect();
+        out.line(&format!(
+            "  {rank:>4}  {host:<14}{:>9}{:>9}{:>8}  {}",
+            duration(stats.parts.compute),
+            duration(stats.lateness),
+            percent(stats.last_share),
+            stacked(&stats.parts, longest, room),
+        ));
+    }
+    if shown.len() < run.ranks.len() {
+        out.line(&format!("  (the latest {} of {} ranks)", shown.len(), run.ranks.len()));
+    }
+}
+
+fn verdict(report: &Report, out: &mut Text) {
+    let verdict = &report.verdict;
+    for finding in &verdict.findings {
+        out.line("");
+        out.wrapped("", finding);
+    }
+    if !verdict.advice.is_empty() {
+        out.line("");
+        out.line("What would help:");
+    }
+    for advice in &verdict.advice {
+        out.wrapped("- ", advice);
+    }
+    out.line("");
+    out.wrapped("", &format!("Verdict: {}", verdict.headline));
+}
+
+/// Text that knows how wide it may be.
+struct Text {
+    width: usize,
+    text: String,
+}
+
+impl Text {
+    fn line(&mut self, line: &str) {
+        self.text.push_str(line.trim_end());
+        self.text.push('\n');
+    }
+
+    /// A paragraph, its lines after the first indented by the width of the mark before it.
+    fn wrapped(&mut self, mark: &str, paragraph: &str) {
+        let indent = mark.chars().count();
+        let mut line = String::from(mark);
+        let mut length = indent;
+        for word in words(paragraph) {
+            let word_length = word.chars().count();
+            if length > indent && length + 1 + word_length > self.width {
+                self.line(&line);
+                line = " ".repeat(indent);
+                length = indent;
+            } else if length > indent {
+                line.push(' ');
+                length += 1;
+            }
+            line.push_str(word);
+            length += word_length;
+        }
+        self.line(&line);
+    }
+}
+
+/// The words of a paragraph; a number and its unit are one.
+fn words(paragraph: &str) -> impl Iterator<Item = &str> {
+    let mut rest = paragraph;
+    std::iter::from_fn(move || {
+        if rest.is_empty() {
+            return None;
+        }
+        let ends = rest.match_indices(' ').map(|(at, _)| at);
+        let end = ends.into_iter().find(|at| !is_unit(&rest[at + 1..])).unwrap_or(rest.len());
+        let word = &rest[..end];
+        rest = rest.get(end + 1..).unwrap_or("");
+        Some(word)
+    })
+}
+
+fn is_unit(text: &str) -> bool {
+    let word = text.split(' ').next().unwrap_or("").trim_end_matches([',', '.', ':', ';', ')']);
+    ["%", "µs", "ms", "s", "kB", "MB", "GB"].contains(&word)
+}
+
+/// A bar of a share of `room` columns. Anything that is not nothing shows at least a sliver.
+fn bar(share: f64, room: usize, fill: char) -> String {
+    let columns = (share.clamp(0.0, 1.0) * room as f64).round() as usize;
+    if columns == 0 && share > 0.0 { "▏".into() } else { fill.to_string().repeat(columns) }
+}
+
+/// The parts side by side, `whole` seconds filling the room. Boundaries are rounded, not lengths, so
+/// that the bar as a whole has the right one.
+fn stacked(parts: &Parts, whole: f64, room: usize) -> String {
+    let mut bar = String::new();
+    let mut until = 0.0;
+    let mut columns = 0;
+    for (_, fill, part) in PARTS {
+        until += part(parts);
+        let end = if whole > 0.0 { (until / whole * room as f64).round() as usize } else { 0 };
+        bar.extend(std::iter::repeat_n(fill, end.min(room).saturating_sub(columns)));
+        columns = columns.max(end);
+    }
+    bar
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paragraphs_stay_within_the_width_and_keep_units_with_their_numbers() {
+        let mut out = Text { width: 20, text: String::new() };
+        out.wrapped("- ", "every step takes 12.0 ms, and that is 3.1 % of it.");
+        for line in out.text.lines() {
+            assert!(line.chars().count() <= 20, "{line}");
+            assert!(line.starts_with("- ") || line.starts_with("  "), "{line}");
+        }
+        assert!(out.text.contains("12.0 ms,") && out.text.contains("3.1 %"), "{}", out.text);
+        assert_eq!(out.text.split_whitespace().collect::<Vec<_>>().len(), 12 + 1);
+    }
+
+    #[test]
+    fn a_stacked_bar_has_the_length_of_the_whole() {
+        let parts = Parts { compute: 0.33, straggler: 0.33, exposed: 0.33, rest: 0.01 };
+        assert_eq!(stacked(&parts, 1.0, 40).chars().count(), 40);
+        assert_eq!(stacked(&parts, 2.0, 40).chars().count(), 20);
+        assert_eq!(stacked(&Parts::default(), 0.0, 40), "");
+    }
+
+    #[test]
+    fn a_small_part_is_still_seen() {
+        assert_eq!(bar(0.001, 40, '█'), "▏");
+        assert_eq!(bar(0.0, 40, '█'), "");
+        assert_eq!(bar(0.5, 4, '▓'), "▓▓");
+    }
+}

@@ -1,0 +1,505 @@
+//! A straight answer: is synchronization the bottleneck, and what would help?
+//!
+//! A step can lose time to three things besides computing: exposed communication, waiting for a
+//! straggler, and the rest. The one that takes the largest share of a typical step is the bottleneck
+//! if that share is worth acting on; if none is, computing itself is. The verdict says so in words,
+//! always with the figures it rests on, and gives advice only where following it could matter.
+
+use serde::Serialize;
+
+use crate::breakdown::{RunBreakdown, Straggler};
+use crate::record::{RunInfo, Scaling};
+use crate::units::{count, duration, percent};
+
+/// Something other than computing is the bottleneck if it takes at least this share of a step.
+/// Removing it speeds the run up by a quarter; for less, people would change their setup on the word
+/// of a noisy machine. A larger share would call a fifth of the hardware's time unimportant.
+pub const BOTTLENECK_SHARE: f64 = 0.20;
+
+/// Below this share a loss is not worth a word of advice: the run would be 5 % faster at best.
+pub const NOTABLE_SHARE: f64 = 0.05;
+
+/// Overlap is doing its job when it hides this share of what can hide. The first bucket is only ready
+/// some way into the backward pass, so all of it never is.
+pub const GOOD_OVERLAP: f64 = 0.80;
+
+/// With fewer measured steps, one hiccup decides the figures.
+pub const ENOUGH_STEPS: usize = 5;
+
+/// A straggler computes slower than the others if it takes this many times as long. Nearer to 1, its
+/// lateness has another cause.
+pub const SLOWER: f64 = 1.10;
+
+/// Scaling that falls short of what waiting explains by more than this has another cause: workers
+/// that share cores, caches or memory.
+pub const UNEXPLAINED_SHARE: f64 = 0.10;
+
+/// What holds the run up most.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum Bottleneck {
+    /// There are too few steps to tell.
+    Unknown,
+    /// Nothing but the computation.
+    Compute,
+    /// Exposed communication.
+    Synchronization,
+    /// Ranks wait for the last to finish computing. [`RunBreakdown::straggler`] says if it is always
+    /// the same.
+    Straggler,
+    /// Data, bookkeeping or optimizer.
+    Rest,
+}
+
+/// The answer, in sentences.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Verdict {
+    /// What holds the run up most.
+    pub bottleneck: Bottleneck,
+    /// The answer in one sentence.
+    pub headline: String,
+    /// The figures it rests on.
+    pub findings: Vec<String>,
+    /// What would help; empty if nothing is worth doing.
+    pub advice: Vec<String>,
+}
+
+impl Verdict {
+    /// Judges a run.
+    pub fn of(run: &RunBreakdown, info: &RunInfo, scaling: Option<&Scaling>) -> Verdict {
+        let case = Case { run, info, scaling };
+        let bottleneck = case.bottleneck();
+        Verdict {
+            bottleneck,
+            headline: case.headline(bottleneck),
+            findings: case.findings(),
+            advice: if bottleneck == Bottleneck::Unknown { Vec::new() } else { case.advice() },
+        }
+    }
+}
+
+/// What is judged.
+struct Case<'a> {
+    run: &'a RunBreakdown,
+    info: &'a RunInfo,
+    scaling: Option<&'a Scaling>,
+}
+
+impl Case<'_> {
+    fn bottleneck(&self) -> Bottleneck {
+        if self.run.measured() < ENOUGH_STEPS || self.run.parts.total() <= 0.0 {
+            return Bottleneck::Unknown;
+        }
+        [
+            (Bottleneck::Synchronization, self.exposed()),
+            (Bottleneck::Straggler, self.waiting()),
+            (Bottleneck::Rest, self.rest()),
+        ]
+        .into_iter()
+        .filter(|(_, share)| *share >= BOTTLENECK_SHARE)
+        .max_by(|a, b| a.1.total_cmp(&b.1))
+        .map_or(Bottleneck::Compute, |(bottleneck, _)| bottleneck)
+    }
+
+    fn headline(&self, bottleneck: Bottleneck) -> String {
+        let exposed = percent(self.exposed());
+        let straggler = self.run.straggler.as_ref();
+        let answer = match bottleneck {
+            Bottleneck::Unknown => {
+                return format!(
+                    "Too few steps to judge: {} after warm-up, at least {ENOUGH_STEPS} are needed.",
+                    self.run.measured()
+                );
+            }
+            Bottleneck::Straggler => match straggler {
+                Some(straggler) => {
+                    return format!(
+                        "{} is the bottleneck, not synchronization: the others spend {} of each \
+                         step waiting for it to finish computing.",
+                        capitalized(&self.name(straggler.rank)),
+                        percent(self.run.parts.share(straggler.cost)),
+                    );
+                }
+                None => format!(
+                    "Uneven ranks are the bottleneck, not synchronization: {} of a step is spent \
+                     waiting for whichever rank is last.",
+                    percent(self.waiting())
+                ),
+            },
+            Bottleneck::Compute if self.info.workers <= 1 => {
+                "Synchronization is not the bottleneck: there is one worker and nobody to \
+                 synchronize with."
+                    .into()
+            }
+            Bottleneck::Compute => format!(
+                "Synchronization is not the bottleneck: steps spend {exposed} of their time \
+                 waiting for it."
+            ),
+            Bottleneck::Synchronization => format!(
+                "Synchronization is the bottleneck: steps spend {exposed} of their time waiting \
+                 for it."
+            ),
+            Bottleneck::Rest => format!(
+                "Synchronization is not the bottleneck ({exposed}): {} of a step goes to data, \
+                 bookkeeping and the optimizer.",
+                percent(self.rest())
+            ),
+        };
+        // A straggler is worth naming even where it is not the largest loss.
+        match straggler {
+            Some(straggler) => format!(
+                "{answer} {} holds up the others: they wait {} of each step for it.",
+                capitalized(&self.name(straggler.rank)),
+                percent(self.run.parts.share(straggler.cost)),
+            ),
+            None => answer,
+        }
+    }
+
+    fn findings(&self) -> Vec<String> {
+        if self.run.measured() == 0 {
+            return Vec::new();
+        }
+        let mut findings = vec![self.where_time_goes()];
+        findings.extend(self.run.straggler.as_ref().map(|straggler| self.describe(straggler)));
+        findings.extend(self.communication());
+        findings.extend(self.scaling());
+        findings
+    }
+
+    fn where_time_goes(&self) -> String {
+        let parts = &self.run.parts;
+        let part = |seconds| format!("{} ({})", duration(seconds), percent(parts.share(seconds)));
+        format!(
+            "A typical step of {} takes {}: compute {}, exposed communication {}, waiting for a \
+             straggler {}, rest {}.",
+            count(self.run.measured() as f64),
+            duration(parts.total()),
+            part(parts.compute),
+            part(parts.exposed),
+            part(parts.straggler),
+            part(parts.rest),
+        )
+    }
+
+    fn describe(&self, straggler: &Straggler) -> String {
+        let cause = if straggler.slowdown >= SLOWER {
+            format!("it computes {:.1} times as long as the others", straggler.slowdown)
+        } else {
+            "it computes no slower than the others, so it starts late or waits for its data".into()
+        };
+        format!(
+            "{} was the last to finish computing in {} of the steps; each of the others waits {} a \
+             step for it; {cause}.",
+            capitalized(&self.name(straggler.rank)),
+            percent(straggler.last_share),
+            duration(straggler.cost),
+        )
+    }
+
+    fn communication(&self) -> Option<String> {
+        let run = self.run;
+        let hidden = run.hidden_of_hideable()?;
+        Some(format!(
+            "Communication takes {} a step, the backward pass {}; {} of the {} that could hide \
+             behind it did ({}).",
+            duration(run.comm),
+            duration(run.backward),
+            duration(run.hidden.min(run.hideable)),
+            duration(run.hideable),
+            percent(hidden),
+        ))
+    }
+
+    fn scaling(&self) -> Option<String> {
+        let efficiency = self.efficiency()?;
+        let workers = self.info.workers;
+        let mut text = format!(
+            "{workers} workers do {:.2} times the work of one ({} against {} samples/s): {} of ideal \
+             scaling.",
+            efficiency * workers as f64,
+            count(self.run.samples_per_s),
+            count(self.scaling?.one_worker_samples_per_s),
+            percent(efficiency),
+        );
+        if self.slowed_by_each_other() {
+            text += &format!(
+                " Waiting explains {} of the loss; the rest is workers computing slower beside each \
+                 other than alone.",
+                percent((self.exposed() + self.waiting()) / (1.0 - efficiency)),
+            );
+        }
+        Some(text)
+    }
+
+    fn advice(&self) -> Vec<String> {
+        let mut advice = Vec::new();
+        if self.exposed() >= NOTABLE_SHARE {
+            self.advise_on_communication(&mut advice);
+        }
+        match &self.run.straggler {
+            Some(straggler) if straggler.slowdown >= SLOWER => advice.push(format!(
+                "Look at {}: a slower or throttled device, or other work on its host.",
+                self.name(straggler.rank)
+            )),
+            Some(straggler) => advice.push(format!(
+                "Look at what {} does before it computes: its data, its disk, other work on its host.",
+                self.name(straggler.rank)
+            )),
+            None if self.waiting() >= BOTTLENECK_SHARE => advice.push(
+                "No single rank is to blame: look for other work on the hosts, more ranks than \
+                 cores, or shards that take unequally long."
+                    .into(),
+            ),
+            None => {}
+        }
+        if self.rest() >= BOTTLENECK_SHARE {
+            advice.push("Look at loading data, the optimizer and checkpoints.".into());
+        }
+        if self.slowed_by_each_other() {
+            advice.push(
+                "Give every worker its own cores: fewer workers per host may do as much.".into(),
+            );
+        }
+        advice
+    }
+
+    fn advise_on_communication(&self, advice: &mut Vec<String>) {
+        let run = self.run;
+        let step = run.parts.total();
+        let without = step - run.parts.exposed;
+        if self.info.transport == "tcp" && self.info.workers > 1 && !self.info.spans_hosts() {
+            advice.push(
+                "All ranks are on one host: let them use shared memory instead of tcp \
+                 (--transport shm)."
+                    .into(),
+            );
+        }
+        let missed = run.hideable - run.hidden;
+        if self.overlap_is_off() {
+            advice.push(format!(
+                "Switch overlap on: up to {} a step can hide behind the backward pass.",
+                duration(missed.max(0.0))
+            ));
+        } else if run.hidden_of_hideable().is_some_and(|hidden| hidden < GOOD_OVERLAP) {
+            advice.push(format!(
+                "Overlap leaves {} a step exposed that could hide: try another bucket size.",
+                duration(missed)
+            ));
+        }
+        if run.comm > run.backward {
+            advice.push(format!(
+                "Communication takes longer than the backward pass, so {} stay exposed at best: \
+                 compute more per step (larger batch, more micro-batches, larger model), or use a \
+                 faster network.",
+                duration(run.comm - run.backward)
+            ));
+        }
+        if without > 0.0 {
+            advice.push(format!(
+                "An infinitely fast network would make this run {:.2} times as fast.",
+                step / without
+            ));
+        }
+    }
+
+    fn overlap_is_off(&self) -> bool {
+        self.info.settings.get("overlap").and_then(toml::Value::as_bool) == Some(false)
+    }
+
+    fn efficiency(&self) -> Option<f64> {
+        let workers = self.info.workers;
+        self.scaling
+            .filter(|_| workers > 1)
+            .and_then(|scaling| scaling.efficiency(self.run.samples_per_s, workers))
+    }
+
+    fn slowed_by_each_other(&self) -> bool {
+        self.efficiency().is_some_and(|efficiency| {
+            1.0 - efficiency - self.exposed() - self.waiting() > UNEXPLAINED_SHARE
+        })
+    }
+
+    fn exposed(&self) -> f64 {
+        self.run.parts.share(self.run.parts.exposed)
+    }
+
+    /// The share of a step that a rank waits for the last. Where that is always the same one, its own
+    /// steps have no such wait and do not count.
+    fn waiting(&self) -> f64 {
+        let seconds = self.run.straggler.as_ref().map_or(0.0, |straggler| straggler.cost);
+        self.run.parts.share(seconds.max(self.run.parts.straggler))
+    }
+
+    fn rest(&self) -> f64 {
+        self.run.parts.share(self.run.parts.rest)
+    }
+
+    fn name(&self, rank: usize) -> String {
+        match self.info.host(rank) {
+            Some(host) => format!("rank {rank} on {host}"),
+            None => format!("rank {rank}"),
+        }
+    }
+}
+
+/// For the start of a sentence.
+fn capitalized(name: &str) -> String {
+    let mut letters = name.chars();
+    letters.next().into_iter().flat_map(char::to_uppercase).chain(letters).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::breakdown::{Parts, RankStats};
+
+    fn info() -> RunInfo {
+        RunInfo {
+            workers: 4,
+            transport: "auto".into(),
+            hosts: ["node-a", "node-a", "node-b", "node-b"].map(String::from).to_vec(),
+            ..RunInfo::default()
+        }
+    }
+
+    /// A run of a hundred steps of 100 ms.
+    fn run(exposed: f64, straggler: f64, rest: f64) -> RunBreakdown {
+        let compute = 0.1 - exposed - straggler - rest;
+        RunBreakdown {
+            recorded: 120,
+            warm_up: 20,
+            parts: Parts { compute, straggler, exposed, rest },
+            comm: exposed + 0.01,
+            backward: 0.05,
+            hidden: 0.01,
+            hideable: (exposed + 0.01).min(0.05),
+            ranks: vec![RankStats::default(); 4],
+            samples_per_s: 1000.0,
+            ..RunBreakdown::default()
+        }
+    }
+
+    fn judge(run: &RunBreakdown) -> Verdict {
+        Verdict::of(run, &info(), None)
+    }
+
+    #[test]
+    fn little_exposed_communication_acquits_synchronization() {
+        let verdict = judge(&run(0.001, 0.001, 0.001));
+        assert_eq!(verdict.bottleneck, Bottleneck::Compute);
+        assert!(verdict.headline.starts_with("Synchronization is not the bottleneck"));
+        assert!(verdict.headline.contains("1.0 %"), "{}", verdict.headline);
+        assert_eq!(verdict.advice, Vec::<String>::new());
+        assert!(verdict.findings[0].contains("100 ms"), "{}", verdict.findings[0]);
+    }
+
+    #[test]
+    fn much_exposed_communication_convicts_it_and_says_what_would_help() {
+        let verdict = judge(&run(0.06, 0.01, 0.01));
+        assert_eq!(verdict.bottleneck, Bottleneck::Synchronization);
+        assert!(
+            verdict.headline.contains("is the bottleneck") && verdict.headline.contains("60 %")
+        );
+        let advice = verdict.advice.join("\n");
+        assert!(advice.contains("another bucket size"), "{advice}");
+        assert!(advice.contains("20.0 ms stay exposed at best"), "{advice}");
+        assert!(advice.contains("2.50 times as fast"), "{advice}");
+        assert!(!advice.contains("shared memory"), "{advice}");
+    }
+
+    #[test]
+    fn advice_fits_the_settings() {
+        let run = run(0.03, 0.0, 0.0);
+        let mut info = info();
+        info.settings.insert("overlap".into(), false.into());
+        info.transport = "tcp".into();
+        info.hosts = vec!["node-a".into(); 4];
+        let advice = Verdict::of(&run, &info, None).advice.join("\n");
+        assert!(advice.contains("Switch overlap on: up to 30.0 ms"), "{advice}");
+        assert!(advice.contains("--transport shm"), "{advice}");
+        assert!(!advice.contains("bucket size"), "{advice}");
+        assert!(!advice.contains("stay exposed"), "{advice}");
+    }
+
+    #[test]
+    fn a_straggler_is_named_with_its_rank_host_and_cost() {
+        let mut run = run(0.01, 0.03, 0.0);
+        run.straggler = Some(Straggler { rank: 2, last_share: 0.97, cost: 0.04, slowdown: 2.0 });
+        let verdict = judge(&run);
+        assert_eq!(verdict.bottleneck, Bottleneck::Straggler);
+        assert!(verdict.headline.starts_with("Rank 2 on node-b is the bottleneck"));
+        assert!(verdict.headline.contains("40 %"), "{}", verdict.headline);
+        let finding = &verdict.findings[1];
+        assert!(finding.contains("97 %") && finding.contains("40.0 ms"), "{finding}");
+        assert!(finding.contains("2.0 times as long"), "{finding}");
+        assert!(verdict.advice.iter().any(|advice| advice.contains("throttled")));
+    }
+
+    #[test]
+    fn a_straggler_among_many_ranks_or_few_is_weighed_by_what_the_others_wait() {
+        // Of two ranks one waits 30 % of its steps: 15 % in the mean, but it is the bottleneck.
+        let mut run = run(0.01, 0.015, 0.0);
+        run.straggler = Some(Straggler { rank: 1, last_share: 1.0, cost: 0.03, slowdown: 2.0 });
+        assert_eq!(judge(&run).bottleneck, Bottleneck::Straggler);
+    }
+
+    #[test]
+    fn a_straggler_is_named_even_where_something_else_is_the_bottleneck() {
+        let mut run = run(0.06, 0.01, 0.0);
+        run.straggler = Some(Straggler { rank: 3, last_share: 0.9, cost: 0.013, slowdown: 1.3 });
+        let verdict = judge(&run);
+        assert_eq!(verdict.bottleneck, Bottleneck::Synchronization);
+        assert!(verdict.headline.contains("Rank 3 on node-b holds up the others: they wait 13 %"));
+    }
+
+    #[test]
+    fn a_straggler_that_computes_as_fast_is_told_apart() {
+        let mut run = run(0.01, 0.03, 0.0);
+        run.straggler = Some(Straggler { rank: 1, last_share: 1.0, cost: 0.04, slowdown: 1.0 });
+        let verdict = judge(&run);
+        assert!(verdict.findings[1].contains("waits for its data"));
+        assert!(verdict.advice.iter().any(|advice| advice.contains("before it computes")));
+    }
+
+    #[test]
+    fn waiting_without_a_culprit_names_nobody() {
+        let verdict = judge(&run(0.01, 0.03, 0.0));
+        assert_eq!(verdict.bottleneck, Bottleneck::Straggler);
+        assert!(verdict.headline.starts_with("Uneven ranks"));
+        assert!(verdict.advice.iter().any(|advice| advice.starts_with("No single rank")));
+    }
+
+    #[test]
+    fn the_largest_loss_is_the_bottleneck() {
+        assert_eq!(judge(&run(0.25e-1, 0.0, 0.3e-1)).bottleneck, Bottleneck::Rest);
+        assert_eq!(judge(&run(0.3e-1, 0.0, 0.25e-1)).bottleneck, Bottleneck::Synchronization);
+    }
+
+    #[test]
+    fn a_handful_of_steps_proves_nothing() {
+        let mut run = run(0.06, 0.0, 0.0);
+        run.recorded = run.warm_up + ENOUGH_STEPS - 1;
+        let verdict = judge(&run);
+        assert_eq!(verdict.bottleneck, Bottleneck::Unknown);
+        assert!(verdict.advice.is_empty());
+        assert_eq!(judge(&RunBreakdown::default()).findings, Vec::<String>::new());
+    }
+
+    #[test]
+    fn scaling_is_compared_with_ideal_and_with_what_waiting_explains() {
+        let run = run(0.05, 0.0, 0.0);
+        let scaled = |one_worker_samples_per_s| {
+            let scaling = Scaling { one_worker_samples_per_s };
+            Verdict::of(&run, &info(), Some(&scaling))
+        };
+        let explained = scaled(500.0).findings.join("\n");
+        assert!(explained.contains("2.00 times the work of one"), "{explained}");
+        assert!(explained.contains("50 % of ideal"), "{explained}");
+        assert!(!explained.contains("beside each other"), "{explained}");
+        let unexplained = scaled(1000.0);
+        assert!(unexplained.findings.join("\n").contains("beside each other"));
+        assert!(unexplained.advice.iter().any(|advice| advice.contains("its own cores")));
+    }
+}

@@ -1,0 +1,73 @@
+//! Trains a candle model on any number of workers:
+//!
+//!     unisono run -n 2 -- train_candle
+//!
+//! and prints the same hash of the weights whatever that number is.
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::{Linear, Module, VarBuilder, VarMap};
+use unisono::candle::{Parameters, Replica};
+use unisono::prelude::*;
+
+/// Samples per shard.
+const SAMPLES: usize = 16;
+
+fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
+    let job = Job::join()?;
+    let variables = VarMap::new();
+    let parameters = Parameters::with_initializer(&variables, |name, shape, _| {
+        // The same values in every run, so that the hash at the end can be compared.
+        (0..shape.elem_count()).map(|i| wave(i + 100 * name.len()) * 0.5).collect()
+    });
+    let model = Model::new(parameters.builder(DType::F32, &Device::Cpu))?;
+    let mut replica = Replica::new(job.world(), &parameters, Settings::new(8), "adamw".parse()?)?;
+
+    for step in 1..=200 {
+        while let Some(shard) = replica.next_shard() {
+            let (inputs, targets) = samples(step, shard)?;
+            let loss = (model.forward(&inputs)? - targets)?.sqr()?.mean_all()?;
+            replica.backward(&loss)?;
+        }
+        let outcome = replica.step()?;
+        if job.world().rank() == 0 && step % 50 == 0 {
+            println!("step {step:3}: loss {:.5}", outcome.loss);
+        }
+    }
+    replica.check(job.world())?;
+    if job.world().rank() == 0 {
+        println!("{} workers: weights {}", job.world().size(), replica.weights_hash().to_hex());
+    }
+    Ok(())
+}
+
+struct Model {
+    hidden: Linear,
+    output: Linear,
+}
+
+impl Model {
+    fn new(builder: VarBuilder<'_>) -> Result<Model> {
+        let hidden = candle_nn::linear(2, 32, builder.pp("hidden"))?;
+        let output = candle_nn::linear(32, 1, builder.pp("output"))?;
+        Ok(Model { hidden, output })
+    }
+
+    fn forward(&self, inputs: &Tensor) -> Result<Tensor> {
+        self.output.forward(&self.hidden.forward(inputs)?.tanh()?)
+    }
+}
+
+/// The samples of a shard depend on nothing but their numbers: not on who computes them.
+fn samples(step: usize, shard: usize) -> Result<(Tensor, Tensor)> {
+    let first = (step * 8 + shard) * SAMPLES;
+    let inputs: Vec<[f32; 2]> =
+        (first..first + SAMPLES).map(|i| [wave(2 * i), wave(2 * i + 1)]).collect();
+    let targets: Vec<[f32; 1]> = inputs.iter().map(|[x, y]| [x * y]).collect();
+    Ok((Tensor::new(&inputs[..], &Device::Cpu)?, Tensor::new(&targets[..], &Device::Cpu)?))
+}
+
+/// A number that looks random, in −1..1.
+fn wave(i: usize) -> f32 {
+    let mixed = (i as u32).wrapping_mul(2_654_435_761).wrapping_add(12_345);
+    (mixed ^ (mixed >> 15)).wrapping_mul(2_246_822_519) as f32 / (1u64 << 31) as f32 - 1.0
+}

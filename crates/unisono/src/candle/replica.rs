@@ -1,0 +1,217 @@
+//! A model that is kept in step with those of the other workers.
+
+use std::sync::Arc;
+
+use candle_core::Tensor;
+use unisono_collective::{Error, Group};
+use unisono_sync::optimizer::{BadOptimizer, Optimizer, OptimizerSpec, WrongState};
+use unisono_sync::{Parameter, Settings, StepOutcome, SyncError, Synchronizer, replica};
+
+use super::parameters::{Entry, Parameters};
+
+/// One worker's copy of the model, with its optimizer.
+pub struct Replica {
+    entries: Vec<Entry>,
+    /// Which of the entries are trained.
+    trained: Vec<usize>,
+    synchronizer: Arc<Synchronizer>,
+    optimizer: Box<dyn Optimizer>,
+    steps: u64,
+    shards_begun: usize,
+}
+
+/// Why a replica could not be made, or a step not be taken.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReplicaError {
+    /// The replicas could not be kept in step.
+    #[error(transparent)]
+    Sync(#[from] SyncError),
+    /// candle could not compute.
+    #[error(transparent)]
+    Candle(#[from] candle_core::Error),
+    /// The optimizer's settings make no sense.
+    #[error(transparent)]
+    Optimizer(#[from] BadOptimizer),
+    /// The state belongs to another model or optimizer.
+    #[error(transparent)]
+    State(#[from] WrongState),
+    /// The saved state lacks something, or has it in another size: it is another model's.
+    #[error("the saved state has no {name} of the right size: it is of another model")]
+    Missing {
+        /// What is missing.
+        name: String,
+    },
+    /// These parameters already belong to a replica. Build another model for another replica.
+    #[error("these parameters already belong to a replica")]
+    Taken,
+}
+
+impl From<Error> for ReplicaError {
+    fn from(error: Error) -> ReplicaError {
+        ReplicaError::Sync(error.into())
+    }
+}
+
+impl Replica {
+    /// Makes the parameters of a model equal on all ranks of a group, to those of rank 0, and keeps
+    /// them so. All ranks call this with the same model, settings and optimizer.
+    pub fn new(
+        group: &Group,
+        parameters: &Parameters,
+        settings: Settings,
+        optimizer: OptimizerSpec,
+    ) -> Result<Replica, ReplicaError> {
+        let entries = parameters.entries();
+        let trained: Vec<usize> = (0..entries.len()).filter(|i| !entries[*i].frozen).collect();
+        let parameter = |&i: &usize| {
+            let entry: &Entry = &entries[i];
+            Parameter { name: entry.name.clone(), len: entry.live.elem_count() }
+        };
+        let list: Vec<Parameter> = trained.iter().map(parameter).collect();
+        let lengths: Vec<usize> = list.iter().map(|parameter| parameter.len).collect();
+        let optimizer = optimizer.build(&lengths)?;
+        let synchronizer = Arc::new(Synchronizer::new(Some(group), list, settings)?);
+        let mut replica =
+            Replica { entries, trained, synchronizer, optimizer, steps: 0, shards_begun: 0 };
+        replica.broadcast(group)?;
+        if parameters.sink().synchronizer.set(replica.synchronizer.clone()).is_err() {
+            return Err(ReplicaError::Taken);
+        }
+        Ok(replica)
+    }
+
+    /// Makes weights, optimizer state and number of steps equal on all ranks, to those of rank 0.
+    /// All ranks must call it.
+    pub fn broadcast(&mut self, group: &Group) -> Result<(), ReplicaError> {
+        let mut steps = [self.steps as i64];
+        group.broadcast(&mut steps, 0)?;
+        self.steps = steps[0] as u64;
+        for entry in &self.entries {
+            let mut outcome = Ok(());
+            entry.change(|weights| outcome = group.broadcast(weights, 0))?;
+            outcome?;
+        }
+        for parameter in 0..self.trained.len() {
+            let mut states: Vec<Vec<f32>> =
+                self.optimizer.state(parameter).into_iter().map(<[f32]>::to_vec).collect();
+            for state in &mut states {
+                group.broadcast(state, 0)?;
+            }
+            let states: Vec<&[f32]> = states.iter().map(Vec::as_slice).collect();
+            self.optimizer.restore(parameter, &states)?;
+        }
+        Ok(())
+    }
+
+    /// The next shard of the present step whose loss this worker should compute. `None` when it has
+    /// computed all of its shards: it is time for [`Replica::step`].
+    pub fn next_shard(&mut self) -> Option<usize> {
+        if self.shards_begun == self.synchronizer.shards().len() {
+            return None;
+        }
+        self.shards_begun += 1;
+        Some(self.synchronizer.begin_shard())
+    }
+
+    /// Computes the gradients of the shard's loss, which must be its mean over the samples. With the
+    /// last shard, gradients travel while the others are still being computed.
+    pub fn backward(&mut self, loss: &Tensor) -> Result<f32, ReplicaError> {
+        let value = loss.to_scalar::<f32>()?;
+        self.synchronizer.begin_backward(value);
+        loss.backward()?;
+        self.synchronizer.end_shard();
+        Ok(value)
+    }
+
+    /// Updates the weights by the mean gradient of all shards of all workers.
+    pub fn step(&mut self) -> Result<StepOutcome, ReplicaError> {
+        self.shards_begun = 0;
+        self.steps += 1;
+        let (entries, optimizer, step) = (&self.entries, &mut self.optimizer, self.steps);
+        let mut failure = Ok(());
+        let outcome = self.synchronizer.finish(|parameter, gradient| {
+            let changed = entries[self.trained[parameter]]
+                .change(|weights| optimizer.update(parameter, step, weights, gradient));
+            if failure.is_ok() {
+                failure = changed;
+            }
+        })?;
+        failure?;
+        Ok(outcome)
+    }
+
+    /// Steps taken since the run began, by whatever process.
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// What keeps this replica in step.
+    pub fn synchronizer(&self) -> &Synchronizer {
+        &self.synchronizer
+    }
+
+    /// The hash of all weights: equal on all workers, and for any number of workers.
+    pub fn weights_hash(&self) -> blake3::Hash {
+        let mut hasher = blake3::Hasher::new();
+        for entry in &self.entries {
+            entry.read(|values| {
+                hasher.update(replica::hash_all([(&*entry.name, values)]).as_bytes())
+            });
+        }
+        hasher.finalize()
+    }
+
+    /// Fails on all ranks if the replicas are not equal. All ranks must call it.
+    pub fn check(&self, group: &Group) -> Result<(), ReplicaError> {
+        let hashes: Vec<_> = self.entries.iter().map(|entry| entry.read(replica::hash)).collect();
+        let names: Vec<String> = self.entries.iter().map(|entry| entry.name.clone()).collect();
+        Ok(replica::check(group, self.steps, &names, &hashes)?)
+    }
+
+    /// Calls `each` with everything a checkpoint must hold: the names, shapes and values of the
+    /// parameters, as `weights.NAME`, and of the optimizer's state, as `optimizer.STATE.NAME`.
+    pub fn save(&self, mut each: impl FnMut(String, &[usize], &[f32])) {
+        for entry in &self.entries {
+            let name = format!("weights.{}", entry.name);
+            entry.read(|values| each(name, entry.live.dims(), values));
+        }
+        for (parameter, &i) in self.trained.iter().enumerate() {
+            let entry = &self.entries[i];
+            let states = self.optimizer.state(parameter);
+            for (state, values) in self.optimizer.state_names().iter().zip(states) {
+                each(format!("optimizer.{state}.{}", entry.name), entry.live.dims(), values);
+            }
+        }
+    }
+
+    /// Continues where another replica was after `steps`, from what it [saved](Replica::save):
+    /// `find` returns the values of a name. After an error the replica is unusable.
+    pub fn restore(
+        &mut self,
+        steps: u64,
+        find: impl Fn(&str) -> Option<Vec<f32>>,
+    ) -> Result<(), ReplicaError> {
+        let missing = |name: String| ReplicaError::Missing { name };
+        for entry in &self.entries {
+            let name = format!("weights.{}", entry.name);
+            match find(&name) {
+                Some(values) if values.len() == entry.live.elem_count() => {
+                    entry.change(|weights| weights.copy_from_slice(&values))?;
+                }
+                _ => return Err(missing(name)),
+            }
+        }
+        for (parameter, &i) in self.trained.iter().enumerate() {
+            let mut states = Vec::new();
+            for state in self.optimizer.state_names() {
+                let name = format!("optimizer.{state}.{}", self.entries[i].name);
+                states.push(find(&name).ok_or_else(|| missing(name))?);
+            }
+            let states: Vec<&[f32]> = states.iter().map(Vec::as_slice).collect();
+            self.optimizer.restore(parameter, &states)?;
+        }
+        self.steps = steps;
+        Ok(())
+    }
+}
