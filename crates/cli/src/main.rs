@@ -1,7 +1,9 @@
-//! The program `unisono`: launch ranks, measure collectives.
+//! The program `unisono`: train models, launch ranks, report, measure collectives.
 
 mod bench;
+mod report;
 mod run;
+mod train;
 
 use std::process::ExitCode;
 
@@ -17,6 +19,10 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Train a model on several workers.
+    Train(Box<train::TrainArgs>),
+    /// Say where the time of a training run went.
+    Report(report::ReportArgs),
     /// Start a program on several ranks.
     Run(run::RunArgs),
     /// Measure this machine and its network.
@@ -28,6 +34,8 @@ fn main() -> ExitCode {
     let level = env_logger::Env::default().filter_or("UNISONO_LOG", "warn");
     env_logger::Builder::from_env(level).init();
     let outcome = match Cli::parse().command {
+        Command::Train(args) => train::run(*args),
+        Command::Report(args) => report::run(args),
         Command::Run(args) => run::run(args),
         Command::Bench(command) => bench::run(command),
     };

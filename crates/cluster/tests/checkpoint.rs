@@ -393,7 +393,7 @@ fn a_folder_that_is_read_only_is_refused_at_once() {
 }
 
 #[test]
-fn a_folder_that_becomes_read_only_fails_the_save_and_harms_nothing() {
+fn a_folder_that_became_read_only_is_refused_and_not_harmed() {
     let script = r#"
         mount -t tmpfs none "$UNISONO_TEST_FOLDER"
         "$@"

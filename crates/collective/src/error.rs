@@ -24,8 +24,11 @@ pub enum Loss {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A peer is gone. Form a group of a new epoch without it and retry.
-    #[error("rank {peer} {}{}; form a new group without it and retry", loss_text(.loss), during_text(.during))]
+    /// A peer is gone. Start the job again, from its last checkpoint if it has one.
+    #[error(
+        "rank {peer} {}{}; restart the job, from its last checkpoint if it has one",
+        loss_text(.loss), during_text(.during)
+    )]
     PeerLost {
         /// The lost rank, numbered in this group.
         peer: usize,
@@ -34,8 +37,9 @@ pub enum Error {
         /// What this rank was doing.
         during: Option<Call>,
     },
-    /// The epoch of this group has ended. Use the group of the current epoch.
-    #[error("epoch {epoch} has ended; use a group of the current epoch")]
+    /// The epoch of this group has ended, and all its groups with it. Start the job again, or use
+    /// a group of another epoch if the program made one.
+    #[error("epoch {epoch} has ended, and all its groups with it; restart the job to go on")]
     EpochEnded {
         /// The epoch that ended.
         epoch: u64,
@@ -92,7 +96,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether a new group, without the lost rank, may succeed with the same call.
+    /// Whether the call itself was right: a job that is started again may succeed with it.
     pub fn is_retryable(&self) -> bool {
         matches!(self, Error::PeerLost { .. } | Error::EpochEnded { .. })
     }
@@ -124,7 +128,8 @@ pub enum InvalidCall {
         /// The type.
         dtype: crate::Dtype,
     },
-    /// Buffers whose lengths do not fit together.
+    /// Buffers whose lengths do not fit together. Where counts add up to more than any number, the
+    /// largest stands for it.
     #[error("{what} has {actual} elements, expected {expected}")]
     Length {
         /// Which buffer or list.
@@ -187,7 +192,7 @@ pub enum FormError {
     },
     /// Ranks were started with different settings.
     #[error(
-        "rank {peer} runs with other settings than this rank (transport, algorithm, segment, streams, staging, timeout); make them equal"
+        "rank {peer} runs with other settings than this rank (transport, algorithm, canonical, timeout, stall report, streams, segment, staging); make them equal"
     )]
     Settings {
         /// Who differs.
@@ -207,7 +212,10 @@ pub enum FormError {
     },
     /// The parent group failed while agreeing on the sub-group.
     #[error("the parent group failed: {0}")]
-    Parent(#[from] Error),
+    Parent(Error),
+    /// The list of members is wrong. The parent group stays usable. Fix the call.
+    #[error("invalid call: {0}")]
+    InvalidCall(InvalidCall),
     /// The operating system refused something.
     #[error("{what} failed: {reason}")]
     System {
@@ -216,6 +224,18 @@ pub enum FormError {
         /// What the system answered.
         reason: String,
     },
+}
+
+impl From<Error> for FormError {
+    fn from(e: Error) -> FormError {
+        FormError::Parent(e)
+    }
+}
+
+impl From<InvalidCall> for FormError {
+    fn from(e: InvalidCall) -> FormError {
+        FormError::InvalidCall(e)
+    }
 }
 
 fn loss_text(loss: &Loss) -> String {

@@ -57,7 +57,9 @@ impl Epoch {
     }
 
     /// Registers a group to be ended with the epoch.
-    pub(crate) fn enter(&self, group: &Arc<GroupState>) {
+    pub(crate) fn enter(self: &Arc<Self>, group: &Arc<GroupState>) {
+        let registered = group.epoch.set(Arc::downgrade(self));
+        debug_assert!(registered.is_ok(), "a group belongs to one epoch");
         {
             let mut groups = self.groups.lock().expect("no panic while locked");
             groups.retain(|g| g.strong_count() > 0);
@@ -80,6 +82,8 @@ pub struct GroupState {
     sockets: Mutex<Vec<Socket>>,
     /// Wakes the monitor, which tells the other ranks.
     monitor: OnceLock<OwnedFd>,
+    /// The epoch it belongs to.
+    epoch: OnceLock<Weak<Epoch>>,
     /// After how long a waiting rank says for whom it waits.
     stall_after: Duration,
     /// What this rank called lately.
@@ -102,6 +106,7 @@ impl GroupState {
             left: (0..world).map(|_| AtomicU32::new(u32::MAX)).collect(),
             sockets: Mutex::default(),
             monitor: OnceLock::new(),
+            epoch: OnceLock::new(),
             stall_after,
             history: History::new(),
             stuck: Mutex::new(None),
@@ -155,6 +160,14 @@ impl GroupState {
             let _ = socket.shutdown(std::net::Shutdown::Both);
         }
         true
+    }
+
+    /// Another rank said that the epoch has ended: so have all groups of this rank, also those
+    /// that the other rank is not in.
+    pub fn end_epoch(&self) {
+        if let Some(epoch) = self.epoch.get().and_then(Weak::upgrade) {
+            epoch.end();
+        }
     }
 
     /// The connection to `peer` broke in the middle of `call`. Either the peer died, or it ended

@@ -59,7 +59,7 @@ impl Work {
     }
 
     /// Calls `callback` when the operation has ended: at once if it has, else on the thread that
-    /// ends it, which must not be kept waiting.
+    /// ends it, which must not be kept waiting. A panic there is logged and goes no further.
     pub fn on_completion(&self, callback: impl FnOnce(&Result<(), Error>) + Send + 'static) {
         let mut progress = self.lock();
         match progress.outcome.clone() {
@@ -116,7 +116,11 @@ impl Ended<'_> {
     pub fn notify(self) {
         self.work.shared.done.notify_all();
         for callback in self.callbacks {
-            callback(&self.outcome);
+            // The thread that ends operations serves everybody: it outlives a broken callback.
+            let call = std::panic::AssertUnwindSafe(|| callback(&self.outcome));
+            if std::panic::catch_unwind(call).is_err() {
+                log::error!("a callback of an operation that ended panicked");
+            }
         }
     }
 }

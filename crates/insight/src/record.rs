@@ -134,11 +134,11 @@ pub struct Scaling {
 }
 
 impl Scaling {
-    /// Throughput over `workers` times that of one worker: 1 is ideal. `None` where the base is not
-    /// a positive number.
+    /// Throughput over `workers` times that of one worker: 1 is ideal. `None` where nothing was scaled:
+    /// for one worker, or if the base is not a positive number.
     pub fn efficiency(&self, samples_per_s: f64, workers: usize) -> Option<f64> {
         let ideal = self.one_worker_samples_per_s * workers as f64;
-        (ideal > 0.0 && ideal.is_finite()).then(|| samples_per_s / ideal)
+        (workers > 1 && ideal > 0.0 && ideal.is_finite()).then(|| samples_per_s / ideal)
     }
 }
 
@@ -276,6 +276,7 @@ mod tests {
     fn efficiency_compares_with_as_many_lone_workers() {
         let scaling = Scaling { one_worker_samples_per_s: 100.0 };
         assert_eq!(scaling.efficiency(300.0, 4), Some(0.75));
+        assert_eq!(scaling.efficiency(300.0, 1), None);
         assert_eq!(Scaling { one_worker_samples_per_s: 0.0 }.efficiency(300.0, 4), None);
     }
 }

@@ -172,10 +172,10 @@ impl Case<'_> {
         let parts = &self.run.parts;
         let part = |seconds| format!("{} ({})", duration(seconds), percent(parts.share(seconds)));
         format!(
-            "A typical step of {} takes {}: compute {}, exposed communication {}, waiting for a \
-             straggler {}, rest {}.",
-            count(self.run.measured() as f64),
+            "A typical step takes {} ({} measured): compute {}, exposed communication {}, waiting for \
+             a straggler {}, rest {}.",
             duration(parts.total()),
+            count(self.run.measured() as f64),
             part(parts.compute),
             part(parts.exposed),
             part(parts.straggler),
@@ -233,27 +233,11 @@ impl Case<'_> {
         Some(text)
     }
 
+    /// The larger loss first.
     fn advice(&self) -> Vec<String> {
-        let mut advice = Vec::new();
-        if self.exposed() >= NOTABLE_SHARE {
-            self.advise_on_communication(&mut advice);
-        }
-        match &self.run.straggler {
-            Some(straggler) if straggler.slowdown >= SLOWER => advice.push(format!(
-                "Look at {}: a slower or throttled device, or other work on its host.",
-                self.name(straggler.rank)
-            )),
-            Some(straggler) => advice.push(format!(
-                "Look at what {} does before it computes: its data, its disk, other work on its host.",
-                self.name(straggler.rank)
-            )),
-            None if self.waiting() >= BOTTLENECK_SHARE => advice.push(
-                "No single rank is to blame: look for other work on the hosts, more ranks than \
-                 cores, or shards that take unequally long."
-                    .into(),
-            ),
-            None => {}
-        }
+        let mut advice = self.advice_on_communication();
+        let first = if self.waiting() > self.exposed() { 0 } else { advice.len() };
+        advice.splice(first..first, self.advice_on_waiting());
         if self.rest() >= BOTTLENECK_SHARE {
             advice.push("Look at loading data, the optimizer and checkpoints.".into());
         }
@@ -265,11 +249,34 @@ impl Case<'_> {
         advice
     }
 
-    fn advise_on_communication(&self, advice: &mut Vec<String>) {
+    fn advice_on_waiting(&self) -> Option<String> {
+        match &self.run.straggler {
+            Some(straggler) if straggler.slowdown >= SLOWER => Some(format!(
+                "Look at {}: a slower or throttled device, or other work on its host.",
+                self.name(straggler.rank)
+            )),
+            Some(straggler) => Some(format!(
+                "Look at what {} does before it computes: its data, its disk, other work on its host.",
+                self.name(straggler.rank)
+            )),
+            None if self.waiting() >= BOTTLENECK_SHARE => Some(
+                "No single rank is to blame: look for other work on the hosts, more ranks than \
+                 cores, or shards that take unequally long."
+                    .into(),
+            ),
+            None => None,
+        }
+    }
+
+    fn advice_on_communication(&self) -> Vec<String> {
+        if self.exposed() < NOTABLE_SHARE || self.info.workers <= 1 {
+            return Vec::new();
+        }
+        let mut advice = Vec::new();
         let run = self.run;
         let step = run.parts.total();
         let without = step - run.parts.exposed;
-        if self.info.transport == "tcp" && self.info.workers > 1 && !self.info.spans_hosts() {
+        if self.info.transport == "tcp" && !self.info.spans_hosts() {
             advice.push(
                 "All ranks are on one host: let them use shared memory instead of tcp \
                  (--transport shm)."
@@ -302,6 +309,7 @@ impl Case<'_> {
                 step / without
             ));
         }
+        advice
     }
 
     fn overlap_is_off(&self) -> bool {
@@ -309,10 +317,7 @@ impl Case<'_> {
     }
 
     fn efficiency(&self) -> Option<f64> {
-        let workers = self.info.workers;
-        self.scaling
-            .filter(|_| workers > 1)
-            .and_then(|scaling| scaling.efficiency(self.run.samples_per_s, workers))
+        self.scaling?.efficiency(self.run.samples_per_s, self.info.workers)
     }
 
     fn slowed_by_each_other(&self) -> bool {
@@ -351,155 +356,4 @@ fn capitalized(name: &str) -> String {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::breakdown::{Parts, RankStats};
-
-    fn info() -> RunInfo {
-        RunInfo {
-            workers: 4,
-            transport: "auto".into(),
-            hosts: ["node-a", "node-a", "node-b", "node-b"].map(String::from).to_vec(),
-            ..RunInfo::default()
-        }
-    }
-
-    /// A run of a hundred steps of 100 ms.
-    fn run(exposed: f64, straggler: f64, rest: f64) -> RunBreakdown {
-        let compute = 0.1 - exposed - straggler - rest;
-        RunBreakdown {
-            recorded: 120,
-            warm_up: 20,
-            parts: Parts { compute, straggler, exposed, rest },
-            comm: exposed + 0.01,
-            backward: 0.05,
-            hidden: 0.01,
-            hideable: (exposed + 0.01).min(0.05),
-            ranks: vec![RankStats::default(); 4],
-            samples_per_s: 1000.0,
-            ..RunBreakdown::default()
-        }
-    }
-
-    fn judge(run: &RunBreakdown) -> Verdict {
-        Verdict::of(run, &info(), None)
-    }
-
-    #[test]
-    fn little_exposed_communication_acquits_synchronization() {
-        let verdict = judge(&run(0.001, 0.001, 0.001));
-        assert_eq!(verdict.bottleneck, Bottleneck::Compute);
-        assert!(verdict.headline.starts_with("Synchronization is not the bottleneck"));
-        assert!(verdict.headline.contains("1.0 %"), "{}", verdict.headline);
-        assert_eq!(verdict.advice, Vec::<String>::new());
-        assert!(verdict.findings[0].contains("100 ms"), "{}", verdict.findings[0]);
-    }
-
-    #[test]
-    fn much_exposed_communication_convicts_it_and_says_what_would_help() {
-        let verdict = judge(&run(0.06, 0.01, 0.01));
-        assert_eq!(verdict.bottleneck, Bottleneck::Synchronization);
-        assert!(
-            verdict.headline.contains("is the bottleneck") && verdict.headline.contains("60 %")
-        );
-        let advice = verdict.advice.join("\n");
-        assert!(advice.contains("another bucket size"), "{advice}");
-        assert!(advice.contains("20.0 ms stay exposed at best"), "{advice}");
-        assert!(advice.contains("2.50 times as fast"), "{advice}");
-        assert!(!advice.contains("shared memory"), "{advice}");
-    }
-
-    #[test]
-    fn advice_fits_the_settings() {
-        let run = run(0.03, 0.0, 0.0);
-        let mut info = info();
-        info.settings.insert("overlap".into(), false.into());
-        info.transport = "tcp".into();
-        info.hosts = vec!["node-a".into(); 4];
-        let advice = Verdict::of(&run, &info, None).advice.join("\n");
-        assert!(advice.contains("Switch overlap on: up to 30.0 ms"), "{advice}");
-        assert!(advice.contains("--transport shm"), "{advice}");
-        assert!(!advice.contains("bucket size"), "{advice}");
-        assert!(!advice.contains("stay exposed"), "{advice}");
-    }
-
-    #[test]
-    fn a_straggler_is_named_with_its_rank_host_and_cost() {
-        let mut run = run(0.01, 0.03, 0.0);
-        run.straggler = Some(Straggler { rank: 2, last_share: 0.97, cost: 0.04, slowdown: 2.0 });
-        let verdict = judge(&run);
-        assert_eq!(verdict.bottleneck, Bottleneck::Straggler);
-        assert!(verdict.headline.starts_with("Rank 2 on node-b is the bottleneck"));
-        assert!(verdict.headline.contains("40 %"), "{}", verdict.headline);
-        let finding = &verdict.findings[1];
-        assert!(finding.contains("97 %") && finding.contains("40.0 ms"), "{finding}");
-        assert!(finding.contains("2.0 times as long"), "{finding}");
-        assert!(verdict.advice.iter().any(|advice| advice.contains("throttled")));
-    }
-
-    #[test]
-    fn a_straggler_among_many_ranks_or_few_is_weighed_by_what_the_others_wait() {
-        // Of two ranks one waits 30 % of its steps: 15 % in the mean, but it is the bottleneck.
-        let mut run = run(0.01, 0.015, 0.0);
-        run.straggler = Some(Straggler { rank: 1, last_share: 1.0, cost: 0.03, slowdown: 2.0 });
-        assert_eq!(judge(&run).bottleneck, Bottleneck::Straggler);
-    }
-
-    #[test]
-    fn a_straggler_is_named_even_where_something_else_is_the_bottleneck() {
-        let mut run = run(0.06, 0.01, 0.0);
-        run.straggler = Some(Straggler { rank: 3, last_share: 0.9, cost: 0.013, slowdown: 1.3 });
-        let verdict = judge(&run);
-        assert_eq!(verdict.bottleneck, Bottleneck::Synchronization);
-        assert!(verdict.headline.contains("Rank 3 on node-b holds up the others: they wait 13 %"));
-    }
-
-    #[test]
-    fn a_straggler_that_computes_as_fast_is_told_apart() {
-        let mut run = run(0.01, 0.03, 0.0);
-        run.straggler = Some(Straggler { rank: 1, last_share: 1.0, cost: 0.04, slowdown: 1.0 });
-        let verdict = judge(&run);
-        assert!(verdict.findings[1].contains("waits for its data"));
-        assert!(verdict.advice.iter().any(|advice| advice.contains("before it computes")));
-    }
-
-    #[test]
-    fn waiting_without_a_culprit_names_nobody() {
-        let verdict = judge(&run(0.01, 0.03, 0.0));
-        assert_eq!(verdict.bottleneck, Bottleneck::Straggler);
-        assert!(verdict.headline.starts_with("Uneven ranks"));
-        assert!(verdict.advice.iter().any(|advice| advice.starts_with("No single rank")));
-    }
-
-    #[test]
-    fn the_largest_loss_is_the_bottleneck() {
-        assert_eq!(judge(&run(0.25e-1, 0.0, 0.3e-1)).bottleneck, Bottleneck::Rest);
-        assert_eq!(judge(&run(0.3e-1, 0.0, 0.25e-1)).bottleneck, Bottleneck::Synchronization);
-    }
-
-    #[test]
-    fn a_handful_of_steps_proves_nothing() {
-        let mut run = run(0.06, 0.0, 0.0);
-        run.recorded = run.warm_up + ENOUGH_STEPS - 1;
-        let verdict = judge(&run);
-        assert_eq!(verdict.bottleneck, Bottleneck::Unknown);
-        assert!(verdict.advice.is_empty());
-        assert_eq!(judge(&RunBreakdown::default()).findings, Vec::<String>::new());
-    }
-
-    #[test]
-    fn scaling_is_compared_with_ideal_and_with_what_waiting_explains() {
-        let run = run(0.05, 0.0, 0.0);
-        let scaled = |one_worker_samples_per_s| {
-            let scaling = Scaling { one_worker_samples_per_s };
-            Verdict::of(&run, &info(), Some(&scaling))
-        };
-        let explained = scaled(500.0).findings.join("\n");
-        assert!(explained.contains("2.00 times the work of one"), "{explained}");
-        assert!(explained.contains("50 % of ideal"), "{explained}");
-        assert!(!explained.contains("beside each other"), "{explained}");
-        let unexplained = scaled(1000.0);
-        assert!(unexplained.findings.join("\n").contains("beside each other"));
-        assert!(unexplained.advice.iter().any(|advice| advice.contains("its own cores")));
-    }
-}
+mod tests;

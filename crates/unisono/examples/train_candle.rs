@@ -60,10 +60,10 @@ impl Model {
 /// The samples of a shard depend on nothing but their numbers: not on who computes them.
 fn samples(step: usize, shard: usize) -> Result<(Tensor, Tensor)> {
     let first = (step * 8 + shard) * SAMPLES;
-    let inputs: Vec<[f32; 2]> =
-        (first..first + SAMPLES).map(|i| [wave(2 * i), wave(2 * i + 1)]).collect();
-    let targets: Vec<[f32; 1]> = inputs.iter().map(|[x, y]| [x * y]).collect();
-    Ok((Tensor::new(&inputs[..], &Device::Cpu)?, Tensor::new(&targets[..], &Device::Cpu)?))
+    let inputs: Vec<f32> = (2 * first..2 * (first + SAMPLES)).map(wave).collect();
+    let targets: Vec<f32> = inputs.chunks(2).map(|pair| pair[0] * pair[1]).collect();
+    let inputs = Tensor::from_vec(inputs, (SAMPLES, 2), &Device::Cpu)?;
+    Ok((inputs, Tensor::from_vec(targets, (SAMPLES, 1), &Device::Cpu)?))
 }
 
 /// A number that looks random, in −1..1.

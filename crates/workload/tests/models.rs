@@ -121,7 +121,9 @@ fn the_same_seed_gives_the_same_bits() {
     let bits = |case: &Case, seed| -> Vec<u32> {
         let (model, variables) = build(&case.spec, case.kind, seed, DType::F32);
         let mut optimizer = Momentum::new(&variables);
-        (0..5).for_each(|_| drop(optimizer.step(model.as_ref(), &case.batch, 0.05).unwrap()));
+        for _ in 0..5 {
+            optimizer.step(model.as_ref(), &case.batch, 0.05).unwrap();
+        }
         let values = |variable: &candle_core::Var| {
             variable.as_tensor().flatten_all().unwrap().to_vec1::<f32>().unwrap()
         };
@@ -147,33 +149,32 @@ fn a_token_does_not_see_those_after_it() {
     assert_ne!(one[3], other[3]);
 }
 
-/// Trains on batches of the data's order, with the last quarter of the steps slowing down.
-fn train(data: &Dataset, spec: &ModelSpec, seed: u64, steps: u64, rate: f64) -> (Vec<f32>, f64) {
+/// The held-out accuracy of the model after 600 steps on batches of 64, while the rate falls from
+/// 0.2 to 0 in a line.
+fn train(data: &Dataset, spec: &ModelSpec, seed: u64) -> Result<f64> {
+    const STEPS: u64 = 600;
     const BATCH: u64 = 64;
     let (model, variables) = build(spec, data.kind(), seed, DType::F32);
     let mut order = SampleOrder::new(seed, data.train_len());
     let mut optimizer = Momentum::new(&variables);
-    let mut losses = Vec::new();
-    for step in 0..steps {
-        let indices: Vec<usize> =
-            (step * BATCH..(step + 1) * BATCH).map(|position| order.sample(position)).collect();
-        let batch = data.batch(Split::Train, &indices).unwrap();
-        losses.push(optimizer.step(model.as_ref(), &batch, rate).unwrap());
+    for step in 0..STEPS {
+        let positions = step * BATCH..(step + 1) * BATCH;
+        let indices: Vec<usize> = positions.map(|position| order.sample(position)).collect();
+        let rate = 0.2 * (1.0 - step as f64 / STEPS as f64);
+        optimizer.step(model.as_ref(), &data.batch(Split::Train, &indices)?, rate)?;
     }
     let all: Vec<usize> = (0..data.test_len()).collect();
-    let batch = data.batch(Split::Test, &all).unwrap();
-    let (hits, answers) = accuracy(model.as_ref(), &batch).unwrap();
-    (losses, hits as f64 / answers as f64)
+    let (hits, answers) = accuracy(model.as_ref(), &data.batch(Split::Test, &all)?)?;
+    Ok(hits as f64 / answers as f64)
 }
 
+/// The mean over seeds, because one sample of the test part is a third of a percent.
 #[test]
-fn the_default_perceptron_reads_digits() {
+fn the_default_perceptron_reads_97_of_100_digits() {
     let data = DataSpec::Digits.load(0).unwrap();
-    for rate in [0.02, 0.05, 0.1] {
-        for steps in [200, 400, 800] {
-            let accs: Vec<f64> =
-                (0..6).map(|seed| train(&data, &ModelSpec::mlp(), seed, steps, rate).1).collect();
-            println!("rate {rate} steps {steps}: {accs:.4?}");
-        }
-    }
+    let seeds = 0..4;
+    let accuracies: Vec<f64> =
+        seeds.map(|seed| train(&data, &ModelSpec::mlp(), seed).unwrap()).collect();
+    let mean = accuracies.iter().sum::<f64>() / accuracies.len() as f64;
+    assert!(mean >= 0.97, "{accuracies:?}");
 }

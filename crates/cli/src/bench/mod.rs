@@ -3,7 +3,7 @@
 mod collective;
 mod limit;
 mod serve;
-mod sizes;
+pub mod sizes;
 mod workload;
 
 use std::process::ExitCode;

@@ -19,6 +19,9 @@ use crate::window::WindowMemory;
 /// socket buffers hold them all anyway. Fewer: less scratch memory.
 const DEPTH: usize = 4;
 
+/// Bytes of a segment at most: lengths of messages travel in 32 bits.
+const LARGEST_SEGMENT: usize = 1 << 30;
+
 /// Decisions remembered. A training run has a few dozen different calls.
 const REMEMBERED: usize = 4096;
 
@@ -90,6 +93,9 @@ pub struct Engine {
 pub struct Explanation {
     /// Every candidate with its predicted time, best first.
     pub candidates: Vec<Prediction>,
+    /// What could do the call, and gives the bits that were promised, but is not considered unless
+    /// it is forced; best first.
+    pub others: Vec<Prediction>,
     /// The one that runs.
     pub chosen: Algorithm,
 }
@@ -140,9 +146,6 @@ impl Engine {
     /// # Safety
     /// The request's memory is valid for its layouts, and nobody else uses it meanwhile.
     pub unsafe fn execute(&mut self, request: &Request) -> Result<(), Error> {
-        if self.state.is_over() {
-            return Err(self.state.error(None));
-        }
         let Decision { algorithm, column } = self.decide(request)?;
         let call = Call {
             seq: self.seq,
@@ -155,6 +158,9 @@ impl Engine {
             algorithm,
             column: column as u32,
         };
+        if self.state.is_over() {
+            return Err(self.state.error(Some(call)));
+        }
         self.seq = self.seq.wrapping_add(1);
         self.state.history().record(&call);
         // SAFETY: passed on from the caller.
@@ -172,13 +178,17 @@ impl Engine {
     /// What a call of this kind and size would do.
     pub fn explain(&mut self, request: &Request) -> Result<Explanation, Error> {
         let chosen = self.decide(request)?.algorithm;
-        let mut candidates = self.predictions(request);
-        if candidates.iter().all(|p| p.algorithm != chosen) {
-            let contest = Contest::new(request.op, &self.topology, &[chosen]);
-            candidates.extend(contest.predict(&self.costs, |a, s| self.cut(request, s, a)));
-            candidates.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
+        let candidates = self.predictions(request);
+        let canonical = self.must_be_canonical(request);
+        let mut others = schedule::able(request.op, &self.topology, canonical);
+        // A forced algorithm may be any.
+        if !others.contains(&chosen) {
+            others.push(chosen);
         }
-        Ok(Explanation { candidates, chosen })
+        others.retain(|a| candidates.iter().all(|candidate| candidate.algorithm != *a));
+        let contest = Contest::new(request.op, &self.topology, &others);
+        let others = contest.predict(&self.costs, |a, s| self.cut(request, s, a));
+        Ok(Explanation { candidates, others, chosen })
     }
 
     unsafe fn run(&mut self, request: &Request, call: &Call) -> Result<(), Error> {
@@ -266,7 +276,7 @@ impl Engine {
             // model, unless it was forced for this very call.
             Some(a) if a.supports(request.op, &self.topology) => a,
             Some(algorithm) if request.algorithm.is_some() => {
-                let op = request.op.name();
+                let op = request.name();
                 return Err(InvalidCall::UnsupportedAlgorithm { algorithm, op }.into());
             }
             _ => self.predictions(request).first().expect("pairwise does everything").algorithm,
@@ -338,6 +348,7 @@ impl Engine {
         let line = 64 / request.dtype.size();
         let (blocks, longest) = self.blocks(request, schedule);
         let segment = self.options.segment.unwrap_or_else(|| self.segment(algorithm));
+        let segment = segment.min(LARGEST_SEGMENT);
         let pieces = match algorithm {
             // Everybody's whole segment arrives at once.
             Algorithm::Direct => self.topology.world(),
@@ -367,6 +378,11 @@ impl Request {
     /// Elements that decide about the algorithm; equal on all ranks.
     fn extent(&self) -> usize {
         self.unequal.as_ref().map_or(self.count, |u| u.longest)
+    }
+
+    /// What the caller called it.
+    fn name(&self) -> &'static str {
+        if self.barrier { "barrier" } else { self.op.name() }
     }
 }
 

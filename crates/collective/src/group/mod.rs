@@ -3,7 +3,9 @@
 mod engine;
 mod ops;
 mod queue;
+mod request;
 mod subgroup;
+mod submit;
 mod tune;
 
 use std::sync::Arc;
@@ -41,7 +43,6 @@ struct Inner {
     epoch: Arc<Epoch>,
     state: Arc<GroupState>,
     topology: Topology,
-    /// Dropped before the side channel, so that no call is under way when this rank leaves.
     queue: Queue,
     side: std::sync::Mutex<Side>,
     /// Splits made so far, to number them.
@@ -168,8 +169,20 @@ impl Group {
 }
 
 impl Drop for Inner {
+    /// Runs what is queued, so that no call is under way when this rank leaves.
     fn drop(&mut self) {
-        let seq = self.queue.close();
-        self.side.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner).leave(seq);
+        let closing = self.queue.closing();
+        let side = self.side.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let leaving = side.leaving();
+        let in_callback = closing.is_on_own_thread() || leaving.is_on_own_thread();
+        let end = move || leaving.leave(closing.finish());
+        if !in_callback {
+            return end();
+        }
+        // The last handle was dropped by a callback, on a thread that is to be waited for.
+        let name = format!("unisono-farewell-{}", self.plan.me);
+        if let Err(error) = std::thread::Builder::new().name(name).spawn(end) {
+            log::error!("cannot leave a group in an orderly way: {error}");
+        }
     }
 }

@@ -1,16 +1,15 @@
-//! The operations of a group.
+//! The operations of a group that wait for their end.
 //!
-//! Every collective comes blocking, in place or out of place, and as a submission that owns its
-//! buffer until it is done. [`Group::submit`] is what they all stand on, for callers that manage
-//! memory themselves.
+//! Every collective comes in place or out of place. `submit.rs` has the same operations without
+//! the waiting. [`Group::run`] and [`Group::submit`] are what they all stand on, for callers that
+//! manage memory themselves.
 
-use crate::dtype::{Dtype, Element, Reduction};
-use crate::error::{Error, InvalidCall};
-use crate::schedule::Op;
+use crate::dtype::{Element, Reduction};
+use crate::error::Error;
 use crate::side::Transfer;
-use crate::work::{Pending, Work};
+use crate::work::Work;
 
-use super::{Explanation, Group, Request, Unequal};
+use super::{Explanation, Group, Request};
 
 impl Group {
     /// Replaces every rank's buffer by the reduction of all.
@@ -19,8 +18,7 @@ impl Group {
         buffer: &mut [T],
         reduction: Reduction,
     ) -> Result<(), Error> {
-        let request =
-            Request::all_reduce(buffer.as_ptr(), buffer.as_mut_ptr(), buffer.len(), reduction);
+        let request = self.all_reduce_request(buffer, reduction);
         // SAFETY: the buffer is borrowed for as long as the call lasts.
         unsafe { self.run(request) }
     }
@@ -32,23 +30,9 @@ impl Group {
         output: &mut [T],
         reduction: Reduction,
     ) -> Result<(), Error> {
-        expect_length("the output", output.len(), input.len())?;
-        let request =
-            Request::all_reduce(input.as_ptr(), output.as_mut_ptr(), input.len(), reduction);
+        let request = self.all_reduce_into_request(input, output, reduction)?;
         // SAFETY: the buffers are borrowed for as long as the call lasts.
         unsafe { self.run(request) }
-    }
-
-    /// Starts an all-reduce of a buffer.
-    pub fn submit_all_reduce<T: Element>(
-        &self,
-        mut buffer: Vec<T>,
-        reduction: Reduction,
-    ) -> Result<Pending<Vec<T>>, Error> {
-        let request =
-            Request::all_reduce(buffer.as_ptr(), buffer.as_mut_ptr(), buffer.len(), reduction);
-        // SAFETY: the vector's memory lives in the handle until the call is done.
-        Ok(Pending::new(unsafe { self.submit(request) }?, buffer))
     }
 
     /// Rank `r` gets block `r` of the reduction of all inputs, which have one block per rank.
@@ -58,12 +42,9 @@ impl Group {
         output: &mut [T],
         reduction: Reduction,
     ) -> Result<(), Error> {
-        expect_length("the input", input.len(), output.len() * self.size())?;
-        let count = output.len();
-        let request =
-            Request::new::<T>(Op::ReduceScatter, input.as_ptr(), output.as_mut_ptr(), count);
+        let request = self.reduce_scatter_request(input, output, reduction)?;
         // SAFETY: the buffers are borrowed for as long as the call lasts.
-        unsafe { self.run(Request { reduction, ..request }) }
+        unsafe { self.run(request) }
     }
 
     /// As [`Group::reduce_scatter`]; the result replaces this rank's block of the buffer, the
@@ -73,27 +54,21 @@ impl Group {
         buffer: &mut [T],
         reduction: Reduction,
     ) -> Result<(), Error> {
-        let count = self.block_of(buffer.len())?;
-        let own = buffer[self.rank() * count..].as_mut_ptr();
-        let request = Request::new::<T>(Op::ReduceScatter, buffer.as_ptr(), own, count);
+        let request = self.reduce_scatter_in_place_request(buffer, reduction)?;
         // SAFETY: the buffer is borrowed for as long as the call lasts.
-        unsafe { self.run(Request { reduction, ..request }) }
+        unsafe { self.run(request) }
     }
 
     /// Everybody gets everybody's input, in rank order.
     pub fn all_gather<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<(), Error> {
-        expect_length("the output", output.len(), input.len() * self.size())?;
-        let request =
-            Request::new::<T>(Op::AllGather, input.as_ptr(), output.as_mut_ptr(), input.len());
+        let request = self.all_gather_request(input, output)?;
         // SAFETY: the buffers are borrowed for as long as the call lasts.
         unsafe { self.run(request) }
     }
 
     /// As [`Group::all_gather`]; this rank's block of the buffer is the input.
     pub fn all_gather_in_place<T: Element>(&self, buffer: &mut [T]) -> Result<(), Error> {
-        let count = self.block_of(buffer.len())?;
-        let own = buffer[self.rank() * count..].as_ptr();
-        let request = Request::new::<T>(Op::AllGather, own, buffer.as_mut_ptr(), count);
+        let request = self.all_gather_in_place_request(buffer)?;
         // SAFETY: the buffer is borrowed for as long as the call lasts.
         unsafe { self.run(request) }
     }
@@ -106,23 +81,14 @@ impl Group {
         output: &mut [T],
         counts: &[usize],
     ) -> Result<(), Error> {
-        expect_length("the list of counts", counts.len(), self.size())?;
-        expect_length("the input", input.len(), counts[self.rank()])?;
-        let offsets = offsets(counts);
-        expect_length("the output", output.len(), offsets[counts.len()])?;
-        let longest = counts.iter().copied().max().unwrap_or(0);
-        let request =
-            Request::new::<T>(Op::AllGather, input.as_ptr(), output.as_mut_ptr(), input.len());
-        let shape = shape(counts);
-        let unequal = Some(Unequal { input: Vec::new(), output: offsets, longest, shape });
+        let request = self.all_gather_unequal_request(input, output, counts)?;
         // SAFETY: the buffers are borrowed for as long as the call lasts.
-        unsafe { self.run(Request { unequal, ..request }) }
+        unsafe { self.run(request) }
     }
 
     /// Everybody gets the root's buffer.
     pub fn broadcast<T: Element>(&self, buffer: &mut [T], root: usize) -> Result<(), Error> {
-        let op = Op::Broadcast { root };
-        let request = Request::new::<T>(op, buffer.as_ptr(), buffer.as_mut_ptr(), buffer.len());
+        let request = self.broadcast_request(buffer, root);
         // SAFETY: the buffer is borrowed for as long as the call lasts.
         unsafe { self.run(request) }
     }
@@ -135,10 +101,9 @@ impl Group {
         reduction: Reduction,
         root: usize,
     ) -> Result<(), Error> {
-        let output = self.at_root(output, root, "the output", input.len())?;
-        let request = Request::new::<T>(Op::Reduce { root }, input.as_ptr(), output, input.len());
+        let request = self.reduce_request(input, output, reduction, root)?;
         // SAFETY: the buffers are borrowed for as long as the call lasts.
-        unsafe { self.run(Request { reduction, ..request }) }
+        unsafe { self.run(request) }
     }
 
     /// As [`Group::reduce`]; the result replaces the root's buffer.
@@ -148,10 +113,9 @@ impl Group {
         reduction: Reduction,
         root: usize,
     ) -> Result<(), Error> {
-        let op = Op::Reduce { root };
-        let request = Request::new::<T>(op, buffer.as_ptr(), buffer.as_mut_ptr(), buffer.len());
+        let request = self.reduce_in_place_request(buffer, reduction, root);
         // SAFETY: the buffer is borrowed for as long as the call lasts.
-        unsafe { self.run(Request { reduction, ..request }) }
+        unsafe { self.run(request) }
     }
 
     /// The root gets everybody's input, in rank order; the others pass no output.
@@ -161,8 +125,7 @@ impl Group {
         output: Option<&mut [T]>,
         root: usize,
     ) -> Result<(), Error> {
-        let output = self.at_root(output, root, "the output", input.len() * self.size())?;
-        let request = Request::new::<T>(Op::Gather { root }, input.as_ptr(), output, input.len());
+        let request = self.gather_request(input, output, root)?;
         // SAFETY: the buffers are borrowed for as long as the call lasts.
         unsafe { self.run(request) }
     }
@@ -174,36 +137,21 @@ impl Group {
         output: &mut [T],
         root: usize,
     ) -> Result<(), Error> {
-        let input = match input {
-            Some(input) if self.rank() == root => {
-                expect_length("the input", input.len(), output.len() * self.size())?;
-                input.as_ptr()
-            }
-            None if self.rank() == root => {
-                expect_length("the input", 0, output.len() * self.size())?;
-                std::ptr::null()
-            }
-            _ => std::ptr::null(),
-        };
-        let request =
-            Request::new::<T>(Op::Scatter { root }, input, output.as_mut_ptr(), output.len());
+        let request = self.scatter_request(input, output, root)?;
         // SAFETY: the buffers are borrowed for as long as the call lasts.
         unsafe { self.run(request) }
     }
 
     /// Rank `r` gets block `r` of everybody's input, in rank order.
     pub fn all_to_all<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<(), Error> {
-        expect_length("the output", output.len(), input.len())?;
-        let count = self.block_of(input.len())?;
-        let request = Request::new::<T>(Op::AllToAll, input.as_ptr(), output.as_mut_ptr(), count);
+        let request = self.all_to_all_request(input, output)?;
         // SAFETY: the buffers are borrowed for as long as the call lasts.
         unsafe { self.run(request) }
     }
 
     /// As [`Group::all_to_all`]; the received blocks replace the sent ones.
     pub fn all_to_all_in_place<T: Element>(&self, buffer: &mut [T]) -> Result<(), Error> {
-        let count = self.block_of(buffer.len())?;
-        let request = Request::new::<T>(Op::AllToAll, buffer.as_ptr(), buffer.as_mut_ptr(), count);
+        let request = self.all_to_all_in_place_request(buffer)?;
         // SAFETY: the buffer is borrowed for as long as the call lasts.
         unsafe { self.run(request) }
     }
@@ -217,16 +165,9 @@ impl Group {
         output: &mut [T],
         received: &[usize],
     ) -> Result<(), Error> {
-        expect_length("the list of sent counts", sent.len(), self.size())?;
-        expect_length("the list of received counts", received.len(), self.size())?;
-        let (from, into) = (offsets(sent), offsets(received));
-        expect_length("the input", input.len(), from[sent.len()])?;
-        expect_length("the output", output.len(), into[received.len()])?;
-        let longest = self.agree_on_lengths(sent, received, size_of::<T>())?;
-        let unequal = Some(Unequal { input: from, output: into, longest, shape: 0 });
-        let request = Request::new::<T>(Op::AllToAll, input.as_ptr(), output.as_mut_ptr(), 0);
+        let request = self.all_to_all_unequal_request(input, sent, output, received)?;
         // SAFETY: the buffers are borrowed for as long as the call lasts.
-        unsafe { self.run(Request { unequal, ..request }) }
+        unsafe { self.run(request) }
     }
 
     /// Waits until all ranks have come here.
@@ -255,7 +196,7 @@ impl Group {
         unsafe { self.submit_receive(address, length, from, tag) }?.wait()
     }
 
-    /// Starts to send `length` bytes.
+    /// Starts to send `length` bytes; [`Group::submit_send_owned`] is the safe way.
     ///
     /// # Safety
     /// The memory stays valid and unchanged until the work is done.
@@ -273,7 +214,7 @@ impl Group {
         Ok(work)
     }
 
-    /// Starts to receive `length` bytes.
+    /// Starts to receive `length` bytes; [`Group::submit_receive_owned`] is the safe way.
     ///
     /// # Safety
     /// The memory stays valid, and nobody else uses it, until the work is done.
@@ -317,130 +258,4 @@ impl Group {
         self.check(request)?;
         self.inner.queue.with_engine(|engine| engine.explain(request))
     }
-
-    /// Compares what every rank means to send with what its peers expect; the longest block.
-    fn agree_on_lengths(
-        &self,
-        sent: &[usize],
-        received: &[usize],
-        size: usize,
-    ) -> Result<usize, Error> {
-        let world = self.size();
-        let own: Vec<i64> = sent.iter().chain(received).map(|&count| count as i64).collect();
-        let mut all = vec![0; own.len() * world];
-        self.all_gather(&own, &mut all)?;
-        let count = |rank: usize, entry: usize| all[rank * 2 * world + entry] as u64;
-        for (from, to) in (0..world).flat_map(|from| (0..world).map(move |to| (from, to))) {
-            let (sent, expected) = (count(from, to), count(to, world + from));
-            if sent != expected {
-                let (sent, expected) = (sent * size as u64, expected * size as u64);
-                return Err(Error::LengthMismatch { from, to, tag: 0, sent, expected });
-            }
-        }
-        Ok(all.into_iter().max().unwrap_or(0) as usize)
-    }
-
-    fn check(&self, request: &Request) -> Result<(), Error> {
-        let Request { op, dtype, reduction, .. } = *request;
-        if let Some(root) = op.root()
-            && root >= self.size()
-        {
-            return Err(InvalidCall::NoSuchRank { rank: root, world: self.size() }.into());
-        }
-        if !reduction.supports(dtype) {
-            return Err(InvalidCall::UnsupportedReduction { reduction, dtype }.into());
-        }
-        Ok(())
-    }
-
-    fn check_peer(&self, rank: usize) -> Result<(), Error> {
-        if rank >= self.size() {
-            return Err(InvalidCall::NoSuchRank { rank, world: self.size() }.into());
-        }
-        if rank == self.rank() {
-            return Err(InvalidCall::ToSelf { rank }.into());
-        }
-        Ok(())
-    }
-
-    /// The length of a block of a buffer with one block per rank.
-    fn block_of(&self, length: usize) -> Result<usize, Error> {
-        let count = length / self.size();
-        expect_length("the buffer", length, count * self.size())?;
-        Ok(count)
-    }
-
-    /// The output of an operation that only the root has one of.
-    fn at_root<T>(
-        &self,
-        output: Option<&mut [T]>,
-        root: usize,
-        what: &'static str,
-        expected: usize,
-    ) -> Result<*mut T, Error> {
-        if self.rank() != root {
-            return Ok(std::ptr::null_mut());
-        }
-        let (address, actual) =
-            output.map_or((std::ptr::null_mut(), 0), |o| (o.as_mut_ptr(), o.len()));
-        expect_length(what, actual, expected)?;
-        Ok(address)
-    }
-}
-
-impl Request {
-    /// A call on buffers of `T`; see the fields for what `count` means.
-    pub fn new<T: Element>(op: Op, input: *const T, output: *mut T, count: usize) -> Request {
-        Request {
-            op,
-            barrier: false,
-            dtype: T::DTYPE,
-            reduction: Reduction::Sum,
-            input: input.cast(),
-            output: output.cast(),
-            count,
-            unequal: None,
-            algorithm: None,
-        }
-    }
-
-    /// An all-reduce.
-    pub fn all_reduce<T: Element>(
-        input: *const T,
-        output: *mut T,
-        count: usize,
-        reduction: Reduction,
-    ) -> Request {
-        Request { reduction, ..Request::new(Op::AllReduce, input, output, count) }
-    }
-
-    /// A barrier: an all-reduce of nothing.
-    pub fn barrier() -> Request {
-        let request = Request::new::<u8>(Op::AllReduce, std::ptr::null(), std::ptr::null_mut(), 0);
-        Request { barrier: true, dtype: Dtype::U8, ..request }
-    }
-}
-
-fn expect_length(what: &'static str, actual: usize, expected: usize) -> Result<(), Error> {
-    if actual == expected {
-        return Ok(());
-    }
-    Err(InvalidCall::Length { what, actual, expected }.into())
-}
-
-/// Where blocks of these lengths start, and where the last one ends.
-fn offsets(counts: &[usize]) -> Vec<usize> {
-    let mut offsets = vec![0; counts.len() + 1];
-    for (i, count) in counts.iter().enumerate() {
-        offsets[i + 1] = offsets[i] + count;
-    }
-    offsets
-}
-
-/// A hash of the lengths of blocks; never 0.
-fn shape(counts: &[usize]) -> u64 {
-    let mix = |hash: u64, &count: &usize| {
-        (hash ^ count as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
-    };
-    counts.iter().fold(counts.len() as u64, mix).max(1)
 }

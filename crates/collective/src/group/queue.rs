@@ -83,17 +83,10 @@ impl Queue {
         action(&mut self.shared.engine())
     }
 
-    /// Runs what is queued, then ends the progress thread; the number of calls made.
-    pub fn close(&mut self) -> u32 {
-        self.shared.lock().closed = true;
-        self.shared.change.notify_all();
+    /// What is left to do when the group is dropped.
+    pub fn closing(&mut self) -> Closing {
         let thread = self.thread.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
-        if let Some(thread) = thread.take()
-            && thread.join().is_err()
-        {
-            log::error!("the progress thread of a group panicked");
-        }
-        self.shared.engine().seq()
+        Closing { shared: self.shared.clone(), thread: thread.take() }
     }
 
     fn start_thread(&self) {
@@ -105,6 +98,31 @@ impl Queue {
         let name = format!("unisono-progress-{}", self.rank);
         let spawned = std::thread::Builder::new().name(name).spawn(move || shared.serve());
         *thread = Some(spawned.expect("the system can start one more thread"));
+    }
+}
+
+/// A queue that takes no more calls.
+pub struct Closing {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Closing {
+    /// Whether this is the progress thread, which cannot wait for its own end.
+    pub fn is_on_own_thread(&self) -> bool {
+        self.thread.as_ref().is_some_and(|t| t.thread().id() == std::thread::current().id())
+    }
+
+    /// Runs what is queued, then ends the progress thread; the number of calls made.
+    pub fn finish(self) -> u32 {
+        self.shared.lock().closed = true;
+        self.shared.change.notify_all();
+        if let Some(thread) = self.thread
+            && thread.join().is_err()
+        {
+            log::error!("the progress thread of a group panicked");
+        }
+        self.shared.engine().seq()
     }
 }
 

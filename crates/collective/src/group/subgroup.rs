@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use super::Group;
-use crate::error::{Error, FormError, InvalidCall};
+use crate::error::{FormError, InvalidCall};
 use crate::fabric::Plan;
 
 impl Group {
@@ -33,11 +33,10 @@ impl Group {
         sorted.sort_unstable();
         sorted.dedup();
         if sorted.len() != members.len() || !sorted.contains(&self.rank()) {
-            return Err(FormError::Parent(Error::InvalidCall(InvalidCall::Members)));
+            return Err(InvalidCall::Members.into());
         }
         if let Some(&rank) = sorted.iter().find(|&&m| m >= world) {
-            let error = InvalidCall::NoSuchRank { rank, world };
-            return Err(FormError::Parent(Error::InvalidCall(error)));
+            return Err(InvalidCall::NoSuchRank { rank, world }.into());
         }
         // Ranks outside the list do not take part, so the number cannot come from a counter
         // that all ranks share: it counts how often this rank made a group of this list.

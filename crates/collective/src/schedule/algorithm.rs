@@ -1,8 +1,8 @@
 //! The algorithms by name, and which of them can do what.
 
 use super::{
-    Fold, Op, Place, Problem, Round, Schedule, Topology, block, direct, double_tree,
-    halving_doubling, hierarchical, pairwise, ring, tree, window,
+    Fold, Op, Phase, Place, Problem, Round, Schedule, Topology, agreement, block, direct,
+    double_tree, halving_doubling, hierarchical, pairwise, ring, tree, window,
 };
 use crate::tree::Tree;
 
@@ -133,7 +133,7 @@ pub fn build(algorithm: Algorithm, problem: &Problem, topology: &Topology) -> Op
     if problem.world == 1 {
         return Some(alone(problem.op));
     }
-    match algorithm {
+    let mut schedule = match algorithm {
         Algorithm::Ring => ring::build(problem),
         Algorithm::Tree => tree::build(problem),
         Algorithm::DoubleTree => double_tree::build(problem),
@@ -142,24 +142,43 @@ pub fn build(algorithm: Algorithm, problem: &Problem, topology: &Topology) -> Op
         Algorithm::Direct => direct::build(problem),
         Algorithm::Window => Some(window::build(problem)),
         Algorithm::WindowDirect => window::build_direct(problem),
-        Algorithm::Hierarchical => hierarchical::build(problem, topology),
+        // Its leaders agree among themselves.
+        Algorithm::Hierarchical => return hierarchical::build(problem, topology),
+    }?;
+    // Memory that is shared shows everybody's call to everybody.
+    if problem.op.root().is_some()
+        && let [Phase::Rounds(rounds)] = &mut schedule.phases[..]
+    {
+        let everybody: Vec<usize> = (0..problem.world).collect();
+        agreement::weave(&mut rounds.rounds, &everybody, problem.rank);
     }
+    Some(schedule)
 }
 
-/// The algorithms worth pricing for an operation. Where the reduction must be `canonical`, those
-/// that are not are left out; so are hierarchies of one level, and sockets where all ranks share
-/// memory: they would win only on a machine too busy to measure.
-pub fn candidates(op: Op, topology: &Topology, canonical: bool) -> Vec<Algorithm> {
+/// The algorithms that can do an operation and, where the reduction must be `canonical`, are.
+pub fn able(op: Op, topology: &Topology, canonical: bool) -> Vec<Algorithm> {
+    // Alone, they all do the same.
     if topology.world() == 1 {
         return vec![Algorithm::Direct];
     }
-    let flat = topology.is_one_host() || topology.is_all_apart();
-    // Two ranks move the same bytes either way, but wait half as often if both reduce everything.
-    let pair = topology.world() == 2 && op == Op::AllReduce;
     Algorithm::ALL
         .into_iter()
         .filter(|a| a.supports(op, topology))
         .filter(|a| a.is_canonical() || !canonical || !op.reduces())
+        .collect()
+}
+
+/// Those of the [`able`] ones that are worth pricing. Hierarchies of one level are left out, and
+/// sockets where all ranks share memory: they would win only on a machine too busy to measure.
+pub fn candidates(op: Op, topology: &Topology, canonical: bool) -> Vec<Algorithm> {
+    let able = able(op, topology, canonical);
+    if topology.world() == 1 {
+        return able;
+    }
+    let flat = topology.is_one_host() || topology.is_all_apart();
+    // Two ranks move the same bytes either way, but wait half as often if both reduce everything.
+    let pair = topology.world() == 2 && op == Op::AllReduce;
+    able.into_iter()
         .filter(|a| *a != Algorithm::Hierarchical || !flat)
         .filter(|a| {
             !topology.is_one_host() || matches!(a, Algorithm::Window | Algorithm::WindowDirect)

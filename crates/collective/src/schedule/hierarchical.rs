@@ -21,7 +21,7 @@ use std::ops::Range;
 
 use super::{
     Blocks, Collect, Fold, Op, Phase, Place, Problem, Recv, Round, Rounds, Schedule, Send, Source,
-    Stage, Topology, Window, WindowFold, block,
+    Stage, Topology, Window, WindowFold, agreement, block,
 };
 use crate::tree::{Tree, split};
 
@@ -51,12 +51,16 @@ pub(super) fn build(problem: &Problem, topology: &Topology) -> Option<Schedule> 
             let rounds = vec![plan.scatter(root), plan.spread(elsewhere)];
             let after = match elsewhere(plan.host) {
                 true => plan.spread_on_host(|_| true),
-                false => Window::default(),
+                false => plan.wait_on_host(),
             };
             (plan.broadcast_on_host(root), rounds, after)
         }
         Op::Gather { .. } | Op::Scatter { .. } | Op::AllToAll => return None,
     };
+    let mut rounds = rounds;
+    if op.root().is_some() {
+        plan.agree(&mut rounds);
+    }
     let phases =
         vec![Phase::Window(before), Phase::Rounds(Rounds { rounds }), Phase::Window(after)];
     Some(Schedule { phases, parts: plan.parts, cells: plan.cells(), staging: plan.total })
@@ -263,6 +267,21 @@ impl Plan<'_> {
         round
     }
 
+    /// The leaders `l` of all hosts make sure that they mean the same root.
+    fn agree(&self, rounds: &mut Vec<Round>) {
+        let hosts = 0..self.topology.hosts();
+        match self.leader {
+            Some(l) => {
+                let leaders: Vec<usize> = hosts.map(|g| self.leader_of(l, g)).collect();
+                agreement::weave(rounds, &leaders, self.host);
+            }
+            // As many rounds as the leaders have.
+            None => {
+                agreement::extend(rounds, hosts.len());
+            }
+        }
+    }
+
     /// Leaders of the root's host send the others their share.
     fn scatter(&self, root: usize) -> Round {
         let mut round = Round::default();
@@ -352,7 +371,7 @@ impl Plan<'_> {
     /// Leaders of the root's host stage the results of all their blocks; the root collects them.
     fn hand_to_root(&self, root: usize) -> Window {
         if self.members.len() == 1 || !self.members.contains(&root) {
-            return Window::default();
+            return self.wait_on_host();
         }
         if self.rank != root {
             let own = self.leader.map_or(Vec::new(), |l| self.blocks_of(l));
@@ -363,6 +382,14 @@ impl Plan<'_> {
             window.collect_all(self.members[l], &self.blocks_of(l));
         }
         window
+    }
+
+    /// Nothing moves: all wait for the leaders, who know that the hosts agree on the root.
+    fn wait_on_host(&self) -> Window {
+        match self.members.len() {
+            1 => Window::default(),
+            _ => self.stage(&[], |_| Place::Output),
+        }
     }
 
     fn gather_on_host(&self) -> Window {

@@ -15,6 +15,7 @@
 //! list of phases, so that a hierarchical algorithm is a window phase inside each host, rounds
 //! between hosts, and a window phase again.
 
+mod agreement;
 mod algorithm;
 mod direct;
 mod double_tree;
@@ -32,7 +33,7 @@ use std::ops::Range;
 
 use crate::tree::Tree;
 
-pub use algorithm::{Algorithm, UnknownAlgorithm, build, candidates};
+pub use algorithm::{Algorithm, UnknownAlgorithm, able, build, candidates};
 pub use layout::Layout;
 pub use topology::Topology;
 

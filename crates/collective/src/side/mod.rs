@@ -122,19 +122,37 @@ impl Side {
         self.shared.command(Command::Receive(transfer));
     }
 
-    /// Leaves the group in an orderly way, having taken part in all calls before `seq`.
-    pub fn leave(&mut self, seq: u32) {
-        let Some(monitor) = self.monitor.take() else { return };
-        self.shared.command(Command::Leave { seq });
-        if monitor.join().is_err() {
-            log::error!("the monitor of a group panicked");
-        }
+    /// What is left to do when the group is dropped.
+    pub fn leaving(&mut self) -> Leaving {
+        Leaving { shared: self.shared.clone(), monitor: self.monitor.take() }
     }
 }
 
 impl Drop for Side {
     fn drop(&mut self) {
-        self.leave(0);
+        self.leaving().leave(0);
+    }
+}
+
+/// A side channel that takes no more transfers.
+pub struct Leaving {
+    shared: Arc<Shared>,
+    monitor: Option<JoinHandle<()>>,
+}
+
+impl Leaving {
+    /// Whether this is the monitor, which cannot wait for its own end.
+    pub fn is_on_own_thread(&self) -> bool {
+        self.monitor.as_ref().is_some_and(|t| t.thread().id() == std::thread::current().id())
+    }
+
+    /// Leaves the group in an orderly way, having taken part in all calls before `seq`.
+    pub fn leave(self, seq: u32) {
+        let Some(monitor) = self.monitor else { return };
+        self.shared.command(Command::Leave { seq });
+        if monitor.join().is_err() {
+            log::error!("the monitor of a group panicked");
+        }
     }
 }
 
@@ -214,8 +232,12 @@ impl Monitor {
                         self.state.fail(error);
                     }
                     Event::Aborted(error) => {
+                        let epoch_ended = matches!(error, Error::EpochEnded { .. });
                         // Who reports a failure tells everybody, so this rank need not.
                         self.told |= self.state.fail(error);
+                        if epoch_ended {
+                            self.state.end_epoch();
+                        }
                     }
                     Event::Failed(error) => {
                         self.state.fail(error);

@@ -15,7 +15,10 @@ const STYLE: &str = include_str!("page.css");
 const SCRIPT: &str = include_str!("page.js");
 
 /// Ranks listed one by one; the heat map shows all.
-const RANKS: usize = 32;
+const RANKS: usize = 16;
+
+/// Hosts listed by name.
+const HOSTS: usize = 8;
 
 pub(super) fn render(report: &Report) -> String {
     let data = serde_json::to_string(&Page::of(report))
@@ -206,8 +209,6 @@ fn scaling(report: &Report) -> Option<Scaling> {
 
 fn settings(report: &Report) -> Vec<(String, String)> {
     let info = &report.info;
-    let mut hosts = info.hosts.clone();
-    hosts.dedup();
     let mut settings = vec![
         ("model".into(), info.model.clone()),
         ("data".into(), info.data.clone()),
@@ -216,7 +217,7 @@ fn settings(report: &Report) -> Vec<(String, String)> {
         ("transport".into(), info.transport.clone()),
         ("workers".into(), info.workers.to_string()),
         ("shards".into(), info.shards.to_string()),
-        ("hosts".into(), hosts.join(", ")),
+        ("hosts".into(), hosts(&info.hosts)),
     ];
     let mut more = Vec::new();
     flatten("", &info.settings, &mut more);
@@ -226,6 +227,14 @@ fn settings(report: &Report) -> Vec<(String, String)> {
         settings.push(("weights hash".into(), summary.weights_hash.clone()));
     }
     settings
+}
+
+/// Each host once; of many, how many.
+fn hosts(of_ranks: &[String]) -> String {
+    let mut hosts = of_ranks.to_vec();
+    hosts.sort();
+    hosts.dedup();
+    if hosts.len() <= HOSTS { hosts.join(", ") } else { count(hosts.len() as f64) }
 }
 
 /// Nested tables as dotted keys.
@@ -265,6 +274,14 @@ mod tests {
         }
         assert!(page.contains("default-src 'none'"));
         assert!(!page.contains("{{"), "a mark was not filled in");
+    }
+
+    #[test]
+    fn hosts_are_listed_once_and_counted_when_many() {
+        let interleaved = ["b", "a", "b", "a"].map(String::from);
+        assert_eq!(hosts(&interleaved), "a, b");
+        let many: Vec<String> = (0..1000).map(|host| format!("node-{host}")).collect();
+        assert_eq!(hosts(&many), "1,000");
     }
 
     #[test]

@@ -202,7 +202,7 @@ function drawSteps(place) {
   const cut = totals.filter((value) => value > f.highest).length;
   if (cut > 0) {
     draw(f.svg, "text", { x: f.right, y: f.upper + 10, "text-anchor": "end" },
-      `steps longer than ${duration(f.highest)} are cut, the longest took ${duration(longest)}`);
+      (f.right < 560 ? "cut, longest " : "longer steps are cut, the longest took ") + duration(longest));
   }
   hover(f, (bin) => [
     ...PARTS.map(([part, name]) => [name, duration(curves[part][bin]), part]),
@@ -296,10 +296,10 @@ function drawHeatMap(place) {
   if (rows === 0) return 1;
   const values = map[measure];
   const all = values.flat().sort((a, b) => a - b);
-  // Above the 98th percentile cells share a colour, or one hiccup would fade all others. Compute
-  // times start at the least one, for what matters is how they differ.
+  // The slowest 1 % of the cells share a colour, or one hiccup would fade all others; a single row is
+  // more than that. Compute times start at the least one, for what matters is how they differ.
   const low = measure === "lateness" ? 0 : all[0];
-  const high = Math.max(all[Math.floor((all.length - 1) * 0.98)], low + 1e-9);
+  const high = Math.max(all[Math.ceil((all.length - 1) * 0.99)], low + 1e-9);
   const names = map.rows.map(([first, last]) => range("rank", first, last).replace(" to ", "–"));
   const left = Math.max(...names.map((name) => name.length)) * 7 + 12;
   const cell = Math.max(9, Math.min(28, Math.floor(320 / rows)));

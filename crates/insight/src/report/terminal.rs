@@ -13,12 +13,19 @@ const NARROWEST: usize = 60;
 /// Wider than this, bars are far from their labels.
 const WIDEST: usize = 110;
 
-/// The parts of a step with their fill in a stacked bar, in the order of the page.
-const PARTS: [(&str, char, fn(&Parts) -> f64); 4] = [
-    ("compute", '█', |parts| parts.compute),
-    ("exposed communication", '▓', |parts| parts.exposed),
-    ("waiting for a straggler", '▒', |parts| parts.straggler),
-    ("rest", '░', |parts| parts.rest),
+/// A part of a step, and its fill in a bar.
+struct Part {
+    name: &'static str,
+    fill: char,
+    of: fn(&Parts) -> f64,
+}
+
+/// In the order of the page.
+const PARTS: [Part; 4] = [
+    Part { name: "compute", fill: '█', of: |parts| parts.compute },
+    Part { name: "exposed communication", fill: '▓', of: |parts| parts.exposed },
+    Part { name: "waiting for a straggler", fill: '▒', of: |parts| parts.straggler },
+    Part { name: "rest", fill: '░', of: |parts| parts.rest },
 ];
 
 pub(super) fn render(report: &Report, width: usize) -> String {
@@ -56,10 +63,10 @@ fn typical_step(report: &Report, out: &mut Text) {
         count(report.run.samples_per_s)
     ));
     let room = out.width.saturating_sub(48);
-    for (name, fill, part) in PARTS {
-        let share = parts.share(part(parts));
+    for Part { name, fill, of } in PARTS {
+        let share = parts.share(of(parts));
         let bar = bar(share, room, fill);
-        out.line(&format!("  {name:<24}{:>9}{:>7}  {bar}", duration(part(parts)), percent(share)));
+        out.line(&format!("  {name:<24}{:>9}{:>7}  {bar}", duration(of(parts)), percent(share)));
     }
 }
 
@@ -98,7 +105,7 @@ fn ranks(report: &Report, out: &mut Text) {
     let run = &report.run;
     out.line("");
     let legend: Vec<String> =
-        PARTS.iter().map(|(name, fill, _)| format!("{fill} {name}")).collect();
+        PARTS.iter().map(|part| format!("{} {}", part.fill, part.name)).collect();
     out.line(&format!("By rank: {}", legend.join("  ")));
     out.line(&format!(
         "  {:>4}  {:<14}{:>9}{:>9}{:>8}",
@@ -206,8 +213,8 @@ fn stacked(parts: &Parts, whole: f64, room: usize) -> String {
     let mut bar = String::new();
     let mut until = 0.0;
     let mut columns = 0;
-    for (_, fill, part) in PARTS {
-        until += part(parts);
+    for Part { fill, of, .. } in PARTS {
+        until += of(parts);
         let end = if whole > 0.0 { (until / whole * room as f64).round() as usize } else { 0 };
         bar.extend(std::iter::repeat_n(fill, end.min(room).saturating_sub(columns)));
         columns = columns.max(end);

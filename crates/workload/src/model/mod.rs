@@ -72,7 +72,7 @@ pub enum ModelSpec {
 impl ModelSpec {
     /// A perceptron that reads digits.
     pub fn mlp() -> Self {
-        Self::Mlp { hidden: vec![128, 64] }
+        Self::Mlp { hidden: vec![256, 128] }
     }
 
     /// A convolutional network for Fashion-MNIST.
@@ -265,7 +265,7 @@ mod tests {
 
     #[test]
     fn specs_are_written_with_all_sizes() {
-        assert_eq!(ModelSpec::mlp().to_string(), "mlp hidden=128,64");
+        assert_eq!(ModelSpec::mlp().to_string(), "mlp hidden=256,128");
         assert_eq!(ModelSpec::conv().to_string(), "conv channels=16,32 hidden=128");
         let transformer = "transformer layers=2 width=64 heads=4 context=64";
         assert_eq!(ModelSpec::transformer().to_string(), transformer);

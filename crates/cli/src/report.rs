@@ -1,0 +1,30 @@
+//! `unisono report`: what a run was spent on.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Args;
+use unisono::insight::folder::RunFolder;
+
+/// What `unisono report` takes.
+#[derive(Args)]
+pub struct ReportArgs {
+    /// The folder that a run has left.
+    dir: PathBuf,
+    /// Write report.html and trace.json again, for a run that was killed before it could.
+    #[arg(long)]
+    rewrite: bool,
+    /// Columns of the terminal.
+    #[arg(long, default_value_t = 100)]
+    width: usize,
+}
+
+/// Prints the report.
+pub fn run(args: ReportArgs) -> anyhow::Result<ExitCode> {
+    let run = RunFolder::open(&args.dir)?;
+    if args.rewrite {
+        run.write()?;
+    }
+    println!("{}", run.report().terminal(args.width));
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,406 @@
+//! What `unisono train` takes, and what it means.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, bail, ensure};
+use clap::{Args, ValueEnum};
+use unisono::sync::Settings;
+use unisono::sync::bucket::BucketSizes;
+use unisono::sync::optimizer::{LearningRate, OptimizerSpec};
+use unisono::sync::shards::Shards;
+use unisono::{Algorithm, Options, Transport};
+use unisono_workload::data::DataSpec;
+use unisono_workload::model::ModelSpec;
+
+use crate::bench::sizes;
+
+/// Shards of a run that does not say how many. Every number of workers up to this one can share
+/// them, and powers of two share them evenly.
+const SHARDS: usize = 8;
+
+/// Milliseconds that a worker replays for a shard if nothing else is known.
+const REPLAY_MS: f64 = 50.0;
+
+/// What `unisono train` takes.
+#[derive(Args, Clone)]
+#[command(after_help = "\
+The weights depend on the model, the data, --seed, --batch, --shards, --steps and the optimizer, and
+on nothing else: not on the number of workers, the transport, the algorithm or the buckets.
+
+Under `unisono run`, torchrun, mpirun or srun every process is a worker, and --workers is not needed:
+  unisono run -n 4 --nnodes 2 --node-rank 0 --rendezvous node-a:29400 -- unisono train")]
+pub struct TrainArgs {
+    /// The model: mlp, conv, transformer; or replay:resnet50, replay:bert-large, replay:gpt2 or
+    /// replay:FILE, which load the network like the real model without computing anything.
+    #[arg(long, default_value = "mlp")]
+    model: String,
+    /// The data: digits, fashion-mnist:DIR or text:FILE; by default digits.
+    #[arg(long)]
+    data: Option<String>,
+    /// Sizes of the hidden layers of mlp (a list) and conv (one).
+    #[arg(long, value_delimiter = ',', value_name = "SIZES")]
+    hidden: Vec<usize>,
+    /// Channels of each convolution of conv.
+    #[arg(long, value_delimiter = ',', value_name = "CHANNELS")]
+    channels: Vec<usize>,
+    /// Blocks of the transformer.
+    #[arg(long)]
+    layers: Option<usize>,
+    /// Values per token of the transformer.
+    #[arg(long)]
+    width: Option<usize>,
+    /// Attention heads of the transformer.
+    #[arg(long)]
+    heads: Option<usize>,
+    /// Tokens the transformer looks at.
+    #[arg(long)]
+    context: Option<usize>,
+    /// Milliseconds that a replayed model computes for one shard; by default what its file says,
+    /// or 50.
+    #[arg(long, value_name = "MS")]
+    compute_ms: Option<f64>,
+
+    /// Workers to start on this machine.
+    #[arg(long, default_value_t = 2)]
+    workers: usize,
+    /// Parts of the global batch: the unit of reproducibility; by default 8, or one per worker for a
+    /// replayed model.
+    #[arg(long)]
+    shards: Option<usize>,
+    /// Samples per step, over all workers.
+    #[arg(long, default_value_t = 64)]
+    batch: usize,
+    /// Steps to train for, over all runs that are resumed.
+    #[arg(long, default_value_t = 400)]
+    steps: u64,
+    /// Micro-batches that every worker computes per step, at least; it communicates with the last.
+    /// Every shard is one, so this asks for as many shards per worker.
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    accumulate: usize,
+    /// sgd, momentum or adamw.
+    #[arg(long, default_value = "adamw")]
+    optimizer: OptimizerSpec,
+    /// The learning rate; by default one that suits the optimizer.
+    #[arg(long, value_name = "RATE")]
+    learning_rate: Option<f64>,
+    /// How the learning rate goes on.
+    #[arg(long, value_enum, default_value = "constant")]
+    schedule: Schedule,
+    /// The weight decay; by default one that suits the optimizer.
+    #[arg(long)]
+    weight_decay: Option<f64>,
+    /// Decides about initial weights and the order of samples.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Threads that each worker computes with. Another number may give other bits.
+    #[arg(long, default_value_t = 1)]
+    threads: usize,
+
+    /// How the workers exchange data: auto, shm or tcp.
+    #[arg(long, default_value = "auto")]
+    transport: Transport,
+    /// Use this algorithm instead of the cheapest.
+    #[arg(long)]
+    algorithm: Option<Algorithm>,
+    /// The size of buckets, such as 4MiB; by default it is tuned while training.
+    #[arg(long, value_name = "SIZE")]
+    bucket: Option<String>,
+    /// Communicate after the backward pass instead of during it.
+    #[arg(long)]
+    no_overlap: bool,
+    /// Compare the weights of all workers every so many steps; 0 never.
+    #[arg(long, default_value_t = 100, value_name = "STEPS")]
+    check_every: u64,
+
+    /// Where checkpoints are written and looked for.
+    #[arg(long, value_name = "DIR")]
+    checkpoint_dir: Option<PathBuf>,
+    /// Steps between checkpoints; there is one at the end in any case.
+    #[arg(long, default_value_t = 100, value_name = "STEPS", requires = "checkpoint_dir")]
+    checkpoint_every: u64,
+    /// Go on from the newest good checkpoint, if there is one.
+    #[arg(long, requires = "checkpoint_dir")]
+    resume: bool,
+
+    /// The folder for the report; by default a new one in runs.
+    #[arg(long, value_name = "DIR")]
+    run_dir: Option<PathBuf>,
+    /// Also measure one worker alone, to say how well the run scales.
+    #[arg(long)]
+    measure_scaling: bool,
+    /// Slow one worker down, to see what a straggler does: RANK:FACTOR.
+    #[arg(long, value_name = "RANK:FACTOR")]
+    slow: Option<String>,
+    /// Print one JSON object at the end.
+    #[arg(long)]
+    pub json: bool,
+    /// This process is one of the workers, and its parent draws.
+    #[arg(long, hide = true)]
+    pub as_worker: bool,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Schedule {
+    /// The same rate in every step.
+    Constant,
+    /// A warm-up over the first tenth, then half a cosine down to a tenth.
+    Cosine,
+}
+
+/// What there is to compute.
+#[derive(Clone, Debug)]
+pub enum Work {
+    /// A model that learns.
+    Learn { model: ModelSpec, data: DataSpec },
+    /// A model that is replayed.
+    Replay { spec: String, compute_ms: Option<f64> },
+}
+
+/// A run, with everything decided but the number of workers.
+#[derive(Clone)]
+pub struct Plan {
+    pub work: Work,
+    pub shards: usize,
+    pub batch: usize,
+    pub steps: u64,
+    pub optimizer: OptimizerSpec,
+    pub seed: u64,
+    pub threads: usize,
+    pub buckets: Option<BucketSizes>,
+    pub overlap: bool,
+    pub check_every: u64,
+    pub checkpoint_dir: Option<PathBuf>,
+    pub checkpoint_every: u64,
+    pub resume: bool,
+    pub run_dir: Option<PathBuf>,
+    pub measure_scaling: bool,
+    pub slow: Option<(usize, f64)>,
+    pub accumulate: usize,
+}
+
+impl TrainArgs {
+    /// Workers to start here.
+    pub fn workers(&self) -> usize {
+        self.workers
+    }
+
+    /// Threads each worker computes with.
+    pub fn threads(&self) -> usize {
+        self.threads
+    }
+
+    /// The settings of the group of workers.
+    pub fn options(&self) -> anyhow::Result<Options> {
+        let mut options = Options::from_env()?;
+        if self.transport != Transport::Auto {
+            options.transport = self.transport;
+        }
+        if let Some(algorithm) = self.algorithm {
+            ensure!(
+                algorithm.is_canonical(),
+                "--algorithm {algorithm} gives bits that depend on the number of workers, which \
+                 training must not; choose another, or none"
+            );
+            options.algorithm = Some(algorithm);
+        }
+        Ok(options)
+    }
+
+    /// What these mean for as many workers.
+    pub fn plan(&self, workers: usize) -> anyhow::Result<Plan> {
+        ensure!(workers > 0, "--workers 0: nobody would train; use at least 1");
+        ensure!(self.accumulate > 0, "--accumulate 0: use at least 1");
+        ensure!(self.threads > 0, "--threads 0: use at least 1");
+        let work = self.work()?;
+        let usual = match work {
+            Work::Learn { .. } => SHARDS.max(workers * self.accumulate),
+            Work::Replay { .. } => workers * self.accumulate,
+        };
+        let count = self.shards.unwrap_or(usual);
+        let shards = Shards::new(count, workers).context("--shards")?;
+        ensure!(
+            shards.count() >= workers * self.accumulate,
+            "--accumulate {} on {workers} workers needs {} shards, and there are {count}; raise \
+             --shards or lower --accumulate",
+            self.accumulate,
+            workers * self.accumulate
+        );
+        ensure!(
+            self.batch > 0 && self.batch.is_multiple_of(count),
+            "--batch {} cannot be cut into {count} shards; use a multiple of {count}",
+            self.batch
+        );
+        Ok(Plan {
+            work,
+            shards: count,
+            batch: self.batch,
+            steps: self.steps,
+            optimizer: self.optimizer(),
+            seed: self.seed,
+            threads: self.threads,
+            buckets: self.buckets()?,
+            overlap: !self.no_overlap,
+            check_every: self.check_every,
+            checkpoint_dir: self.checkpoint_dir.clone(),
+            checkpoint_every: self.checkpoint_every,
+            resume: self.resume,
+            run_dir: self.run_dir.clone(),
+            measure_scaling: self.measure_scaling,
+            slow: self.slow(workers)?,
+            accumulate: self.accumulate,
+        })
+    }
+
+    fn work(&self) -> anyhow::Result<Work> {
+        if let Some(spec) = self.model.strip_prefix("replay:") {
+            if let Some(ms) = self.compute_ms {
+                ensure!(
+                    ms.is_finite() && ms >= 0.0,
+                    "--compute-ms {ms}: give a time of at least 0"
+                );
+            }
+            ensure!(self.data.is_none(), "--data: a replayed model looks at none; leave it out");
+            let no_checkpoint = "--checkpoint-dir: a replayed model has no weights; leave it out";
+            ensure!(self.checkpoint_dir.is_none(), no_checkpoint);
+            return Ok(Work::Replay { spec: spec.to_owned(), compute_ms: self.compute_ms });
+        }
+        let mut model = match self.model.as_str() {
+            "mlp" => ModelSpec::mlp(),
+            "conv" => ModelSpec::conv(),
+            "transformer" => ModelSpec::transformer(),
+            other => bail!(
+                "--model {other}: choose mlp, conv, transformer, or replay: with resnet50, \
+                 bert-large, gpt2 or a file"
+            ),
+        };
+        self.resize(&mut model)?;
+        let data = match (&self.data, &model) {
+            (Some(data), _) => data.parse().context("--data")?,
+            (None, ModelSpec::Transformer { .. }) => {
+                bail!("--model transformer needs a text: add --data text:FILE")
+            }
+            (None, _) => DataSpec::Digits,
+        };
+        Ok(Work::Learn { model, data })
+    }
+
+    /// Applies the flags for sizes, and refuses those of other models.
+    fn resize(&self, model: &mut ModelSpec) -> anyhow::Result<()> {
+        let name = self.model.as_str();
+        let unused = |flag: &str, given: bool| {
+            ensure!(!given, "--{flag} means nothing to --model {name}; leave it out");
+            Ok(())
+        };
+        let set = |into: &mut usize, size: Option<usize>| *into = size.unwrap_or(*into);
+        let transformer = matches!(model, ModelSpec::Transformer { .. });
+        for (flag, size) in [
+            ("layers", self.layers),
+            ("width", self.width),
+            ("heads", self.heads),
+            ("context", self.context),
+        ] {
+            unused(flag, !transformer && size.is_some())?;
+        }
+        match model {
+            ModelSpec::Mlp { hidden } => {
+                unused("channels", !self.channels.is_empty())?;
+                if !self.hidden.is_empty() {
+                    hidden.clone_from(&self.hidden);
+                }
+            }
+            ModelSpec::Conv { channels, hidden } => {
+                ensure!(
+                    self.hidden.len() <= 1,
+                    "--hidden: conv has one hidden layer; give one size"
+                );
+                set(hidden, self.hidden.first().copied());
+                if !self.channels.is_empty() {
+                    channels.clone_from(&self.channels);
+                }
+            }
+            ModelSpec::Transformer { layers, width, heads, context } => {
+                unused("channels", !self.channels.is_empty())?;
+                unused("hidden", !self.hidden.is_empty())?;
+                set(layers, self.layers);
+                set(width, self.width);
+                set(heads, self.heads);
+                set(context, self.context);
+            }
+        }
+        Ok(())
+    }
+
+    fn optimizer(&self) -> OptimizerSpec {
+        let mut spec = self.optimizer;
+        let peak = self.learning_rate.unwrap_or(spec.learning_rate().peak());
+        let rate = match self.schedule {
+            Schedule::Constant => LearningRate::Constant(peak),
+            Schedule::Cosine => LearningRate::Cosine {
+                peak,
+                floor: peak / 10.0,
+                warm_up: self.steps / 10,
+                steps: self.steps,
+            },
+        };
+        spec = spec.with_learning_rate(rate);
+        self.weight_decay.map_or(spec, |decay| spec.with_weight_decay(decay))
+    }
+
+    fn buckets(&self) -> anyhow::Result<Option<BucketSizes>> {
+        let Some(text) = &self.bucket else { return Ok(None) };
+        let others = sizes::parse(text).context("--bucket")?;
+        ensure!(others > 0, "--bucket 0: give a size such as 4MiB");
+        Ok(Some(BucketSizes { first: others.min(BucketSizes::default().first), others }))
+    }
+
+    fn slow(&self, workers: usize) -> anyhow::Result<Option<(usize, f64)>> {
+        let Some(text) = &self.slow else { return Ok(None) };
+        let parsed = text.split_once(':').and_then(|(rank, factor)| {
+            let (rank, factor): (usize, f64) = (rank.parse().ok()?, factor.parse().ok()?);
+            (rank < workers && factor.is_finite() && factor >= 1.0).then_some((rank, factor))
+        });
+        match parsed {
+            Some(slow) => Ok(Some(slow)),
+            None => bail!(
+                "--slow {text}: give a rank below {workers} and a factor of at least 1, such as 1:2"
+            ),
+        }
+    }
+}
+
+impl Plan {
+    /// How the replicas are kept in step.
+    pub fn settings(&self) -> Settings {
+        let mut settings = Settings::new(self.shards);
+        settings.buckets = self.buckets;
+        settings.overlap = self.overlap;
+        settings
+    }
+
+    /// What decides about the weights: two runs with equal identities have equal weights.
+    pub fn identity(&self) -> Vec<(&'static str, String)> {
+        let (model, data) = self.names();
+        vec![
+            ("model", model),
+            ("data", data),
+            ("seed", self.seed.to_string()),
+            ("batch", self.batch.to_string()),
+            ("shards", self.shards.to_string()),
+            ("threads", self.threads.to_string()),
+            ("optimizer", self.optimizer.to_string()),
+        ]
+    }
+
+    /// The model and the data, for people.
+    pub fn names(&self) -> (String, String) {
+        match &self.work {
+            Work::Learn { model, data } => (model.to_string(), data.to_string()),
+            Work::Replay { spec, .. } => (format!("replay:{spec}"), "nothing".to_owned()),
+        }
+    }
+
+    /// Milliseconds that a worker replays for a shard.
+    pub fn replay_ms(compute_ms: Option<f64>, of_file: Option<f64>) -> f64 {
+        compute_ms.or(of_file).unwrap_or(REPLAY_MS)
+    }
+}

@@ -1,0 +1,70 @@
+//! `unisono train`: train a model on several workers, and say where the time went.
+
+mod args;
+mod checkpoint;
+mod progress;
+mod recorder;
+mod trainee;
+mod worker;
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use unisono::cluster::launch::{Launch, Outcome};
+use unisono::{Group, Options};
+
+pub use args::TrainArgs;
+use progress::Display;
+
+/// How long workers may take to finish their step and write a checkpoint when told to stop.
+const GRACE: Duration = Duration::from_secs(60);
+
+/// Starts the workers, or is one of them.
+pub fn run(args: TrainArgs) -> anyhow::Result<ExitCode> {
+    if args.as_worker || std::env::var_os("RANK").is_some() || is_launched() {
+        fix_threads(args.threads());
+        return worker::run(&args);
+    }
+    rehearse(&args)?;
+    let display = Display::new();
+    let mut command = vec![std::env::current_exe()?.into_os_string()];
+    command.extend(std::env::args_os().skip(1));
+    command.push("--as-worker".into());
+    let launch = Launch {
+        grace: GRACE,
+        stdout: display.stdout(),
+        stderr: display.stderr(),
+        ..Launch::new(command, u32::try_from(args.workers())?)
+    };
+    let outcome = launch.run();
+    let finished = display.close();
+    match outcome? {
+        // The workers did what they were told to: nothing went wrong.
+        Outcome::Interrupted { .. } if finished => Ok(ExitCode::SUCCESS),
+        outcome => Ok(ExitCode::from(outcome.exit_code())),
+    }
+}
+
+/// Does what every worker will do before it computes, so that a mistake costs one line.
+fn rehearse(args: &TrainArgs) -> anyhow::Result<()> {
+    let plan = args.plan(args.workers())?;
+    args.options()?;
+    let alone = Group::local(1, &Options::default())?.remove(0);
+    let mut trainee = trainee::build(&plan, &alone)?;
+    if let Some(mut saver) = checkpoint::Saver::open(&plan)? {
+        let found = saver.find(&plan)?;
+        checkpoint::resume(&mut *trainee, found.as_ref(), &alone)?;
+    }
+    Ok(())
+}
+
+/// Whether a launcher other than ours started this process as one of several.
+fn is_launched() -> bool {
+    unisono::cluster::place::Place::from_env().is_ok_and(|place| place.world > 1)
+}
+
+/// Computes with as many threads. Their number may decide about the last bits of a sum.
+fn fix_threads(threads: usize) {
+    // SAFETY: called first thing, before this process has a second thread.
+    unsafe { std::env::set_var("RAYON_NUM_THREADS", threads.to_string()) };
+}

@@ -1,0 +1,144 @@
+//! A candle model that learns from data.
+
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use candle_core::{DType, Device};
+use candle_nn::VarMap;
+use unisono::Group;
+use unisono::candle::{Parameters, Replica};
+use unisono::cluster::checkpoint::{Loaded, Snapshot, Tensor};
+use unisono::sync::{StepOutcome, Synchronizer};
+use unisono_workload::data::{DataSpec, Dataset, Kind, SampleOrder, Split};
+use unisono_workload::init::initialize;
+use unisono_workload::model::{Model, ModelSpec, accuracy};
+
+use super::super::args::Plan;
+use super::{Trainee, slow_down};
+
+/// Samples judged at once. More: more memory. Fewer: slower.
+const JUDGED: usize = 256;
+
+/// The most tokens that are judged, which is plenty to tell two models apart.
+const JUDGED_TOKENS: usize = 1 << 16;
+
+/// A model, its data, and its place in both.
+pub struct Learner {
+    model: Box<dyn Model>,
+    data: Dataset,
+    order: SampleOrder,
+    replica: Replica,
+    batch: u64,
+    samples: u64,
+    /// How long the last shard took to compute.
+    computed: Duration,
+}
+
+impl Learner {
+    pub fn new(
+        plan: &Plan,
+        model: &ModelSpec,
+        data: &DataSpec,
+        group: &Group,
+    ) -> anyhow::Result<Learner> {
+        let context = match model {
+            ModelSpec::Transformer { context, .. } => *context,
+            _ => 1,
+        };
+        let data = data.load(context).context("--data")?;
+        let seed = plan.seed;
+        let parameters = Parameters::with_initializer(&VarMap::new(), move |name, shape, init| {
+            initialize(seed, name, shape, init)
+        });
+        let builder = parameters.builder(DType::F32, &Device::Cpu);
+        let model = model.build(data.kind(), builder).context("--model")?;
+        let replica = Replica::new(group, &parameters, plan.settings(), plan.optimizer)?;
+        Ok(Learner {
+            model,
+            order: SampleOrder::new(plan.seed, data.train_len()),
+            data,
+            replica,
+            batch: plan.batch as u64,
+            samples: (plan.batch / plan.shards) as u64,
+            computed: Duration::ZERO,
+        })
+    }
+}
+
+impl Trainee for Learner {
+    fn shard(&mut self, step: u64, slowness: f64) -> anyhow::Result<bool> {
+        let Some(shard) = self.replica.next_shard() else { return Ok(false) };
+        let start = Instant::now();
+        slow_down(self.computed, slowness);
+        let slept = start.elapsed();
+        let first = step * self.batch + shard as u64 * self.samples;
+        let indices: Vec<usize> =
+            (first..first + self.samples).map(|position| self.order.sample(position)).collect();
+        let loss = self.model.loss(&self.data.batch(Split::Train, &indices)?)?;
+        self.replica.backward(&loss)?;
+        self.computed = start.elapsed() - slept;
+        Ok(true)
+    }
+
+    fn finish(&mut self) -> anyhow::Result<StepOutcome> {
+        Ok(self.replica.step()?)
+    }
+
+    fn steps(&self) -> u64 {
+        self.replica.steps()
+    }
+
+    fn synchronizer(&self) -> &Synchronizer {
+        self.replica.synchronizer()
+    }
+
+    fn accuracy(&self) -> anyhow::Result<Option<f64>> {
+        let most = match self.data.kind() {
+            Kind::Classification { .. } => self.data.test_len(),
+            Kind::Sequence { context, .. } => {
+                self.data.test_len().min((JUDGED_TOKENS / context).max(1))
+            }
+        };
+        // Spread over all of the held-out part.
+        let indices: Vec<usize> = (0..most).map(|i| i * self.data.test_len() / most).collect();
+        let (mut right, mut all) = (0, 0);
+        for indices in indices.chunks(JUDGED) {
+            let (hits, answers) = accuracy(&*self.model, &self.data.batch(Split::Test, indices)?)?;
+            right += hits;
+            all += answers;
+        }
+        Ok(Some(right as f64 / all as f64))
+    }
+
+    fn weights_hash(&self) -> String {
+        self.replica.weights_hash().to_hex().to_string()
+    }
+
+    fn check(&self, group: &Group) -> anyhow::Result<()> {
+        Ok(self.replica.check(group)?)
+    }
+
+    fn save(
+        &self,
+        write: &mut dyn FnMut(Snapshot<'_>) -> anyhow::Result<()>,
+    ) -> anyhow::Result<()> {
+        let mut tensors = Vec::new();
+        self.replica.save(|name, shape, values| {
+            tensors.push((name, shape.to_vec(), values.to_vec()));
+        });
+        let mut snapshot = Snapshot::new();
+        for (name, shape, values) in &tensors {
+            snapshot.tensors.push(Tensor::from_f32(name.as_str(), shape.as_slice(), values));
+        }
+        write(snapshot)
+    }
+
+    fn restore(&mut self, checkpoint: &Loaded) -> anyhow::Result<()> {
+        let find = |name: &str| checkpoint.tensor(name).and_then(|tensor| tensor.to_f32());
+        Ok(self.replica.restore(checkpoint.step(), find)?)
+    }
+
+    fn broadcast(&mut self, group: &Group) -> anyhow::Result<()> {
+        Ok(self.replica.broadcast(group)?)
+    }
+}

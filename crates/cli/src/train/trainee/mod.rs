@@ -1,0 +1,64 @@
+//! What a worker computes: one trait, one file per kind of work.
+
+mod learn;
+mod replay;
+
+use unisono::Group;
+use unisono::cluster::checkpoint::{Loaded, Snapshot};
+use unisono::sync::{StepOutcome, Synchronizer};
+
+use super::args::{Plan, Work};
+use learn::Learner;
+use replay::Replayer;
+
+/// One worker's part of the run.
+pub trait Trainee {
+    /// Computes the next of this worker's shards in this step, counted from 0; `false` if all are
+    /// computed. The computation is made to take `slowness` times as long.
+    fn shard(&mut self, step: u64, slowness: f64) -> anyhow::Result<bool>;
+
+    /// Applies the mean gradient of all workers.
+    fn finish(&mut self) -> anyhow::Result<StepOutcome>;
+
+    /// Steps taken by this run and those it continues.
+    fn steps(&self) -> u64;
+
+    /// What keeps it in step with the others.
+    fn synchronizer(&self) -> &Synchronizer;
+
+    /// The share of right answers on held-out data, if that is known.
+    fn accuracy(&self) -> anyhow::Result<Option<f64>>;
+
+    /// The hash of the weights.
+    fn weights_hash(&self) -> String;
+
+    /// Fails on all ranks if the replicas differ. All ranks must call it.
+    fn check(&self, group: &Group) -> anyhow::Result<()>;
+
+    /// Calls `write` with the whole state.
+    fn save(&self, write: &mut dyn FnMut(Snapshot<'_>) -> anyhow::Result<()>)
+    -> anyhow::Result<()>;
+
+    /// Goes on from a checkpoint; this rank only.
+    fn restore(&mut self, checkpoint: &Loaded) -> anyhow::Result<()>;
+
+    /// Makes the state of all ranks equal to that of rank 0. All ranks must call it.
+    fn broadcast(&mut self, group: &Group) -> anyhow::Result<()>;
+}
+
+/// Makes this worker's part of the run.
+pub fn build(plan: &Plan, group: &Group) -> anyhow::Result<Box<dyn Trainee>> {
+    Ok(match &plan.work {
+        Work::Learn { model, data } => Box::new(Learner::new(plan, model, data, group)?),
+        Work::Replay { spec, compute_ms } => {
+            Box::new(Replayer::new(plan, spec, *compute_ms, group)?)
+        }
+    })
+}
+
+/// Sleeps as long as it takes to make a computation of this length `slowness` times as long.
+fn slow_down(computed: std::time::Duration, slowness: f64) {
+    if slowness > 1.0 {
+        std::thread::sleep(computed.mul_f64(slowness - 1.0));
+    }
+}

@@ -1,0 +1,115 @@
+//! A model that is replayed: its gradients travel, its layers take their time, nothing is learnt.
+//!
+//! Computing is sleeping, as if an accelerator did it: the processor is free to communicate.
+
+use std::time::{Duration, Instant};
+
+use unisono::Group;
+use unisono::cluster::checkpoint::{Loaded, Snapshot};
+use unisono::sync::{Parameter, StepOutcome, Synchronizer};
+use unisono_workload::replay::Replay;
+
+use super::super::args::Plan;
+use super::Trainee;
+
+/// A replayed model.
+pub struct Replayer {
+    replay: Replay,
+    synchronizer: Synchronizer,
+    compute: Duration,
+    /// A gradient as long as the longest.
+    gradient: Vec<f32>,
+    begun: usize,
+    steps: u64,
+}
+
+impl Replayer {
+    pub fn new(
+        plan: &Plan,
+        spec: &str,
+        compute_ms: Option<f64>,
+        group: &Group,
+    ) -> anyhow::Result<Replayer> {
+        let replay = Replay::load(spec)?;
+        let parameter = |parameter: &unisono_workload::replay::Parameter| Parameter {
+            name: parameter.name.clone(),
+            len: parameter.elements(),
+        };
+        let parameters: Vec<Parameter> = replay.parameters().map(parameter).collect();
+        let longest = parameters.iter().map(|parameter| parameter.len).max().unwrap_or(0);
+        let synchronizer = Synchronizer::new(Some(group), parameters, plan.settings())?;
+        let of_file = replay.compute.map(|compute| compute.as_secs_f64() * 1e3);
+        let compute = Duration::from_secs_f64(Plan::replay_ms(compute_ms, of_file) / 1e3);
+        let gradient = vec![1e-3; longest];
+        Ok(Replayer { replay, synchronizer, compute, gradient, begun: 0, steps: 0 })
+    }
+}
+
+impl Trainee for Replayer {
+    fn shard(&mut self, _step: u64, slowness: f64) -> anyhow::Result<bool> {
+        if self.begun == self.synchronizer.shards().len() {
+            return Ok(false);
+        }
+        self.begun += 1;
+        self.synchronizer.begin_shard();
+        // Deadlines instead of pauses, so that handing over gradients takes no time of its own for
+        // as long as it is quicker than the layer it comes from.
+        let mut due = Instant::now();
+        let mut wait = |share: f64| {
+            due += self.compute.mul_f64(share * slowness);
+            std::thread::sleep(due.saturating_duration_since(Instant::now()));
+        };
+        for layer in &self.replay.layers {
+            wait(layer.forward);
+        }
+        self.synchronizer.begin_backward(0.0);
+        let mut parameter = self.synchronizer.parameters().len();
+        for layer in self.replay.layers.iter().rev() {
+            wait(layer.backward);
+            for shape in layer.parameters.iter().rev() {
+                parameter -= 1;
+                self.synchronizer.gradient(parameter, &self.gradient[..shape.elements()]);
+            }
+        }
+        self.synchronizer.end_shard();
+        Ok(true)
+    }
+
+    fn finish(&mut self) -> anyhow::Result<StepOutcome> {
+        self.begun = 0;
+        self.steps += 1;
+        Ok(self.synchronizer.finish(|_, _| ())?)
+    }
+
+    fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    fn synchronizer(&self) -> &Synchronizer {
+        &self.synchronizer
+    }
+
+    fn accuracy(&self) -> anyhow::Result<Option<f64>> {
+        Ok(None)
+    }
+
+    fn weights_hash(&self) -> String {
+        "none: a replayed model has no weights".to_owned()
+    }
+
+    fn check(&self, _group: &Group) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    fn save(&self, _: &mut dyn FnMut(Snapshot<'_>) -> anyhow::Result<()>) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    fn restore(&mut self, _checkpoint: &Loaded) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    fn broadcast(&mut self, _group: &Group) -> anyhow::Result<()> {
+        Ok(())
+    }
+}

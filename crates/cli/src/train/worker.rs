@@ -1,0 +1,270 @@
+//! One worker of a training run.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use anyhow::Context;
+use serde_json::json;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use unisono::insight::folder::{FolderError, RunFolder};
+use unisono::insight::{Outcome, RunInfo, Scaling};
+use unisono::{Group, Job, Options, Transport};
+
+use super::args::{Plan, TrainArgs};
+use super::checkpoint::{Saver, resume};
+use super::progress::Reporter;
+use super::recorder::Recorder;
+use super::trainee::{self, Trainee};
+
+/// Steps that one worker alone is measured for, after as many that do not count.
+const SCALING_STEPS: u64 = 10;
+
+/// Joins the job and trains.
+pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
+    let options = args.options()?;
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        signal_hook::flag::register(signal, stop.clone()).context("listening for signals")?;
+    }
+    let job = Job::join_with(options).context("joining the job")?;
+    let group = job.world();
+    let plan = args.plan(group.size())?;
+    let scaling = match plan.measure_scaling {
+        true => measure_alone(&plan, group)?,
+        false => None,
+    };
+    let mut trainee = trainee::build(&plan, group)?;
+    let mut home = match group.rank() {
+        0 => Some(Home::open(&plan, &job, args)?),
+        _ => None,
+    };
+    let checkpoint = match &mut home {
+        Some(Home { saver: Some(saver), .. }) => saver.find(&plan)?,
+        _ => None,
+    };
+    resume(&mut *trainee, checkpoint.as_ref(), group)?;
+    if let (Some(Home { saver: Some(saver), .. }), Some(checkpoint)) = (&mut home, &checkpoint) {
+        eprintln!("unisono: going on from {}", checkpoint.path().display());
+        saver.resumed(checkpoint.step());
+    }
+    drop(checkpoint);
+    let mut recorder = Recorder::new(group, plan.batch)?;
+    if let Some(home) = &mut home {
+        home.begin(&plan, &job, &*trainee, recorder.clock_error)?;
+    }
+    let slowness = plan.slow.filter(|(rank, _)| *rank == group.rank()).map_or(1.0, |(_, s)| s);
+
+    let mut interrupted = false;
+    trainee.synchronizer().begin_step();
+    while trainee.steps() < plan.steps && !interrupted {
+        let step = trainee.steps();
+        if stop.load(Ordering::Relaxed) {
+            trainee.synchronizer().vote_to_stop();
+        }
+        while trainee.shard(step, slowness)? {}
+        let outcome = trainee.finish()?;
+        interrupted = outcome.stop;
+        recorder.note(trainee.steps(), &outcome, trainee.synchronizer().sent());
+        if let Some(home) = &mut home {
+            home.reporter.step(trainee.steps(), &outcome);
+        }
+        let over = trainee.steps() == plan.steps || interrupted;
+        let due = |every: u64| every > 0 && trainee.steps().is_multiple_of(every);
+        let mut paused = false;
+        if due(plan.check_every) || over {
+            trainee.check(group)?;
+            paused = true;
+        }
+        if let Some(Home { saver: Some(saver), .. }) = &mut home
+            && (due(plan.checkpoint_every) || over)
+        {
+            saver.save(&plan, &*trainee)?;
+            paused = true;
+        }
+        if recorder.is_due() || over {
+            let records = recorder.hand_in(group)?;
+            if let Some(home) = &mut home {
+                for record in &records {
+                    home.folder().append(record)?;
+                }
+            }
+            paused = true;
+        }
+        if paused {
+            // That was no part of the next step.
+            group.barrier()?;
+            trainee.synchronizer().begin_step();
+        }
+    }
+    if let Some(home) = home {
+        home.end(&plan, &*trainee, scaling, interrupted, args.json)?;
+    }
+    // The others stay until rank 0 has written all.
+    group.barrier()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What rank 0 has to look after besides.
+struct Home {
+    folder: Option<RunFolder>,
+    run_dir: Option<PathBuf>,
+    saver: Option<Saver>,
+    reporter: Reporter,
+}
+
+impl Home {
+    fn open(plan: &Plan, _job: &Job, args: &TrainArgs) -> anyhow::Result<Home> {
+        Ok(Home {
+            folder: None,
+            run_dir: plan.run_dir.clone(),
+            saver: Saver::open(plan)?,
+            reporter: Reporter::new(plan.steps, plan.batch, args.as_worker),
+        })
+    }
+
+    /// Makes the folder of the run.
+    fn begin(
+        &mut self,
+        plan: &Plan,
+        job: &Job,
+        trainee: &dyn Trainee,
+        clock_error: f64,
+    ) -> anyhow::Result<()> {
+        let info = describe(plan, job, trainee, clock_error);
+        let folder = match &self.run_dir {
+            Some(dir) => RunFolder::create(dir, &info).context("--run-dir")?,
+            None => create_in_runs(&info)?,
+        };
+        self.folder = Some(folder);
+        Ok(())
+    }
+
+    fn folder(&mut self) -> &mut RunFolder {
+        self.folder.as_mut().expect("made before the first step")
+    }
+
+    /// Sums the run up and says how it went.
+    fn end(
+        mut self,
+        plan: &Plan,
+        trainee: &dyn Trainee,
+        scaling: Option<Scaling>,
+        interrupted: bool,
+        json: bool,
+    ) -> anyhow::Result<()> {
+        let outcome =
+            Outcome { accuracy: trainee.accuracy()?, weights_hash: trainee.weights_hash() };
+        let folder = self.folder.take().expect("made before the first step");
+        let run = folder.finish(outcome, scaling)?;
+        let summary = run.summary.as_ref().context("a finished run has a summary")?;
+        self.reporter.finish();
+        if json {
+            let mut object = serde_json::to_value(summary)?;
+            object["step"] = json!(trainee.steps());
+            object["interrupted"] = json!(interrupted);
+            object["report"] = json!(run.report_path());
+            println!("{object}");
+            return Ok(());
+        }
+        if interrupted {
+            let resume = match plan.checkpoint_dir {
+                Some(_) => "; add --resume to go on from here",
+                None => "; without --checkpoint-dir it cannot be continued",
+            };
+            println!("stopped after step {} of {}{resume}", trainee.steps(), plan.steps);
+        }
+        print!("loss {:.4}", summary.final_loss);
+        if let Some(accuracy) = summary.accuracy {
+            print!(", held-out accuracy {:.1} %", accuracy * 100.0);
+        }
+        println!(", weights {}", summary.weights_hash);
+        println!("{}", run.report().terminal(100));
+        println!("report: {}", run.report_path().display());
+        Ok(())
+    }
+}
+
+/// Makes the first folder in `runs` that does not exist.
+fn create_in_runs(info: &RunInfo) -> anyhow::Result<RunFolder> {
+    for number in 1.. {
+        match RunFolder::create(format!("runs/{}-{number}", info.name), info) {
+            Err(FolderError::Occupied { .. }) => {}
+            made => return made.context("making a folder for the report; choose one by --run-dir"),
+        }
+    }
+    unreachable!("there are more numbers than folders")
+}
+
+/// The run, for its report.
+fn describe(plan: &Plan, job: &Job, trainee: &dyn Trainee, clock_error: f64) -> RunInfo {
+    let group = job.world();
+    let topology = group.topology();
+    let (model, data) = plan.names();
+    let name = model.split([' ', ':', '/']).next().unwrap_or("run").to_owned();
+    let mut settings = toml::Table::new();
+    let mut set = |key: &str, value: toml::Value| settings.insert(key.to_owned(), value);
+    for (key, value) in plan.identity() {
+        set(key, value.into());
+    }
+    set("steps", (plan.steps as i64).into());
+    set("accumulate", (plan.accumulate as i64).into());
+    set("overlap", plan.overlap.into());
+    set("bucket", plan.buckets.map_or("tuned".into(), |sizes| (sizes.others as i64).into()));
+    set("check_every", (plan.check_every as i64).into());
+    if let Some(dir) = &plan.checkpoint_dir {
+        set("checkpoint_dir", dir.display().to_string().into());
+        set("checkpoint_every", (plan.checkpoint_every as i64).into());
+        set("resume", plan.resume.into());
+    }
+    set("resumed_at", (trainee.steps() as i64).into());
+    set("timeout_s", group.options().timeout.as_secs_f64().into());
+    set("streams", (group.options().streams as i64).into());
+    if let Some((rank, factor)) = plan.slow {
+        set("slow", format!("{rank}:{factor}").into());
+    }
+    RunInfo {
+        name,
+        model,
+        data,
+        strategy: trainee.synchronizer().strategy().to_owned(),
+        transport: match group.options().transport {
+            _ if group.size() == 1 => "none",
+            Transport::Tcp => "tcp",
+            _ if topology.is_one_host() => "shm",
+            _ if topology.is_all_apart() => "tcp",
+            _ => "shm and tcp",
+        }
+        .to_owned(),
+        algorithm: group.options().algorithm.map_or("auto", |a| a.name()).to_owned(),
+        workers: group.size(),
+        shards: plan.shards,
+        hosts: (0..group.size()).map(|rank| format!("host {}", topology.host(rank))).collect(),
+        clock_error,
+        settings,
+    }
+}
+
+/// How fast rank 0 is by itself, with all shards, while the others wait.
+fn measure_alone(plan: &Plan, group: &Group) -> anyhow::Result<Option<Scaling>> {
+    let mut scaling = None;
+    if group.rank() == 0 {
+        let alone = Group::local(1, &Options::default())?.remove(0);
+        let mut trainee = trainee::build(plan, &alone)?;
+        let mut start = Instant::now();
+        for step in 0..2 * SCALING_STEPS {
+            if step == SCALING_STEPS {
+                start = Instant::now();
+            }
+            while trainee.shard(step, 1.0)? {}
+            trainee.finish()?;
+        }
+        let samples = (SCALING_STEPS * plan.batch as u64) as f64;
+        let one_worker_samples_per_s = samples / start.elapsed().as_secs_f64();
+        scaling = Some(Scaling { one_worker_samples_per_s });
+    }
+    group.barrier()?;
+    Ok(scaling)
+}
