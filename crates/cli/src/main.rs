@@ -40,7 +40,19 @@ fn main() -> ExitCode {
         Command::Bench(command) => bench::run(command),
     };
     outcome.unwrap_or_else(|error| {
-        eprintln!("unisono: {error:#}");
+        eprintln!("unisono: {}", one_line(&error));
         ExitCode::FAILURE
     })
+}
+
+/// An error and its causes, without those that the text before already has.
+fn one_line(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain().map(|cause| cause.to_string().replace('\n', " ")) {
+        if !text.contains(&cause) {
+            text += if text.is_empty() { "" } else { ": " };
+            text += &cause;
+        }
+    }
+    text
 }

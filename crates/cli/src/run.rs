@@ -82,9 +82,9 @@ fn start(launch: &Launch) -> anyhow::Result<ExitCode> {
     match launch.run() {
         Ok(outcome) => Ok(ExitCode::from(outcome.exit_code())),
         // As shells do: 127 for a program that is not there, 126 for one that does not start.
-        Err(LaunchError::Spawn { command, source }) => {
-            eprintln!("unisono: cannot start {command}: {source}");
-            let missing = source.kind() == std::io::ErrorKind::NotFound;
+        Err(LaunchError::Spawn { command, cause }) => {
+            eprintln!("unisono: cannot start {command}: {cause}");
+            let missing = cause.kind() == std::io::ErrorKind::NotFound;
             Ok(ExitCode::from(if missing { 127 } else { 126 }))
         }
         Err(error) => Err(error.into()),

@@ -190,6 +190,25 @@ fn children_of_ranks_that_ended_well_do_not_outlive_the_job() {
     assert_eq!(job.run(), Outcome::Success);
 }
 
+/// Programs that take their children out of the rank's process group.
+#[test]
+fn nothing_outlives_the_job_by_leaving_its_group() {
+    let job = Job::shell(2, "setsid sleep 1000 & setsid setsid sleep 1000 & exit 0");
+    assert_eq!(job.run(), Outcome::Success);
+    let script = "if [ $RANK = 0 ]; then exit 5; fi; timeout 1000 sleep 1000; true";
+    assert_eq!(Job::shell(2, script).run().exit_code(), 5);
+}
+
+/// A process that is stopped does not hear that it should end, unless it is made to go on.
+#[test]
+fn a_stopped_rank_ends_when_told_to() {
+    let mut job = failing_when_ready("(sleep 0.05; : >$READY) & kill -STOP $$; sleep 1000");
+    job.launch.grace = Duration::from_secs(1000);
+    let start = Instant::now();
+    assert_eq!(job.run().exit_code(), 5);
+    assert!(start.elapsed() < LONG, "it was waited for");
+}
+
 #[test]
 fn lines_of_several_ranks_stay_whole() {
     // Each line leaves its rank in three pieces.
@@ -219,6 +238,8 @@ fn a_program_that_does_not_exist_is_an_error() {
     assert!(matches!(error, LaunchError::Spawn { .. }), "{error}");
     assert!(matches!(Job::new(0, &["true"]).launch.run(), Err(LaunchError::Usage(_))));
     assert!(matches!(Job::new(1, &[]).launch.run(), Err(LaunchError::Usage(_))));
+    let too_many = Job::new(4_000_000_000, &["true"]);
+    assert!(matches!(too_many.launch.run(), Err(LaunchError::Usage(_))));
 }
 
 #[test]
@@ -262,9 +283,9 @@ fn as_rank() {
     println!("\nmet {}", names.join(" "));
 }
 
-/// Starts a launcher of two ranks in a process of its own; waits until both ranks, and a child of
-/// each, run.
-fn launcher_process(script: &str) -> (Child, String) {
+/// Starts a launcher of two ranks in a process of its own; waits until it, both ranks and what they
+/// started run: as many processes as that makes.
+fn launcher_process(script: &str, count: usize) -> (Child, String) {
     let marker = marker();
     let child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "as_launcher", "--nocapture", "-q"])
@@ -275,8 +296,7 @@ fn launcher_process(script: &str) -> (Child, String) {
         .stderr(Stdio::null())
         .spawn()
         .unwrap();
-    // The launcher, two shells, two sleeps.
-    wait_until("all processes run", || processes(&marker).len() == 5);
+    wait_until("all processes run", || processes(&marker).len() == count);
     (child, marker)
 }
 
@@ -285,7 +305,10 @@ fn as_launcher() {
     if std::env::var_os("UNISONO_TEST_ROLE").is_none_or(|role| role != "launcher") {
         return;
     }
-    let script = std::env::var_os("UNISONO_TEST_SCRIPT").unwrap();
+    // Below another launcher, the ranks run something else.
+    let nested = std::env::var_os("UNISONO_RENDEZVOUS").is_some();
+    let script = if nested { "UNISONO_TEST_INNER_SCRIPT" } else { "UNISONO_TEST_SCRIPT" };
+    let script = std::env::var_os(script).unwrap();
     let mut launch = Launch::new(vec!["sh".into(), "-c".into(), script], 2);
     launch.grace = Duration::from_secs(1);
     let outcome = launch.run().unwrap();
@@ -296,11 +319,21 @@ fn signal(child: &Child, signal: Signal) {
     kill_process(Pid::from_child(child), signal).unwrap();
 }
 
+/// What two ranks may do, and how many processes they are with their launcher.
+const SCRIPTS: [(&str, usize); 5] = [
+    ("sleep 1000; true", 5),
+    ("trap '' INT TERM; sleep 1000; sleep 1000", 5),
+    ("timeout 1000 sleep 1000; true", 7),
+    ("setsid sh -c 'trap \"\" INT TERM; sleep 1000; sleep 1000'; true", 7),
+    // The fork of `setsid` that nobody waits for.
+    ("setsid setsid -f sleep 1000; sleep 1000; true", 7),
+];
+
 #[test]
 fn an_interrupted_launcher_leaves_no_process() {
     for (name, how, code) in [("INT", Signal::INT, 130), ("TERM", Signal::TERM, 143)] {
-        for script in ["sleep 1000; true", "trap '' INT TERM; sleep 1000; sleep 1000"] {
-            let (mut launcher, marker) = launcher_process(script);
+        for (script, count) in SCRIPTS {
+            let (mut launcher, marker) = launcher_process(script, count);
             signal(&launcher, how);
             assert_eq!(launcher.wait().unwrap().code(), Some(code), "{name}, {script}");
             assert_eq!(processes(&marker), Vec::<i32>::new(), "{name}, {script}");
@@ -310,10 +343,47 @@ fn an_interrupted_launcher_leaves_no_process() {
 
 #[test]
 fn a_killed_launcher_leaves_no_process() {
-    let (mut launcher, marker) = launcher_process("sleep 1000; true");
-    signal(&launcher, Signal::KILL);
-    launcher.wait().unwrap();
-    wait_until("everything has ended", || processes(&marker).is_empty());
+    for (script, count) in SCRIPTS {
+        let (mut launcher, marker) = launcher_process(script, count);
+        signal(&launcher, Signal::KILL);
+        launcher.wait().unwrap();
+        wait_until("everything has ended", || processes(&marker).is_empty());
+    }
+}
+
+/// A launcher whose ranks are launchers: the ranks of those are told to end once, by their own.
+#[test]
+fn launchers_below_a_launcher_end_their_own_ranks() {
+    let this = std::env::current_exe().unwrap();
+    let inner = format!("exec {} --exact as_launcher --nocapture -q", this.display());
+    let told = std::env::temp_dir().join(format!("unisono-test-told-{}", marker()));
+    let script = format!(
+        "trap 'echo told >>{}; exit 0' INT; while true; do sleep 0.01; done",
+        told.display()
+    );
+    for how in [Signal::INT, Signal::KILL] {
+        let marker = marker();
+        let mut launcher = Command::new(&this)
+            .args(["--exact", "as_launcher", "--nocapture", "-q"])
+            .env("UNISONO_TEST_ROLE", "launcher")
+            .env("UNISONO_TEST_SCRIPT", &inner)
+            .env("UNISONO_TEST_INNER_SCRIPT", &script)
+            .env(MARKER, &marker)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        // The launcher, its two ranks, and their four, without what those start.
+        wait_until("all processes run", || processes(&marker).len() >= 7);
+        signal(&launcher, how);
+        launcher.wait().unwrap();
+        wait_until("everything has ended", || processes(&marker).is_empty());
+        if how == Signal::INT {
+            let text = std::fs::read_to_string(&told).unwrap();
+            std::fs::remove_file(&told).unwrap();
+            assert_eq!(text, "told\n".repeat(4));
+        }
+    }
 }
 
 /// The launchers of several nodes, on threads of this process.
@@ -405,6 +475,43 @@ fn a_node_without_the_token_is_told_so() {
     let outcomes = run_nodes(&jobs);
     assert!(matches!(&outcomes[0], Err(LaunchError::NodesMissing { missing }) if *missing == [1]));
     assert!(matches!(&outcomes[1], Err(LaunchError::Handshake { .. })));
+}
+
+#[test]
+fn a_rendezvous_that_is_not_at_node_0_is_refused_there() {
+    for host in ["192.0.2.7", "no-such-machine.invalid"] {
+        let mut job = Job::shell(1, "true");
+        let rendezvous = (host.to_owned(), free_port());
+        job.launch.nodes = Some(Nodes { count: 2, node: 0, rendezvous });
+        let error = job.launch.run().unwrap_err();
+        assert!(matches!(&error, LaunchError::Listen { .. }), "{error}");
+        assert!(error.to_string().contains(host) && error.to_string().contains("0.0.0.0"));
+        // Whoever prints the chain of causes prints each once.
+        assert!(std::error::Error::source(&error).is_none());
+    }
+}
+
+#[test]
+fn a_node_that_finds_nobody_says_what_it_found() {
+    let mut job = Job::shell(1, "true");
+    let rendezvous = ("::1".to_owned(), free_port());
+    let address = format!("[::1]:{}", rendezvous.1);
+    job.launch.nodes = Some(Nodes { count: 2, node: 1, rendezvous });
+    job.launch.timeout = Duration::from_millis(300);
+    let error = job.launch.run().unwrap_err();
+    let LaunchError::Unreachable { last, .. } = &error else { panic!("{error}") };
+    assert!(last.contains("refused"), "{error}");
+    assert!(error.to_string().contains(&address), "{error}");
+}
+
+#[test]
+fn times_that_no_clock_can_tell_are_endless() {
+    let mut jobs = [Job::shell(1, "sleep 0.01; exit 3"), Job::shell(1, "sleep 1000; true")];
+    join_nodes(&mut jobs, free_port(), &[None]);
+    for job in &mut jobs {
+        (job.launch.grace, job.launch.timeout) = (Duration::MAX, Duration::MAX);
+    }
+    assert!(run_nodes(&jobs).into_iter().all(|outcome| outcome.unwrap().exit_code() == 3));
 }
 
 #[test]

@@ -1,8 +1,13 @@
 //! What a user can choose about a group.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::schedule::Algorithm;
+
+/// The timeouts that the environment may ask for. A shorter one takes a busy host for dead, a longer
+/// one nobody awaits.
+const SHORTEST_TIMEOUT: Duration = Duration::from_millis(50);
+const LONGEST_TIMEOUT: Duration = Duration::from_secs(31_536_000);
 
 /// How the ranks of a group exchange data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -87,7 +92,7 @@ impl Default for Options {
 impl Options {
     /// The defaults, changed by the environment: `UNISONO_TRANSPORT`, `UNISONO_ALGORITHM`,
     /// `UNISONO_CANONICAL`, `UNISONO_TIMEOUT` (seconds), `UNISONO_STREAMS`, `UNISONO_SEGMENT`
-    /// (bytes) and `UNISONO_STAGING` (bytes).
+    /// and `UNISONO_STAGING` (bytes, as [`parse_size`] reads them).
     pub fn from_env() -> Result<Options, BadSetting> {
         Options::from_lookup(|name| std::env::var(name).ok())
     }
@@ -111,15 +116,10 @@ impl Options {
             })?;
             Ok(())
         }
-        fn optional<T>(name: &'static str, value: Option<String>) -> Result<Option<T>, BadSetting>
-        where
-            T: std::str::FromStr + Default,
-            T::Err: std::fmt::Display,
-        {
+        fn size(name: &'static str, value: Option<String>) -> Result<Option<usize>, BadSetting> {
             let Some(value) = value.filter(|v| !v.is_empty()) else { return Ok(None) };
-            let mut parsed = T::default();
-            parse(name, Some(value), &mut parsed)?;
-            Ok(Some(parsed))
+            let bytes = parse_size(&value);
+            bytes.map(Some).map_err(|reason| BadSetting { name, value, reason: reason.into() })
         }
         let mut options = Options::default();
         parse("UNISONO_TRANSPORT", lookup("UNISONO_TRANSPORT"), &mut options.transport)?;
@@ -133,15 +133,16 @@ impl Options {
         parse("UNISONO_TIMEOUT", lookup("UNISONO_TIMEOUT"), &mut timeout)?;
         options.timeout = Duration::try_from_secs_f64(timeout)
             .ok()
-            .filter(|t| *t >= Duration::from_millis(50))
+            .filter(|t| (SHORTEST_TIMEOUT..=LONGEST_TIMEOUT).contains(t))
             .ok_or(BadSetting {
                 name: "UNISONO_TIMEOUT",
                 value: timeout.to_string(),
-                reason: "expected seconds, at least 0.05".into(),
+                reason: "expected seconds, from 0.05 to 31536000 (a year)".into(),
             })?;
         parse("UNISONO_STREAMS", lookup("UNISONO_STREAMS"), &mut options.streams)?;
-        options.segment = optional("UNISONO_SEGMENT", lookup("UNISONO_SEGMENT"))?;
-        parse("UNISONO_STAGING", lookup("UNISONO_STAGING"), &mut options.staging)?;
+        let bytes = |name| size(name, lookup(name));
+        options.segment = bytes("UNISONO_SEGMENT")?;
+        options.staging = bytes("UNISONO_STAGING")?.unwrap_or(options.staging);
         if !(1..=64).contains(&options.streams) {
             return Err(BadSetting {
                 name: "UNISONO_STREAMS",
@@ -150,6 +151,13 @@ impl Options {
             });
         }
         Ok(options)
+    }
+
+    /// The moment that many timeouts from now; far away if it is more than a clock can tell.
+    pub fn deadline(&self, timeouts: u32) -> Instant {
+        let wait = self.timeout.checked_mul(timeouts).unwrap_or(LONGEST_TIMEOUT);
+        let now = Instant::now();
+        now.checked_add(wait).unwrap_or_else(|| now + LONGEST_TIMEOUT)
     }
 
     /// A hash of the settings that must be equal on all ranks.
@@ -168,4 +176,60 @@ pub struct BadSetting {
     pub value: String,
     /// What is wrong with it.
     pub reason: String,
+}
+
+/// Units of sizes.
+const UNITS: [(&str, usize); 7] = [
+    ("GiB", 1 << 30),
+    ("MiB", 1 << 20),
+    ("KiB", 1 << 10),
+    ("GB", 1_000_000_000),
+    ("MB", 1_000_000),
+    ("KB", 1_000),
+    ("B", 1),
+];
+
+/// A size in bytes as people write it: `4096`, `64KiB`, `8 MB`. The error says what is wrong.
+pub fn parse_size(text: &str) -> Result<usize, &'static str> {
+    let text = text.trim();
+    let (number, unit) = UNITS
+        .iter()
+        .find_map(|(name, unit)| text.strip_suffix(name).map(|number| (number, *unit)))
+        .unwrap_or((text, 1));
+    let number = number.trim();
+    if number.is_empty() || !number.bytes().all(|byte| byte.is_ascii_digit()) {
+        return Err("expected a size, such as 65536, 64KiB or 8MiB");
+    }
+    let number: Option<usize> = number.parse().ok();
+    number.and_then(|n| n.checked_mul(unit)).ok_or("the size is too large")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with(name: &str, value: &str) -> Result<Options, BadSetting> {
+        Options::from_lookup(|asked| (asked == name).then(|| value.to_owned()))
+    }
+
+    #[test]
+    fn sizes_have_units() {
+        assert_eq!(with("UNISONO_STAGING", "16MiB").unwrap().staging, 16 << 20);
+        assert_eq!(with("UNISONO_STAGING", " 4096 ").unwrap().staging, 4096);
+        assert_eq!(with("UNISONO_SEGMENT", "64 KB").unwrap().segment, Some(64_000));
+        for wrong in ["8M", "MiB", "-1", "1e6", "99999999999999999999", "99999999999GiB"] {
+            let error = with("UNISONO_STAGING", wrong).unwrap_err();
+            assert!(error.to_string().contains(" size"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_timeout_that_no_clock_can_tell_is_refused() {
+        assert_eq!(with("UNISONO_TIMEOUT", "2.5").unwrap().timeout, Duration::from_millis(2500));
+        for wrong in ["1e19", "1e300", "inf", "NaN", "-1", "0"] {
+            assert!(with("UNISONO_TIMEOUT", wrong).is_err(), "{wrong}");
+        }
+        let endless = Options { timeout: Duration::MAX, ..Options::default() };
+        assert!(endless.deadline(6) > Instant::now());
+    }
 }

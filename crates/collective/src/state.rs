@@ -79,7 +79,7 @@ pub struct GroupState {
     /// For each peer, the first call it takes no part in; `u32::MAX` while it is present.
     left: Vec<AtomicU32>,
     /// Sockets whose shutdown wakes whoever waits for them.
-    sockets: Mutex<Vec<Socket>>,
+    sockets: Mutex<Vec<Arc<Socket>>>,
     /// Wakes the monitor, which tells the other ranks.
     monitor: OnceLock<OwnedFd>,
     /// The epoch it belongs to.
@@ -121,7 +121,7 @@ impl GroupState {
     }
 
     /// Hands over sockets to shut down when the group fails.
-    pub fn shut_down_on_failure(&self, sockets: Vec<Socket>) {
+    pub fn shut_down_on_failure(&self, sockets: Vec<Arc<Socket>>) {
         self.sockets.lock().expect("no panic while locked").extend(sockets);
     }
 

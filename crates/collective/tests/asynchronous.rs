@@ -419,3 +419,166 @@ fn the_end_of_an_epoch_in_the_middle_of_a_message_reaches_the_receiver() {
     }
     assert!(failed > 0, "no epoch ended in the middle of a message");
 }
+
+/// Every operation, submitted at once, gives what it gives when it is waited for.
+#[test]
+fn every_operation_can_be_submitted() {
+    const WORLD: usize = 4;
+    for kind in Kind::ALL {
+        let groups = kind.start(WORLD, &Options::default());
+        on_all(&groups, |group| {
+            let me = group.rank();
+            let own = |from: usize| move |i: usize| (100 * from + i) as i64;
+            let block = |from: usize| (0..3).map(own(from)).collect::<Vec<_>>();
+            let whole = |from: usize| (0..3 * WORLD).map(own(from)).collect::<Vec<_>>();
+            let sum = |index: usize| (0..WORLD).map(|rank| own(rank)(index)).sum::<i64>();
+            let sums: Vec<i64> = (0..3).map(sum).collect();
+            let own_sums: Vec<i64> = (3 * me..3 * me + 3).map(sum).collect();
+            let everybody: Vec<i64> = (0..WORLD).flat_map(block).collect();
+            let exchanged: Vec<i64> =
+                (0..WORLD).flat_map(|from| (3 * me..3 * me + 3).map(own(from))).collect();
+            let (root, nothing) = (2, vec![0; 3 * WORLD]);
+            let at_root = |buffer: Vec<i64>| (me == root).then_some(buffer);
+            let mut framed = vec![0; 3 * WORLD];
+            framed[3 * me..3 * me + 3].copy_from_slice(&block(me));
+
+            let all_reduce = group.submit_all_reduce(block(me), Reduction::Sum).unwrap();
+            let into = group.submit_all_reduce_into(block(me), vec![0; 3], Reduction::Sum).unwrap();
+            let scattered =
+                group.submit_reduce_scatter(whole(me), vec![0; 3], Reduction::Sum).unwrap();
+            let in_place = group.submit_reduce_scatter_in_place(whole(me), Reduction::Sum).unwrap();
+            let gathered = group.submit_all_gather(block(me), nothing.clone()).unwrap();
+            let gathered_in_place = group.submit_all_gather_in_place(framed).unwrap();
+            let counts: Vec<usize> = (0..WORLD).collect();
+            let unequal = block(me)[..me.min(3)].to_vec();
+            let unequal = group.submit_all_gather_unequal(unequal, vec![0; 6], &counts).unwrap();
+            let broadcast = group.submit_broadcast(block(me), root).unwrap();
+            let reduced =
+                group.submit_reduce(block(me), at_root(vec![0; 3]), Reduction::Sum, root).unwrap();
+            let reduced_in_place =
+                group.submit_reduce_in_place(block(me), Reduction::Sum, root).unwrap();
+            let to_root = group.submit_gather(block(me), at_root(nothing.clone()), root).unwrap();
+            let from_root = group.submit_scatter(at_root(whole(me)), vec![0; 3], root).unwrap();
+            let all_to_all = group.submit_all_to_all(whole(me), nothing.clone()).unwrap();
+            let replaced = group.submit_all_to_all_in_place(whole(me)).unwrap();
+            // What r sends to s is r + s elements long.
+            let lengths: Vec<usize> = (0..WORLD).map(|peer| me + peer).collect();
+            let total = lengths.iter().sum();
+            let ragged = group
+                .submit_all_to_all_unequal(
+                    vec![me as i64; total],
+                    &lengths,
+                    vec![9; total],
+                    &lengths,
+                )
+                .unwrap();
+            let barrier = group.submit_barrier().unwrap();
+            let (next, previous) = ((me + 1) % WORLD, (me + WORLD - 1) % WORLD);
+            let received = group.submit_receive_owned(vec![0; 3], previous, 7).unwrap();
+            let sent = group.submit_send_owned(block(me), next, 7).unwrap();
+
+            assert_eq!(outcome(&barrier), Ok(()));
+            assert_eq!(all_reduce.wait().unwrap(), sums);
+            assert_eq!(into.wait().unwrap(), (block(me), sums.clone()));
+            assert_eq!(scattered.wait().unwrap(), (whole(me), own_sums.clone()));
+            assert_eq!(in_place.wait().unwrap()[3 * me..3 * me + 3], own_sums);
+            assert_eq!(gathered.wait().unwrap(), (block(me), everybody.clone()));
+            assert_eq!(gathered_in_place.wait().unwrap(), everybody);
+            let expected: Vec<i64> =
+                (0..WORLD).flat_map(|r| block(r)[..r.min(3)].to_vec()).collect();
+            assert_eq!(unequal.wait().unwrap().1, expected);
+            assert_eq!(broadcast.wait().unwrap(), block(root));
+            assert_eq!(reduced.wait().unwrap(), (block(me), at_root(sums.clone())));
+            let kept = if me == root { sums } else { block(me) };
+            assert_eq!(reduced_in_place.wait().unwrap(), kept);
+            assert_eq!(to_root.wait().unwrap(), (block(me), at_root(everybody)));
+            let part: Vec<i64> = (3 * me..3 * me + 3).map(own(root)).collect();
+            assert_eq!(from_root.wait().unwrap(), (at_root(whole(me)), part));
+            assert_eq!(all_to_all.wait().unwrap(), (whole(me), exchanged.clone()));
+            assert_eq!(replaced.wait().unwrap(), exchanged);
+            let expected: Vec<i64> = (0..WORLD).flat_map(|r| vec![r as i64; me + r]).collect();
+            assert_eq!(ragged.wait().unwrap().1, expected);
+            assert_eq!(received.wait().unwrap(), block(previous));
+            assert_eq!(sent.wait().unwrap(), block(me));
+        });
+    }
+}
+
+#[test]
+fn a_submission_that_makes_no_sense_is_not_made() {
+    let groups = Kind::Local.start(2, &Options::default());
+    on_all(&groups, |group| {
+        assert!(group.submit_all_gather(vec![1f32; 3], vec![0f32; 5]).is_err());
+        assert!(group.submit_broadcast(vec![1f32; 3], 2).is_err());
+        assert!(group.submit_send_owned(vec![1f32; 3], group.rank(), 0).is_err());
+        group.barrier().unwrap();
+    });
+}
+
+#[test]
+fn a_callback_that_panics_harms_nobody_else() {
+    for groups in worlds(2) {
+        on_all(&groups, |group| {
+            let pending = group.submit_all_reduce(vec![1i32; 300_000], Reduction::Sum).unwrap();
+            let (told, tell) = mpsc::channel();
+            pending.work().on_completion(|_| panic!("a broken callback, on purpose"));
+            pending.work().on_completion(move |outcome| told.send(outcome.clone()).unwrap());
+            assert_eq!(pending.wait().unwrap()[0], 2);
+            assert_eq!(tell.recv_timeout(PATIENCE), Ok(Ok(())));
+            // The same thread ends this one.
+            let pending = group.submit_all_reduce(vec![1i32; 10], Reduction::Sum).unwrap();
+            assert_eq!(outcome(pending.work()), Ok(()));
+            let peer = 1 - group.rank();
+            let receiving = group.submit_receive_owned(vec![0u8], peer, 1).unwrap();
+            receiving.work().on_completion(|_| panic!("a broken callback, on purpose"));
+            group.send(&[1u8], peer, 1).unwrap();
+            assert_eq!(outcome(receiving.work()), Ok(()));
+            let receiving = group.submit_receive_owned(vec![0u8], peer, 2).unwrap();
+            group.send(&[2u8], peer, 2).unwrap();
+            assert_eq!(outcome(receiving.work()), Ok(()));
+        });
+    }
+}
+
+/// The callback runs on a thread that the group waits for when it ends.
+#[test]
+fn a_callback_may_drop_the_last_handle_of_its_group() {
+    for by_message in [false, true] {
+        for groups in worlds(2) {
+            let (told, tell) = mpsc::channel();
+            let handles: Vec<_> = groups
+                .into_iter()
+                .map(|group| {
+                    let group = std::sync::Arc::new(group);
+                    let peer = 1 - group.rank();
+                    let data = vec![1u8; 1 << 20];
+                    let (work, pending) = if by_message {
+                        let sending = group.submit_send_owned(data.clone(), peer, 0).unwrap();
+                        let receiving = group.submit_receive_owned(data, peer, 0).unwrap();
+                        (receiving.work().clone(), vec![sending, receiving])
+                    } else {
+                        let pending = group.submit_all_reduce(data, Reduction::Max).unwrap();
+                        (pending.work().clone(), vec![pending])
+                    };
+                    let (last, told) = (group.clone(), told.clone());
+                    let (dropped, wait) = mpsc::channel::<()>();
+                    work.on_completion(move |_| {
+                        let _ = wait.recv_timeout(PATIENCE);
+                        drop(last);
+                        told.send(()).unwrap();
+                    });
+                    // Both ranks have submitted when the first handle goes.
+                    (group, dropped, pending)
+                })
+                .collect();
+            for (group, dropped, pending) in handles {
+                drop(group);
+                dropped.send(()).unwrap();
+                pending.iter().for_each(|pending| drop(outcome(pending.work())));
+            }
+            for _ in 0..2 {
+                tell.recv_timeout(PATIENCE).expect("the callback comes back");
+            }
+        }
+    }
+}

@@ -109,7 +109,7 @@ fn wrong_lists_are_refused_and_the_group_goes_on() {
         on_all(&groups, |world| {
             let me = world.rank();
             let refusal = |list: &[usize]| match world.subgroup(list) {
-                Err(FormError::Parent(Error::InvalidCall(refusal))) => refusal,
+                Err(FormError::InvalidCall(refusal)) => refusal,
                 Err(other) => panic!("{list:?}: {other}"),
                 Ok(_) => panic!("{list:?} formed a group"),
             };
@@ -278,6 +278,41 @@ fn nothing_works_after_its_epoch_ended() {
             assert!(group.epoch().has_ended());
         }
     }
+}
+
+/// The end of an epoch on one rank ends the groups that rank is not in, too.
+#[test]
+fn the_end_of_an_epoch_reaches_every_group_of_every_rank() {
+    for kind in [Kind::Shm, Kind::Tcp] {
+        let groups = kind.start(4, &Options::default());
+        let halves = on_all(&groups, |world| {
+            world.split(Some(world.rank() as u32 % 2), 0).unwrap().unwrap()
+        });
+        // Every rank has an epoch of its own, as processes do.
+        groups[0].epoch().end();
+        let ended = Error::EpochEnded { epoch: 0 };
+        for (world, half) in groups.iter().zip(&halves) {
+            let deadline = Instant::now() + Duration::from_secs(20);
+            while half.failure().is_none() {
+                assert!(Instant::now() < deadline, "rank {} was not told", world.rank());
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            assert_eq!(half.barrier(), Err(ended.clone()));
+            assert_eq!(world.barrier(), Err(ended.clone()));
+            assert!(world.epoch().has_ended());
+        }
+    }
+}
+
+/// Nothing but its sockets costs a local world descriptors: two for every pair and direction.
+#[test]
+fn a_large_local_world_fits_the_usual_limit_of_descriptors() {
+    let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let before = open();
+    let groups = Group::local(20, &Options::default()).unwrap();
+    let used = open() - before;
+    assert!(used <= 2 * 20 * 20 + 4 * 20, "{used}");
+    on_all(&groups, |group| group.barrier().unwrap());
 }
 
 #[test]

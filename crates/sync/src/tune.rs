@@ -19,6 +19,10 @@ const MARGIN: f64 = 0.02;
 /// The smallest size tried. Below it latency dominates on any network.
 const SMALLEST: usize = 1 << 20;
 
+/// Buckets to begin with, about. The last one to be ready can hide behind nothing, so that fewer hide
+/// less; more have more latency.
+const PIECES: usize = 16;
+
 /// The search for a size.
 #[derive(Clone, Debug)]
 pub struct Tuner {
@@ -40,8 +44,7 @@ impl Tuner {
         let sizes: Vec<usize> = std::iter::successors(Some(SMALLEST), |size| Some(size * 2))
             .take_while(|size| *size <= bytes.max(SMALLEST))
             .collect();
-        let start = BucketSizes::default().others;
-        let best = sizes.iter().rposition(|size| *size <= start).unwrap_or(0);
+        let best = sizes.iter().rposition(|size| *size <= bytes / PIECES).unwrap_or(0);
         Tuner {
             // All fits the first bucket, or one size is all there is.
             settled: bytes <= BucketSizes::default().first || sizes.len() < 2,
@@ -142,10 +145,11 @@ mod tests {
 
     #[test]
     fn it_climbs_to_the_best_size_on_either_side() {
-        assert_eq!(search(256 << 20, distance_from(32)), (vec![8, 16, 32, 64, 32], 32));
-        assert_eq!(search(256 << 20, distance_from(2)), (vec![8, 16, 4, 2, 1, 2], 2));
-        assert_eq!(search(256 << 20, distance_from(8)), (vec![8, 16, 4, 8], 8));
-        assert_eq!(search(8 << 20, distance_from(1)), (vec![8, 4, 2, 1], 1));
+        assert_eq!(search(128 << 20, distance_from(32)), (vec![8, 16, 32, 64, 32], 32));
+        assert_eq!(search(128 << 20, distance_from(2)), (vec![8, 16, 4, 2, 1, 2], 2));
+        assert_eq!(search(128 << 20, distance_from(8)), (vec![8, 16, 4, 8], 8));
+        assert_eq!(search(8 << 20, distance_from(8)), (vec![1, 2, 4, 8], 8));
+        assert_eq!(search(8 << 20, distance_from(1)), (vec![1, 2, 1], 1));
     }
 
     #[test]
@@ -155,7 +159,7 @@ mod tests {
             steps.set(steps.get() + 1);
             1.0 + 0.01 * f64::from(steps.get() % 3)
         };
-        assert_eq!(search(256 << 20, noisy).1, 8);
+        assert_eq!(search(128 << 20, noisy).1, 8);
     }
 
     #[test]

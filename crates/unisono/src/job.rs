@@ -1,7 +1,5 @@
 //! Joining the job that this process was started for.
 
-use std::time::Instant;
-
 use unisono_cluster::place::{Place, PlaceError};
 use unisono_cluster::rendezvous::{self, RendezvousError};
 use unisono_collective::fabric::{Address, Endpoint};
@@ -30,7 +28,7 @@ impl Job {
     /// Joins with these settings, which must be equal on all ranks.
     pub fn join_with(options: Options) -> Result<Job, JoinError> {
         let place = Place::from_env()?;
-        let deadline = Instant::now() + START_PATIENCE * options.timeout;
+        let deadline = options.deadline(START_PATIENCE);
         let session = rendezvous::connect(&place, deadline)?;
         let mut ip = session.local_ip();
         let wanted = std::env::var("UNISONO_INTERFACE").ok().filter(|wanted| !wanted.is_empty());

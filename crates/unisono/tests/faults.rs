@@ -383,20 +383,28 @@ fn messages_of_different_length_are_refused() {
     }
 }
 
+/// Lets a process have `room` more bytes of addresses than it has; `None` lifts the limit again.
+fn limit_memory(pid: u32, room: Option<u64>) {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/statm")).expect("it runs");
+    let pages: u64 = status.split(' ').next().and_then(|n| n.parse().ok()).expect("its size");
+    let pid = rustix::process::Pid::from_raw(pid as i32);
+    let mut limit = rustix::process::getrlimit(rustix::process::Resource::As);
+    limit.current = room.map(|room| pages * 4096 + room).or(limit.maximum);
+    rustix::process::prlimit(pid, rustix::process::Resource::As, limit).expect("its own user may");
+}
+
 #[test]
 fn too_much_staging_memory_is_refused_at_once() {
-    let huge = 1 << 50;
+    let large = 128 << 20;
     let mut world = Wiring::Shm.start(3);
-    let replies = world.try_form(|rank| {
-        let settings = Wiring::Shm.settings();
-        Settings { staging: if rank == 1 { huge } else { settings.staging }, ..settings }
-    });
+    limit_memory(world.ranks[1].pid(), Some(large as u64 / 2));
+    let replies = world.try_form(|_| Settings { staging: large, ..Wiring::Shm.settings() });
     for (rank, reply) in replies.into_iter().enumerate() {
         let Reply::Failed(Failed { failure, .. }) = reply else {
             panic!("rank {rank} joined a group that cannot form");
         };
         match failure {
-            Failure::Staging { bytes } => assert!(rank == 1 && bytes > huge / 2),
+            Failure::Staging { bytes } => assert!(rank == 1 && bytes > large / 2),
             Failure::Peer { peer, reason } => {
                 assert!(rank != 1 && peer == 1, "rank {rank} blames {peer}");
                 assert!(reason.contains("staging"), "{reason}");
@@ -404,7 +412,8 @@ fn too_much_staging_memory_is_refused_at_once() {
             other => panic!("rank {rank}: {other:?}"),
         }
     }
-    // Phase two: with less, the same processes form a group.
+    // Phase two: with more room, the same processes form a group.
+    limit_memory(world.ranks[1].pid(), None);
     world.form(&Wiring::Shm.settings());
     for reply in world.all(&Command::Call(SUM)) {
         assert_eq!(reply, Reply::Done);

@@ -3,6 +3,7 @@
 mod support;
 
 use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::{AdamW, Optimizer, ParamsAdamW};
 use support::{Momentum, Variables, build, gradient};
 use unisono_workload::data::{Batch, DataSpec, Dataset, Kind, SampleOrder, Split};
 use unisono_workload::model::{Model, ModelSpec, accuracy};
@@ -149,32 +150,34 @@ fn a_token_does_not_see_those_after_it() {
     assert_ne!(one[3], other[3]);
 }
 
-/// The held-out accuracy of the model after 600 steps on batches of 64, while the rate falls from
-/// 0.2 to 0 in a line.
+/// The held-out accuracy of the model after 600 steps of AdamW on batches of 64, while the rate falls
+/// from 0.005 to 0 in a line.
+///
+/// These settings were chosen by cross-validation inside the training part.
 fn train(data: &Dataset, spec: &ModelSpec, seed: u64) -> Result<f64> {
     const STEPS: u64 = 600;
     const BATCH: u64 = 64;
     let (model, variables) = build(spec, data.kind(), seed, DType::F32);
     let mut order = SampleOrder::new(seed, data.train_len());
-    let mut optimizer = Momentum::new(&variables);
+    let parameters = ParamsAdamW { lr: 0.005, weight_decay: 0.1, ..Default::default() };
+    let mut optimizer = AdamW::new(variables.into_values().collect(), parameters)?;
     for step in 0..STEPS {
         let positions = step * BATCH..(step + 1) * BATCH;
         let indices: Vec<usize> = positions.map(|position| order.sample(position)).collect();
-        let rate = 0.2 * (1.0 - step as f64 / STEPS as f64);
-        optimizer.step(model.as_ref(), &data.batch(Split::Train, &indices)?, rate)?;
+        optimizer.set_learning_rate(0.005 * (1.0 - step as f64 / STEPS as f64));
+        optimizer.backward_step(&model.loss(&data.batch(Split::Train, &indices)?)?)?;
     }
     let all: Vec<usize> = (0..data.test_len()).collect();
     let (hits, answers) = accuracy(model.as_ref(), &data.batch(Split::Test, &all)?)?;
     Ok(hits as f64 / answers as f64)
 }
 
-/// The mean over seeds, because one sample of the test part is a third of a percent.
+/// The mean over seeds, because one image of the test part is a third of a percent.
 #[test]
 fn the_default_perceptron_reads_97_of_100_digits() {
     let data = DataSpec::Digits.load(0).unwrap();
-    let seeds = 0..4;
     let accuracies: Vec<f64> =
-        seeds.map(|seed| train(&data, &ModelSpec::mlp(), seed).unwrap()).collect();
+        (0..8).map(|seed| train(&data, &ModelSpec::mlp(), seed).unwrap()).collect();
     let mean = accuracies.iter().sum::<f64>() / accuracies.len() as f64;
     assert!(mean >= 0.97, "{accuracies:?}");
 }

@@ -3,9 +3,11 @@
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use clap::Args;
 use serde::Serialize;
+use unisono::collective::cost::Prediction;
+use unisono::collective::fabric::available_memory;
 use unisono::{Algorithm, Dtype, Group, Job, Options, Reduction, Transport};
 
 use super::limit;
@@ -30,17 +32,18 @@ pub struct CollectiveArgs {
     /// The element type: f32, f64, f16, bf16, i8, u8, i32 or i64.
     #[arg(long, default_value = "f32")]
     dtype: Dtype,
-    /// Sizes of the whole buffer: a list of sizes and ranges.
+    /// Sizes of the whole buffer: a list of sizes and ranges, FROM..TO or FROM..TO:FACTOR.
     #[arg(long, default_value = "1KiB..64MiB")]
     sizes: String,
-    /// By how much the sizes of a range grow.
+    /// By how much the sizes of a range grow that does not say so itself.
     #[arg(long, default_value_t = 4)]
     factor: usize,
     /// Use this algorithm instead of the cheapest: ring, tree, double-tree, halving-doubling,
     /// pairwise, direct, window, window-direct or hierarchical.
     #[arg(long)]
     algorithm: Option<Algorithm>,
-    /// Print every candidate with its predicted time, and the measured time of the chosen one.
+    /// Print every algorithm that could do it with its predicted time, and the measured time of the
+    /// chosen one.
     #[arg(long)]
     explain: bool,
     /// Seconds to spend on each size.
@@ -73,7 +76,7 @@ struct Row {
 
 /// Starts the ranks, or is one of them.
 pub fn run(args: CollectiveArgs) -> anyhow::Result<ExitCode> {
-    sizes::parse_list(&args.sizes, args.factor).context("--sizes")?;
+    let sizes = args.sizes()?;
     // Under a launcher this process is a rank already.
     if args.as_rank || std::env::var_os("RANK").is_some() {
         return be_rank(&args);
@@ -81,10 +84,34 @@ pub fn run(args: CollectiveArgs) -> anyhow::Result<ExitCode> {
     let ranks = args.ranks.unwrap_or_else(|| {
         std::thread::available_parallelism().map_or(2, |cores| cores.get().max(2))
     });
+    check_memory(args.op, &sizes, ranks)?;
     let mut command = vec![std::env::current_exe()?.into_os_string()];
     command.extend(std::env::args_os().skip(1));
     command.push("--as-rank".into());
     crate::run::launch_here(ranks, command)
+}
+
+impl CollectiveArgs {
+    fn sizes(&self) -> anyhow::Result<Vec<usize>> {
+        sizes::parse_buffers(&self.sizes, self.factor, self.dtype.size()).context("--sizes")
+    }
+}
+
+/// Refuses buffers for which this machine has no memory: the system would end somebody.
+fn check_memory(op: Operation, sizes: &[usize], ranks: usize) -> anyhow::Result<()> {
+    let Some(available) = available_memory() else { return Ok(()) };
+    for &bytes in sizes {
+        let needed = bytes.saturating_mul(op.buffers()).saturating_mul(ranks);
+        ensure!(
+            needed as u64 <= available,
+            "--sizes: {ranks} ranks with buffers of {} need {} of memory, where {} are available; \
+             choose smaller sizes or fewer ranks",
+            sizes::format(bytes),
+            sizes::about(needed),
+            sizes::about(available as usize)
+        );
+    }
+    Ok(())
 }
 
 fn be_rank(args: &CollectiveArgs) -> anyhow::Result<ExitCode> {
@@ -95,7 +122,9 @@ fn be_rank(args: &CollectiveArgs) -> anyhow::Result<ExitCode> {
     let job = Job::join_with(options).context("joining the job")?;
     let group = job.world();
     let mut report = Report::new(args, &job);
-    for bytes in sizes::parse_list(&args.sizes, args.factor)? {
+    let sizes = args.sizes()?;
+    check_memory(args.op, &sizes, job.place().local_world as usize)?;
+    for bytes in sizes {
         let mut workload = workload::make(args.op, args.dtype, bytes, group, args.algorithm);
         let samples = measure(workload.as_mut(), group, args)?;
         report.add(workload.as_mut(), group, samples)?;
@@ -230,13 +259,15 @@ impl<'a> Report<'a> {
         }
         self.started = true;
         if self.args.explain {
-            for unisono::collective::cost::Prediction { algorithm, seconds } in
-                &explanation.candidates
-            {
+            let candidates = explanation.candidates.iter().map(|prediction| (prediction, true));
+            let others = explanation.others.iter().map(|prediction| (prediction, false));
+            for (Prediction { algorithm, seconds }, considered) in candidates.chain(others) {
                 let measured = if *algorithm == explanation.chosen {
                     format!("   measured {:>11.2} µs  ← chosen", row.median_us)
-                } else {
+                } else if considered {
                     String::new()
+                } else {
+                    "   not considered".into()
                 };
                 let line = format!(
                     "{:>12}{algorithm:<16} predicted {:>11.2} µs{measured}",
@@ -247,5 +278,18 @@ impl<'a> Report<'a> {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_beyond_all_memory_are_refused() {
+        assert!(check_memory(Operation::AllReduce, &[1 << 10], 2).is_ok());
+        let error = check_memory(Operation::AllToAll, &[1 << 10, 1 << 50], 2).unwrap_err();
+        assert!(error.to_string().contains("1048576 GiB"), "{error}");
+        assert!(check_memory(Operation::AllReduce, &[usize::MAX], 2).is_err());
     }
 }

@@ -4,6 +4,7 @@ mod collective;
 mod limit;
 mod serve;
 pub mod sizes;
+mod step;
 mod workload;
 
 use std::process::ExitCode;
@@ -15,6 +16,8 @@ use clap::Subcommand;
 pub enum BenchCommand {
     /// Time a collective operation over a range of sizes.
     Collective(collective::CollectiveArgs),
+    /// Time a training step of one worker with and without synchronization.
+    Step(step::StepArgs),
     /// Time operations as told through named pipes, beside other systems.
     #[command(hide = true)]
     Serve(serve::ServeArgs),
@@ -24,6 +27,7 @@ pub enum BenchCommand {
 pub fn run(command: BenchCommand) -> anyhow::Result<ExitCode> {
     match command {
         BenchCommand::Collective(args) => collective::run(args),
+        BenchCommand::Step(args) => step::run(args),
         BenchCommand::Serve(args) => serve::run(args),
     }
 }

@@ -46,6 +46,14 @@ impl Operation {
         matches!(self, ReduceScatter | AllGather | Gather | Scatter | AllToAll)
     }
 
+    /// Buffers of the whole size that a rank holds, at most.
+    pub fn buffers(self) -> usize {
+        match self {
+            Operation::AllReduce | Operation::Broadcast | Operation::Barrier => 1,
+            _ => 2,
+        }
+    }
+
     /// Bytes that cross the busiest link per byte of the buffer, as nccl-tests counts them.
     pub fn bus_factor(self, world: usize) -> f64 {
         let n = world as f64;

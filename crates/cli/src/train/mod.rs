@@ -10,11 +10,11 @@ mod worker;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use unisono::cluster::launch::{Launch, Outcome};
+use unisono::cluster::launch::{Ending, Launch, Outcome};
 use unisono::{Group, Options};
 
 pub use args::TrainArgs;
-use progress::Display;
+use progress::{Display, Failure};
 
 /// How long workers may take to finish their step and write a checkpoint when told to stop.
 const GRACE: Duration = Duration::from_secs(60);
@@ -23,7 +23,14 @@ const GRACE: Duration = Duration::from_secs(60);
 pub fn run(args: TrainArgs) -> anyhow::Result<ExitCode> {
     if args.as_worker || std::env::var_os("RANK").is_some() || is_launched() {
         fix_threads(args.threads());
-        return worker::run(&args);
+        return match worker::run(&args) {
+            Err(error) if args.as_worker => {
+                let consequence = worker::is_consequence(&error);
+                Failure { reason: crate::one_line(&error), consequence }.tell();
+                Ok(ExitCode::FAILURE)
+            }
+            outcome => outcome,
+        };
     }
     rehearse(&args)?;
     let display = Display::new();
@@ -37,16 +44,43 @@ pub fn run(args: TrainArgs) -> anyhow::Result<ExitCode> {
         ..Launch::new(command, u32::try_from(args.workers())?)
     };
     let outcome = launch.run();
-    let finished = display.close();
-    match outcome? {
+    let heard = display.close();
+    let outcome = outcome?;
+    match (&outcome, heard.failure) {
         // The workers did what they were told to: nothing went wrong.
-        Outcome::Interrupted { .. } if finished => Ok(ExitCode::SUCCESS),
-        outcome => Ok(ExitCode::from(outcome.exit_code())),
+        (Outcome::Interrupted { .. }, None) if heard.finished => return Ok(ExitCode::SUCCESS),
+        // A worker that was killed could not say why the others gave up.
+        (Outcome::Failed(first), Some(failure))
+            if failure.consequence && matches!(first.ending, Ending::Signal(_)) =>
+        {
+            eprintln!("unisono: {outcome}; {}", advice(&args));
+        }
+        (_, Some(failure)) => eprintln!("unisono: {}", failure.reason),
+        (Outcome::Failed(_), None) => eprintln!("unisono: {outcome}; {}", advice(&args)),
+        _ => {}
+    }
+    Ok(ExitCode::from(outcome.exit_code()))
+}
+
+/// What to do about a worker that is gone.
+fn advice(args: &TrainArgs) -> &'static str {
+    match args.saves() {
+        true => "add --resume to go on from the last checkpoint",
+        false => "start again; with --checkpoint-dir, less would be lost",
     }
 }
 
 /// Does what every worker will do before it computes, so that a mistake costs one line.
 fn rehearse(args: &TrainArgs) -> anyhow::Result<()> {
+    // What is worth a warning, the workers will say again.
+    let level = log::max_level();
+    log::set_max_level(log::LevelFilter::Off);
+    let outcome = try_out(args);
+    log::set_max_level(level);
+    outcome
+}
+
+fn try_out(args: &TrainArgs) -> anyhow::Result<()> {
     let plan = args.plan(args.workers())?;
     args.options()?;
     let alone = Group::local(1, &Options::default())?.remove(0);

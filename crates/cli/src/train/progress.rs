@@ -1,12 +1,12 @@
-//! Shows how training goes on.
+//! Shows how training goes on, and why it did not.
 //!
-//! The workers' output goes through the launcher, which knows the terminal. So rank 0 tells its
-//! progress in lines that begin with a byte no text has, and the launcher's end of the pipe draws a
-//! bar of them. Where somebody else launched the workers, rank 0 writes plain lines now and then.
+//! The workers' output goes through the launcher, which knows the terminal. So they send it messages
+//! in lines that begin with a byte no text has. Of rank 0's progress the launcher's end of the pipe
+//! draws a bar; of the reasons why workers gave up, the launcher shows the one that made the others
+//! give up too. Where somebody else launched the workers, rank 0 writes plain lines now and then.
 
 use std::io::{IsTerminal, Write};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -23,17 +23,40 @@ const REDRAW: Duration = Duration::from_millis(100);
 /// Time between two lines where there is no bar.
 const LINES: Duration = Duration::from_secs(5);
 
+/// What a worker tells the launcher.
+#[derive(Debug, Serialize, Deserialize)]
+enum Message {
+    Progress(Progress),
+    /// Everything is done and written.
+    Finished,
+    Failure(Failure),
+}
+
 /// How far training is.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Progress {
+struct Progress {
     step: u64,
     steps: u64,
     loss: f32,
     samples_per_s: f64,
     /// The share of the time that was spent waiting for communication.
     exposed: f64,
-    /// Whether everything is done and written.
-    finished: bool,
+}
+
+/// Why a worker gave up.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Failure {
+    /// In one line.
+    pub reason: String,
+    /// Whether it did so only because another worker was gone.
+    pub consequence: bool,
+}
+
+impl Failure {
+    /// Tells the launcher.
+    pub fn tell(self) {
+        tell(&Message::Failure(self));
+    }
 }
 
 /// Rank 0's end.
@@ -46,7 +69,6 @@ pub struct Reporter {
     seconds: f64,
     blocked: f64,
     since: u32,
-    last: Option<Progress>,
 }
 
 impl Reporter {
@@ -60,7 +82,6 @@ impl Reporter {
             seconds: 0.0,
             blocked: 0.0,
             since: 0,
-            last: None,
         }
     }
 
@@ -80,35 +101,32 @@ impl Reporter {
             loss: outcome.loss,
             samples_per_s: f64::from(self.since) * self.samples / self.seconds,
             exposed: self.blocked / self.seconds,
-            finished: false,
         };
         (self.seconds, self.blocked, self.since) = (0.0, 0.0, 0);
-        self.tell(&progress);
-        self.last = Some(progress);
-    }
-
-    /// When all is done.
-    pub fn finish(&mut self) {
-        if let Some(last) = self.last.take()
-            && self.marked
-        {
-            self.tell(&Progress { finished: true, ..last });
+        self.told = Instant::now();
+        if self.marked {
+            tell(&Message::Progress(progress));
+        } else {
+            // Whoever closed the pipe does not want to know.
+            let _ = writeln!(std::io::stderr(), "{}", progress.line());
         }
     }
 
-    fn tell(&mut self, progress: &Progress) {
-        self.told = Instant::now();
-        // Whoever closed the pipe does not want to know.
-        let _ = if self.marked {
-            let mut line = vec![MARK];
-            line.extend(serde_json::to_vec(progress).unwrap_or_default());
-            line.push(b'\n');
-            let mut out = std::io::stdout().lock();
-            out.write_all(&line).and_then(|()| out.flush())
-        } else {
-            writeln!(std::io::stderr(), "{}", progress.line())
-        };
+    /// When all is done.
+    pub fn finish(&self) {
+        if self.marked {
+            tell(&Message::Finished);
+        }
     }
+}
+
+fn tell(message: &Message) {
+    let mut line = vec![MARK];
+    line.extend(serde_json::to_vec(message).unwrap_or_default());
+    line.push(b'\n');
+    let mut out = std::io::stdout().lock();
+    // As above.
+    let _ = out.write_all(&line).and_then(|()| out.flush());
 }
 
 impl Progress {
@@ -124,7 +142,16 @@ impl Progress {
 /// The launcher's end.
 pub struct Display {
     bar: ProgressBar,
-    finished: Arc<AtomicBool>,
+    heard: Arc<Mutex<Heard>>,
+}
+
+/// What the workers had to say.
+#[derive(Clone, Default)]
+pub struct Heard {
+    /// Training came to its end, or was interrupted, and all is written.
+    pub finished: bool,
+    /// Why they gave up: the cause, if one of them told it.
+    pub failure: Option<Failure>,
 }
 
 impl Display {
@@ -134,14 +161,14 @@ impl Display {
             .expect("the template is right")
             .progress_chars("━╸─");
         bar.set_style(style);
-        Display { bar, finished: Arc::default() }
+        Display { bar, heard: Arc::default() }
     }
 
     /// Where the workers' stdout goes.
     pub fn stdout(&self) -> Sink {
         let told = Instant::now();
-        let (bar, finished) = (self.bar.clone(), self.finished.clone());
-        Arc::new(Mutex::new(Output { bar, finished, told, partial: Vec::new() }))
+        let (bar, heard) = (self.bar.clone(), self.heard.clone());
+        Arc::new(Mutex::new(Output { bar, heard, told, partial: Vec::new() }))
     }
 
     /// Where their stderr goes.
@@ -149,35 +176,51 @@ impl Display {
         Arc::new(Mutex::new(Beside { bar: self.bar.clone() }))
     }
 
-    /// Removes the bar; whether training came to its end.
-    pub fn close(&self) -> bool {
+    /// Removes the bar.
+    pub fn close(&self) -> Heard {
         self.bar.finish_and_clear();
-        self.finished.load(Ordering::Relaxed)
+        lock(&self.heard).clone()
     }
 }
 
-/// Takes lines of stdout: draws those that are marked, passes on the others.
+/// Nothing is left half done by a panic while it is locked.
+fn lock(heard: &Mutex<Heard>) -> MutexGuard<'_, Heard> {
+    heard.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Takes lines of stdout: heeds those that are marked, passes on the others.
 struct Output {
     bar: ProgressBar,
-    finished: Arc<AtomicBool>,
+    heard: Arc<Mutex<Heard>>,
     told: Instant,
     partial: Vec<u8>,
 }
 
 impl Output {
     fn line(&mut self, line: &[u8]) -> std::io::Result<()> {
-        let Some(event) = line.strip_prefix(&[MARK]) else {
+        let Some(message) = line.strip_prefix(&[MARK]) else {
             return self.bar.suspend(|| {
                 let mut out = std::io::stdout().lock();
                 out.write_all(line)?;
                 out.flush()
             });
         };
-        let Ok(progress) = serde_json::from_slice::<Progress>(event) else { return Ok(()) };
-        if progress.finished {
-            self.finished.store(true, Ordering::Relaxed);
-            return Ok(());
+        match serde_json::from_slice(message) {
+            Ok(Message::Progress(progress)) => return self.draw(&progress),
+            Ok(Message::Finished) => lock(&self.heard).finished = true,
+            Ok(Message::Failure(failure)) => {
+                let mut heard = lock(&self.heard);
+                let better = |known: &Failure| known.consequence && !failure.consequence;
+                if heard.failure.as_ref().is_none_or(better) {
+                    heard.failure = Some(failure);
+                }
+            }
+            Err(error) => log::debug!("a message that is none: {error}"),
         }
+        Ok(())
+    }
+
+    fn draw(&mut self, progress: &Progress) -> std::io::Result<()> {
         self.bar.set_length(progress.steps);
         self.bar.set_position(progress.step);
         self.bar.set_message(progress.line());
@@ -210,8 +253,15 @@ struct Beside {
     bar: ProgressBar,
 }
 
+/// How the launcher's account of a failed rank begins. It comes in one piece.
+const ACCOUNT: &[u8] = b"unisono: rank ";
+
 impl Write for Beside {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        // One line that says why will do; see `Heard::failure`.
+        if bytes.starts_with(ACCOUNT) {
+            return Ok(bytes.len());
+        }
         self.bar.suspend(|| std::io::stderr().write(bytes))
     }
 

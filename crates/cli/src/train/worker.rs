@@ -9,9 +9,11 @@ use std::time::Instant;
 use anyhow::Context;
 use serde_json::json;
 use signal_hook::consts::{SIGINT, SIGTERM};
+use unisono::candle::ReplicaError;
 use unisono::insight::folder::{FolderError, RunFolder};
 use unisono::insight::{Outcome, RunInfo, Scaling};
-use unisono::{Group, Job, Options, Transport};
+use unisono::sync::SyncError;
+use unisono::{Error, Group, Job, Options, Transport};
 
 use super::args::{Plan, TrainArgs};
 use super::checkpoint::{Saver, resume};
@@ -73,27 +75,27 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         }
         let over = trainee.steps() == plan.steps || interrupted;
         let due = |every: u64| every > 0 && trainee.steps().is_multiple_of(every);
-        let mut paused = false;
-        if due(plan.check_every) || over {
+        // Decided alike on all ranks, for they must all take part in what follows.
+        let checks = due(plan.check_every) || over;
+        let saves = plan.checkpoint_dir.is_some() && (due(plan.checkpoint_every) || over);
+        let hands_in = recorder.is_due() || over;
+        if checks {
             trainee.check(group)?;
-            paused = true;
         }
         if let Some(Home { saver: Some(saver), .. }) = &mut home
-            && (due(plan.checkpoint_every) || over)
+            && saves
         {
             saver.save(&plan, &*trainee)?;
-            paused = true;
         }
-        if recorder.is_due() || over {
+        if hands_in {
             let records = recorder.hand_in(group)?;
             if let Some(home) = &mut home {
                 for record in &records {
                     home.folder().append(record)?;
                 }
             }
-            paused = true;
         }
-        if paused {
+        if checks || saves || hands_in {
             // That was no part of the next step.
             group.barrier()?;
             trainee.synchronizer().begin_step();
@@ -105,6 +107,19 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     // The others stay until rank 0 has written all.
     group.barrier()?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Whether a worker failed only because another one was gone.
+pub fn is_consequence(error: &anyhow::Error) -> bool {
+    let sync = match error.downcast_ref() {
+        Some(ReplicaError::Sync(sync)) => Some(sync),
+        _ => error.downcast_ref(),
+    };
+    let group = match sync {
+        Some(SyncError::Group(group)) => Some(group),
+        _ => error.downcast_ref(),
+    };
+    matches!(group, Some(Error::PeerLost { .. } | Error::Aborted { .. } | Error::EpochEnded { .. }))
 }
 
 /// What rank 0 has to look after besides.

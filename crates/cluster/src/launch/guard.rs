@@ -2,8 +2,9 @@
 //!
 //! The kernel's parent-death signal reaches the ranks, but not the processes they started. The
 //! guard is a shell that reads the ranks' process groups from a pipe. The other end is the
-//! launcher's alone; when it closes, the launcher is dead, and the guard kills the groups. A
-//! launcher that ends in an orderly way has ended the groups itself and kills the guard first.
+//! launcher's alone; when it closes, the launcher is dead, and the guard kills the groups, and then
+//! whatever has the launcher's mark in its environment (`strays.rs`), until nothing has. A launcher
+//! that ends in an orderly way has done so itself and kills the guard first.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -12,19 +13,35 @@ use std::process::{Child, Command, Stdio};
 
 use rustix::process::getpid;
 
+use super::strays::Mark;
+
 const SCRIPT: &str = r#"
+mark=$1
+shift
 while read -r group; do set -- "$@" "-$group"; done
 [ $# -eq 0 ] || kill -s KILL -- "$@"
+passes=0
+while [ $passes -lt 100 ]; do
+    found=$(grep -lsF -e "$mark" /proc/[0-9]*/environ)
+    [ -n "$found" ] || break
+    for file in $found; do
+        process=${file#/proc/}
+        kill -s KILL "${process%/environ}"
+    done
+    passes=$((passes + 1))
+    sleep 0.02
+done
 "#;
 
-/// Ends the ranks' process groups if this process dies before it drops the guard.
+/// Ends all processes of the ranks if this process dies before it drops the guard.
 pub(super) struct Guard(Option<Child>);
 
 impl Guard {
     /// Starts the guard. A machine without a shell has none, and says so once.
-    pub fn start() -> Guard {
+    pub fn start(mark: &Mark) -> Guard {
         let spawned = Command::new("/bin/sh")
-            .args(["-c", SCRIPT, "unisono-guard"])
+            .args(["-c", SCRIPT, "unisono-guard", mark.text()])
+            // Above all without the mark of an outer launcher, which must not kill it.
             .env_clear()
             .stdin(Stdio::piped())
             .stdout(Stdio::null())

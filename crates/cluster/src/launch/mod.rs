@@ -10,9 +10,10 @@
 //! - the launcher is told to stop (Ctrl-C, SIGTERM): it passes the signal on;
 //! - another node reports one of the above, or falls silent.
 //!
-//! Ending a rank means a signal to its whole group, some grace, then SIGKILL. Should the launcher
-//! itself be killed, the kernel kills the ranks (parent-death signal), and a guard process
-//! their children.
+//! Ending a rank means a signal to its whole group, some grace, then SIGKILL. What its processes
+//! started outside the group is found by a mark in its environment (`strays.rs`). Should the launcher
+//! itself be killed, the kernel kills the ranks (parent-death signal), and a guard process the
+//! rest.
 //!
 //! With several nodes, every node runs a launcher. That of node 0 assembles the others
 //! (`nodes.rs`), stays connected to them, and decides how the job ends.
@@ -22,6 +23,7 @@ mod guard;
 mod nodes;
 mod output;
 mod ranks;
+mod strays;
 mod supervisor;
 
 pub use output::Sink;
@@ -32,14 +34,14 @@ use std::io;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 use unisono_collective::handshake::{HandshakeError, Token};
 
-use crate::place;
+use crate::place::{self, MAX_WORLD};
 
 /// What to start on this node, and how.
 #[derive(Clone)]
@@ -140,20 +142,22 @@ pub enum LaunchError {
     #[error("{0}")]
     Usage(&'static str),
     /// The program could not be started.
-    #[error("cannot start {command}: {source}")]
+    #[error("cannot start {command}: {cause}")]
     Spawn {
         /// The program.
         command: String,
         /// Why.
-        source: io::Error,
+        cause: io::Error,
     },
     /// Node 0 cannot listen where it should.
-    #[error("cannot listen at {address}: {source}")]
+    #[error(
+        "cannot listen at {address}: {cause}; give node 0 a free port of an address that is its own (behind address translation: its local one), or of 0.0.0.0 for all its addresses"
+    )]
     Listen {
         /// Where.
         address: String,
         /// Why.
-        source: io::Error,
+        cause: io::Error,
     },
     /// Some nodes did not come in time.
     #[error("these nodes did not come in time: {missing:?}")]
@@ -171,12 +175,14 @@ pub enum LaunchError {
     },
     /// Whoever listens there is not node 0 of this job, or does not believe that this node
     /// belongs to it: is `UNISONO_TOKEN` the same, or unset, on all nodes?
-    #[error("refused at {address}: {source}")]
+    #[error(
+        "refused at {address}: {cause}; set UNISONO_TOKEN to the same on all nodes, or on none"
+    )]
     Handshake {
         /// Where.
         address: String,
         /// Why.
-        source: HandshakeError,
+        cause: HandshakeError,
     },
     /// Node 0 has no place for this node.
     #[error("node 0 refused this node: {reason}")]
@@ -193,7 +199,7 @@ pub enum LaunchError {
         reason: String,
     },
     /// The system lacks something.
-    #[error("{0}")]
+    #[error(transparent)]
     Io(#[from] io::Error),
 }
 
@@ -229,11 +235,26 @@ impl Launch {
         if self.nodes.as_ref().is_some_and(|nodes| nodes.node >= nodes.count) {
             return Err(LaunchError::Usage("the node's number must be below the number of nodes"));
         }
+        if self.ranks > MAX_WORLD {
+            return Err(TOO_MANY);
+        }
         let (events, inbox) = channel();
         let job = nodes::assemble(self, &events)?;
         let _signals = SignalForwarder::start(events.clone())?;
         let ranks = ranks::Ranks::start(self, &job.place, &events)?;
         Ok(supervisor::Supervisor::new(self, job, ranks, inbox).run())
+    }
+}
+
+/// A world beyond [`MAX_WORLD`].
+const TOO_MANY: LaunchError = LaunchError::Usage("a job has at most 65536 ranks");
+
+impl Launch {
+    /// When not to wait for other nodes any longer; far away if no clock can tell.
+    fn deadline(&self) -> Instant {
+        const YEAR: Duration = Duration::from_secs(31_536_000);
+        let now = Instant::now();
+        now + self.timeout.min(YEAR)
     }
 }
 

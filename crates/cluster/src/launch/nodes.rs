@@ -23,7 +23,8 @@ use unisono_collective::acceptor::Acceptor;
 use unisono_collective::handshake::{Introduction, Purpose, TimedStream, Token};
 
 use super::output::{MAX_TAIL_LINE, TAIL_LINES};
-use super::{Event, Launch, LaunchError, Nodes, Outcome};
+use super::{Event, Launch, LaunchError, Nodes, Outcome, TOO_MANY};
+use crate::place::{MAX_WORLD, join_host_port};
 use crate::rendezvous::{
     FrameError, RendezvousError, Server, Sought, limits, listen, receive, send,
 };
@@ -115,7 +116,7 @@ impl Host {
     fn open(ip: IpAddr, world: u32, token: &Token) -> Result<(Host, u16), LaunchError> {
         let address = ip.to_string();
         let (listeners, port) =
-            listen(&address, 0).map_err(|source| LaunchError::Listen { address, source })?;
+            listen(&address, 0).map_err(|cause| LaunchError::Listen { address, cause })?;
         let server = Server::start(world, None)?;
         let acceptor =
             Acceptor::start_with(limits(world), listeners, token.clone(), server.doorkeeper())?;
@@ -138,9 +139,9 @@ fn alone(launch: &Launch) -> Result<Job, LaunchError> {
 /// Node 0: waits for the others, then tells them their places.
 fn lead(launch: &Launch, nodes: &Nodes, events: &Sender<Event>) -> Result<Job, LaunchError> {
     let (host_name, port) = (&nodes.rendezvous.0, nodes.rendezvous.1);
-    let address = format!("{host_name}:{port}");
+    let address = join_host_port(host_name, port);
     let (listeners, port) = listen(host_name, port)
-        .map_err(|source| LaunchError::Listen { address: address.clone(), source })?;
+        .map_err(|cause| LaunchError::Listen { address: address.clone(), cause })?;
     if launch.token.is_none() {
         log::warn!("UNISONO_TOKEN is not set: this job trusts whoever can reach {address}");
     }
@@ -150,7 +151,7 @@ fn lead(launch: &Launch, nodes: &Nodes, events: &Sender<Event>) -> Result<Job, L
         let _ = arrivals.send((socket, introduction));
     })?;
 
-    let deadline = Instant::now() + launch.timeout;
+    let deadline = launch.deadline();
     let mut others: Vec<Option<(Socket, u32)>> = (1..nodes.count).map(|_| None).collect();
     while others.iter().any(Option::is_none) {
         let left = deadline.saturating_duration_since(Instant::now());
@@ -173,7 +174,8 @@ fn lead(launch: &Launch, nodes: &Nodes, events: &Sender<Event>) -> Result<Job, L
     let world = others
         .iter()
         .try_fold(launch.ranks, |sum, (_, ranks)| sum.checked_add(*ranks))
-        .ok_or(LaunchError::Usage("more ranks than there are numbers"))?;
+        .filter(|world| *world <= MAX_WORLD)
+        .ok_or(TOO_MANY)?;
     // By what the others call this machine; its own name for itself may be a loopback address.
     let ips = others.iter().map(|(socket, _)| local_ip(socket)).collect::<io::Result<Vec<_>>>()?;
     let ip = match ips.first() {
@@ -237,7 +239,7 @@ fn register(
 /// Every other node: finds node 0 and asks for its place.
 fn follow(launch: &Launch, nodes: &Nodes, events: &Sender<Event>) -> Result<Job, LaunchError> {
     let (host, port) = (&nodes.rendezvous.0, nodes.rendezvous.1);
-    let deadline = Instant::now() + launch.timeout;
+    let deadline = launch.deadline();
     let key = launch.token.clone().unwrap_or_else(|| public_key(port));
     let introduction = Introduction {
         purpose: Purpose::Launcher,
@@ -249,12 +251,14 @@ fn follow(launch: &Launch, nodes: &Nodes, events: &Sender<Event>) -> Result<Job,
     };
     let sought = Sought { hosts: &[host], ports: &[port], key: &key, introduction };
     let socket = sought.find(deadline).map_err(|error| match error {
-        RendezvousError::Handshake { address, source } => {
-            LaunchError::Handshake { address, source }
+        RendezvousError::Handshake { address, cause } => LaunchError::Handshake { address, cause },
+        RendezvousError::Unreachable { last, .. } => {
+            LaunchError::Unreachable { address: join_host_port(host, port), last }
         }
-        error => {
-            LaunchError::Unreachable { address: format!("{host}:{port}"), last: error.to_string() }
-        }
+        error => LaunchError::Unreachable {
+            address: join_host_port(host, port),
+            last: error.to_string(),
+        },
     })?;
     let register = Message::Register { ranks: launch.ranks, nodes: nodes.count };
     tell(&socket, &register).map_err(|error| lost(0, &error))?;

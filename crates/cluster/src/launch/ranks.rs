@@ -17,11 +17,13 @@ use super::binding;
 use super::guard::Guard;
 use super::nodes::NodePlace;
 use super::output::Forwarding;
+use super::strays::Mark;
 use super::{Ending, Event, Launch, LaunchError};
 
 /// All ranks of this node.
 pub(super) struct Ranks {
     ranks: Vec<RankProcess>,
+    mark: Mark,
     guard: Guard,
 }
 
@@ -34,8 +36,8 @@ struct RankProcess {
     ended: bool,
 }
 
-/// How long to wait for the last output of processes that have all been killed: only one that left
-/// its group can still hold a pipe.
+/// How long to wait for the last output of processes that have all been killed: only one that hid
+/// from the launcher can still hold a pipe.
 const DRAIN: Duration = Duration::from_secs(1);
 
 impl Ranks {
@@ -45,9 +47,11 @@ impl Ranks {
         place: &NodePlace,
         events: &Sender<Event>,
     ) -> Result<Ranks, LaunchError> {
-        let mut ranks = Ranks { ranks: Vec::new(), guard: Guard::start() };
+        let mark = Mark::new()?;
+        let guard = Guard::start(&mark);
+        let mut ranks = Ranks { ranks: Vec::new(), mark, guard };
         for local in 0..launch.ranks {
-            let rank = RankProcess::start(launch, place, local, &ranks.guard)?;
+            let rank = RankProcess::start(launch, place, local, &ranks)?;
             let group = rank.group;
             ranks.ranks.push(rank);
             watch(local, group, events.clone())?;
@@ -65,8 +69,23 @@ impl Ranks {
         self.ranks.iter().all(|rank| rank.ended)
     }
 
-    /// Sends a signal to every rank that runs, and to the processes it started.
-    pub fn signal(&self, signal: Signal) {
+    /// Tells every rank, and the processes it started, to end.
+    pub fn tell_to_end(&self, signal: Signal) {
+        let groups: Vec<Pid> = self.ranks.iter().map(|rank| rank.group).collect();
+        // A process that is stopped hears nothing before it continues.
+        for signal in [signal, Signal::CONT] {
+            self.signal_groups(signal);
+            self.mark.signal_strays(&groups, signal);
+        }
+    }
+
+    /// Kills every rank and the processes it started.
+    pub fn kill(&self) {
+        self.signal_groups(Signal::KILL);
+        self.mark.kill_all();
+    }
+
+    fn signal_groups(&self, signal: Signal) {
         for rank in &self.ranks {
             // Fails if the group has no process left: nothing to end.
             let _ = kill_process_group(rank.group, signal);
@@ -82,9 +101,9 @@ impl Ranks {
 }
 
 impl Drop for Ranks {
-    /// Kills what is left of every rank's group, lets the output drain, reaps.
+    /// Kills what is left of every rank, lets the output drain, reaps.
     fn drop(&mut self) {
-        self.signal(Signal::KILL);
+        self.kill();
         let deadline = Instant::now() + DRAIN;
         for pipe in self.ranks.iter().flat_map(|rank| [&rank.stdout, &rank.stderr]) {
             pipe.wait_end(deadline.saturating_duration_since(Instant::now()));
@@ -104,7 +123,7 @@ impl RankProcess {
         launch: &Launch,
         place: &NodePlace,
         local: u32,
-        guard: &Guard,
+        all: &Ranks,
     ) -> Result<RankProcess, LaunchError> {
         let launcher = getpid();
         let mut command = Command::new(&launch.command[0]);
@@ -112,12 +131,13 @@ impl RankProcess {
             .args(&launch.command[1..])
             .envs(launch.vars.iter().map(|(name, value)| (name, value)))
             .envs(environment(launch, place, local))
+            .envs([all.mark.variable()])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .process_group(0);
         let cores = launch.bind.then(|| binding::share(local, launch.ranks)).flatten();
-        let enrol = guard.enrolment();
+        let enrol = all.guard.enrolment();
         let prepare = move || {
             enrol()?;
             if let Some(cores) = &cores {
@@ -133,9 +153,9 @@ impl RankProcess {
         // SAFETY: between fork and exec only async-signal-safe calls are allowed. The closure makes
         // system calls and allocates nothing: errors made of an errno or a kind are plain data.
         unsafe { command.pre_exec(prepare) };
-        let spawn_error = |source| LaunchError::Spawn {
+        let spawn_error = |cause| LaunchError::Spawn {
             command: launch.command[0].to_string_lossy().into_owned(),
-            source,
+            cause,
         };
         let mut child = command.spawn().map_err(spawn_error)?;
         match RankProcess::attach(launch, place.first_rank + local, place.world, &mut child) {

@@ -143,7 +143,7 @@ impl<'a> Supervisor<'a> {
         }
         if self.kill_at.is_some_and(|at| at <= now) {
             self.kill_at = None;
-            self.ranks.signal(Signal::KILL);
+            self.ranks.kill();
         }
     }
 
@@ -175,8 +175,9 @@ impl<'a> Supervisor<'a> {
             Outcome::Interrupted { signal: SIGINT } => Signal::INT,
             _ => Signal::TERM,
         };
-        self.ranks.signal(signal);
-        self.kill_at = Some(Instant::now() + self.launch.grace);
+        self.ranks.tell_to_end(signal);
+        // A grace that no clock can tell has no end.
+        self.kill_at = Instant::now().checked_add(self.launch.grace);
     }
 
     fn report(&self, outcome: &Outcome) {

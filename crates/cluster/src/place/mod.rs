@@ -22,7 +22,11 @@ use std::fmt;
 
 use unisono_collective::handshake::Token;
 
-pub(crate) use unisono::split_host_port;
+pub(crate) use unisono::{join_host_port, split_host_port};
+
+/// Ranks of a job at most. More than any job that connects every rank with every other can have; a
+/// number beyond is a mistake, found before memory is set aside for so many.
+pub const MAX_WORLD: u32 = 1 << 16;
 
 /// Environment variables by name.
 pub type Vars = BTreeMap<String, String>;
@@ -127,6 +131,14 @@ pub enum PlaceError {
         /// How many there are.
         world: u32,
     },
+    /// More ranks than a job can have; the limit is [`MAX_WORLD`].
+    #[error("started by {launcher} in a world of {world}, where {MAX_WORLD} ranks are the limit")]
+    TooLarge {
+        /// Who started the process.
+        launcher: Launcher,
+        /// How many ranks there are said to be.
+        world: u32,
+    },
 }
 
 impl Place {
@@ -168,6 +180,9 @@ impl Place {
 
     fn checked(self) -> Result<Place, PlaceError> {
         let launcher = self.launcher;
+        if self.world > MAX_WORLD {
+            return Err(PlaceError::TooLarge { launcher, world: self.world });
+        }
         for (which, rank, world) in
             [("rank", self.rank, self.world), ("local rank", self.local_rank, self.local_world)]
         {

@@ -233,3 +233,9 @@ fn hosts_and_ports_split() {
         assert_eq!(split_host_port(wrong), None, "{wrong}");
     }
 }
+
+#[test]
+fn a_world_beyond_reason_is_refused() {
+    let error = place(&TORCHRUN.replace("WORLD_SIZE=4", "WORLD_SIZE=4000000000")).unwrap_err();
+    assert!(matches!(error, PlaceError::TooLarge { world: 4_000_000_000, .. }), "{error}");
+}

@@ -29,6 +29,11 @@ pub(super) fn place(vars: &Vars) -> Result<Option<Place>, PlaceError> {
     }))
 }
 
+/// As [`split_host_port`] reads it.
+pub(crate) fn join_host_port(host: &str, port: u16) -> String {
+    if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
+}
+
 /// `host:port`, or `[v6 address]:port`.
 pub(crate) fn split_host_port(text: &str) -> Option<(&str, u16)> {
     let (host, port) = text.rsplit_once(':')?;

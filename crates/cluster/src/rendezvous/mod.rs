@@ -23,6 +23,7 @@ mod server;
 
 pub(crate) use frame::{FrameError, receive, send};
 pub(crate) use listen::listen;
+use listen::listen_for;
 pub use roster::{Abort, JoinRefusal, Roster};
 pub(crate) use seek::Sought;
 pub use server::Server;
@@ -66,20 +67,20 @@ pub enum RendezvousError {
         last: String,
     },
     /// The launcher answered and turned this process away, or could not be trusted.
-    #[error("the rendezvous at {address} is not this job's: {source}")]
+    #[error("the rendezvous at {address} is not this job's: {cause}")]
     Handshake {
         /// Where.
         address: String,
         /// Why.
-        source: HandshakeError,
+        cause: HandshakeError,
     },
     /// Rank 0 could not listen on any of the candidate ports.
-    #[error("rank 0 cannot listen at {address}: {source}")]
+    #[error("rank 0 cannot listen at {address}: {cause}")]
     Listen {
         /// Host and ports that were tried.
         address: String,
         /// What the last of them said.
-        source: io::Error,
+        cause: io::Error,
     },
     /// The roster has no place for this rank: fix how the job was started.
     #[error("the rendezvous refused this rank: {0}")]
@@ -101,7 +102,13 @@ pub enum RendezvousError {
     },
     /// A local resource is missing.
     #[error("the rendezvous could not start: {0}")]
-    Io(#[from] io::Error),
+    Io(io::Error),
+}
+
+impl From<io::Error> for RendezvousError {
+    fn from(error: io::Error) -> RendezvousError {
+        RendezvousError::Io(error)
+    }
 }
 
 /// A rank's connection to the rendezvous, before it has brought its blob.
@@ -256,10 +263,10 @@ impl Host {
         key: &Token,
     ) -> Result<(Host, u16), RendezvousError> {
         let listen_error =
-            |source| RendezvousError::Listen { address: describe(host, ports), source };
+            |cause| RendezvousError::Listen { address: describe(host, ports), cause };
         let mut last = io::Error::from(io::ErrorKind::InvalidInput);
         for &port in ports {
-            match listen(host, port) {
+            match listen_for(host, port) {
                 Ok((listeners, port)) => return Host::serve(place, listeners, port, key),
                 Err(error) => last = error,
             }

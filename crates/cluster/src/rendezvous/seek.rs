@@ -25,46 +25,53 @@ impl Sought<'_> {
     /// Sweeps over all addresses until one of them proves to be of this job.
     pub fn find(&self, deadline: Instant) -> Result<Socket, RendezvousError> {
         let mut pause = Duration::from_millis(5);
+        let mut last = None;
         loop {
-            let error = match self.sweep(deadline) {
-                Ok(socket) => return Ok(socket),
-                Err(error) => error,
-            };
+            if let Some(socket) = self.sweep(deadline, &mut last)? {
+                return Ok(socket);
+            }
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() || matches!(error, RendezvousError::Handshake { .. }) {
-                return Err(error);
+            if left.is_zero() {
+                let address = describe(self.hosts[0], self.ports);
+                let last = last.unwrap_or_else(|| "no attempt was made".to_owned());
+                return Err(RendezvousError::Unreachable { address, last });
             }
             std::thread::sleep(pause.min(left));
             pause = (pause * 2).min(Duration::from_millis(500));
         }
     }
 
-    fn sweep(&self, deadline: Instant) -> Result<Socket, RendezvousError> {
-        let mut last = "no attempt was made".to_owned();
+    /// Tries all addresses once. `last` is what went wrong last; that an attempt was cut off by the
+    /// deadline is no news beside what earlier ones ran into.
+    fn sweep(
+        &self,
+        deadline: Instant,
+        last: &mut Option<String>,
+    ) -> Result<Option<Socket>, RendezvousError> {
         let only_one = self.hosts.len() == 1 && self.ports.len() == 1;
         let places = self.hosts.iter().flat_map(|&host| self.ports.iter().map(move |&p| (host, p)));
         for place in places {
             let addresses = match place.to_socket_addrs() {
                 Ok(addresses) => addresses,
                 Err(error) => {
-                    last = error.to_string();
+                    *last = Some(error.to_string());
                     continue;
                 }
             };
             for address in addresses {
                 match self.attempt(address, deadline) {
-                    Ok(socket) => return Ok(socket),
+                    Ok(socket) => return Ok(Some(socket)),
                     // Where there is only one place to look, an answer is final.
-                    Err(source) if only_one && is_final(&source) => {
+                    Err(cause) if only_one && is_final(&cause) => {
                         let address = address.to_string();
-                        return Err(RendezvousError::Handshake { address, source });
+                        return Err(RendezvousError::Handshake { address, cause });
                     }
-                    Err(error) => last = format!("{address}: {error}"),
+                    Err(_) if last.is_some() && Instant::now() >= deadline => {}
+                    Err(error) => *last = Some(format!("{address}: {error}")),
                 }
             }
         }
-        let address = describe(self.hosts[0], self.ports);
-        Err(RendezvousError::Unreachable { address, last })
+        Ok(None)
     }
 
     fn attempt(&self, address: SocketAddr, deadline: Instant) -> Result<Socket, HandshakeError> {

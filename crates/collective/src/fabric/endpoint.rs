@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
+use std::os::fd::AsFd;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
@@ -284,7 +285,7 @@ impl Job {
 impl Connector for Job {
     fn connect(self: Arc<Self>, plan: &Plan) -> Result<Fabric, FormError> {
         let world = plan.members.len();
-        let deadline = Instant::now() + plan.options.timeout;
+        let deadline = plan.options.deadline(1);
         let topology = self.topology(plan)?;
         let together = |peer: usize| topology.together(plan.me, peer);
         let peers = || (0..world).filter(|&p| p != plan.me);
@@ -294,6 +295,8 @@ impl Connector for Job {
         for peer in peers() {
             side[peer] = Some(self.link(plan, peer, together(peer), 0, deadline)?);
         }
+        let settings = plan.options.fingerprint();
+        compare_settings(&side, &settings, deadline)?;
         let mut data: Vec<Vec<Socket>> = (0..world).map(|_| Vec::new()).collect();
         let mut make_links = || {
             for peer in peers() {
@@ -313,9 +316,8 @@ impl Connector for Job {
         };
         let failure: Option<FormError> = make_links().and_then(|()| make_memory()).err();
 
-        let settings = plan.options.fingerprint();
         for peer in peers() {
-            let memory = own.as_ref().filter(|_| together(peer)).map(Region::fd);
+            let memory = own.as_ref().filter(|_| together(peer)).and_then(Region::file);
             let ready =
                 Ready { settings, failure: failure.as_ref().map(ToString::to_string), memory };
             let socket = side[peer].as_ref().expect("connected above");
@@ -343,7 +345,7 @@ impl Connector for Job {
                         peer: member,
                         reason: "it sent no staging memory".into(),
                     })?;
-                    Region::open(memory, STAGING_BUFFERS, staging_buffer(&plan.options))?
+                    Region::open(memory.as_fd(), STAGING_BUFFERS, staging_buffer(&plan.options))?
                 });
             }
         }
@@ -352,6 +354,26 @@ impl Connector for Job {
         }
         Ok(Fabric { topology, side, data, regions, crowd: self.crowd(plan) })
     }
+}
+
+/// Finds out whether all members have the same settings, before anything depends on them: how many
+/// data channels to wait for, for instance. Hears everybody out, so that every member learns of a
+/// difference.
+fn compare_settings(
+    side: &[Option<Socket>],
+    settings: &[u8; 32],
+    deadline: Instant,
+) -> Result<(), FormError> {
+    let peers = || side.iter().enumerate().filter_map(|(peer, s)| s.as_ref().map(|s| (peer, s)));
+    for (_, socket) in peers() {
+        // A peer that is gone is noticed below.
+        let _ = Ready { settings: *settings, failure: None, memory: None }.send(socket);
+    }
+    let outcomes: Vec<Result<_, FormError>> =
+        peers().map(|(peer, socket)| ready::receive(socket, peer, settings, deadline)).collect();
+    let is_difference = |outcome: &Result<_, _>| matches!(outcome, Err(FormError::Settings { .. }));
+    let (differences, rest): (Vec<_>, Vec<_>) = outcomes.into_iter().partition(is_difference);
+    differences.into_iter().chain(rest).try_for_each(|outcome| outcome.map(drop))
 }
 
 fn abstract_address(name: &str) -> std::io::Result<SockAddr> {

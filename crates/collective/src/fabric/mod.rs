@@ -20,6 +20,7 @@ pub use endpoint::{Address, Endpoint, HostId};
 pub use local::LocalHub;
 #[doc(hidden)]
 pub use ready::receive as receive_ready;
+pub use staging::available_memory;
 pub(crate) use staging::staging_buffer;
 
 /// What a group is made of.

@@ -1,5 +1,6 @@
-//! The last step of forming: every pair of members tells each other that all is well, or what
-//! is not, and members of one host hand over their staging memory.
+//! What members tell each other while a group forms, in the same words twice: first, with which
+//! settings they come; at last, that all is well, or what is not. Then members of one host also hand
+//! over their staging memory.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;

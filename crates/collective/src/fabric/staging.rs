@@ -26,7 +26,7 @@ pub fn create_region(options: &Options) -> Result<Region, FormError> {
 }
 
 /// Bytes of memory that this process can expect to get, as far as the system tells.
-fn available_memory() -> Option<u64> {
+pub fn available_memory() -> Option<u64> {
     let read = |path: &str| std::fs::read_to_string(path).ok();
     let machine = read("/proc/meminfo").and_then(|text| in_meminfo(&text));
     let group = read("/proc/self/cgroup").and_then(|text| {

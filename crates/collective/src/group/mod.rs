@@ -144,7 +144,7 @@ impl Group {
         let here = topology.members(topology.host(plan.me)).to_vec();
         let patience = Patience::for_crowd(crowd);
         let links = Links::new(data, patience.for_links()).map_err(failed("preparing links"))?;
-        state.shut_down_on_failure(links.handles().map_err(failed("preparing links"))?);
+        state.shut_down_on_failure(links.handles());
         let window = (!regions.is_empty()).then(|| {
             let me = here.iter().position(|&m| m == plan.me).expect("a rank is on its own host");
             WindowMemory::new(regions, crate::fabric::STAGING_BUFFERS, here, me, patience)

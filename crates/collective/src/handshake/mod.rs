@@ -169,7 +169,13 @@ pub enum HandshakeError {
     TimedOut,
     /// The socket failed.
     #[error("the handshake failed: {0}")]
-    Io(#[from] io::Error),
+    Io(io::Error),
+}
+
+impl From<io::Error> for HandshakeError {
+    fn from(error: io::Error) -> HandshakeError {
+        HandshakeError::Io(error)
+    }
 }
 
 /// Runs one whole handshake over `bytes`, read as what a stranger sends to a responder, and says

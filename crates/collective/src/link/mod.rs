@@ -7,6 +7,7 @@ mod order;
 mod rounds;
 mod stream;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -70,8 +71,8 @@ impl Links {
     }
 
     /// Handles to shut down when the group fails.
-    pub fn handles(&self) -> std::io::Result<Vec<Socket>> {
-        self.streams.iter().map(|s| s.socket.try_clone()).collect()
+    pub fn handles(&self) -> Vec<Arc<Socket>> {
+        self.streams.iter().map(|s| s.socket.clone()).collect()
     }
 
     /// The streams that carry a message of `bytes` to or from `peer`, with the part each

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::ops::Range;
+use std::sync::Arc;
 
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendFlags};
@@ -23,7 +24,8 @@ const PIECES: usize = 16;
 
 /// One socket of a link.
 pub struct Stream {
-    pub socket: Socket,
+    /// Shared with whoever shuts it down when the group fails.
+    pub socket: Arc<Socket>,
     pub peer: usize,
     /// Messages that the running call wants from this stream now.
     pub expected: u32,
@@ -82,7 +84,7 @@ impl Stream {
     pub fn new(socket: Socket, peer: usize) -> Stream {
         let input = Input { bytes: Box::new([0; LOOK_AHEAD]), filled: 0..0 };
         Stream {
-            socket,
+            socket: Arc::new(socket),
             peer,
             expected: 0,
             output: VecDeque::with_capacity(32),

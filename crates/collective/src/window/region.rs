@@ -51,7 +51,9 @@ const _: () = assert!(size_of::<WireCall>().is_multiple_of(8));
 /// One rank's part of a window, mapped into this process.
 pub struct Region {
     map: MmapRaw,
-    fd: OwnedFd,
+    /// The file behind a region of this rank's own. A mapping needs none, and descriptors are
+    /// few.
+    file: Option<OwnedFd>,
     /// Bytes of one staging buffer.
     buffer: usize,
     buffers: usize,
@@ -70,16 +72,17 @@ impl Region {
             .map_err(|e| failed(&e))?;
         let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
         rustix::fs::fcntl_add_seals(&fd, seals).map_err(|e| failed(&e))?;
-        Region::map(fd, buffers, buffer).map_err(|e| failed(&e))
+        let region = Region::map(fd.as_fd(), buffers, buffer).map_err(|e| failed(&e))?;
+        Ok(Region { file: Some(fd), ..region })
     }
 
     /// Maps the region of another rank, received from it.
-    pub fn open(fd: OwnedFd, buffers: usize, buffer: usize) -> Result<Region, FormError> {
+    pub fn open(fd: BorrowedFd<'_>, buffers: usize, buffer: usize) -> Result<Region, FormError> {
         let bytes = HEADER + buffers * buffer;
         let failed =
             |e: &dyn std::fmt::Display| FormError::Staging { bytes, reason: e.to_string() };
-        let seals = rustix::fs::fcntl_get_seals(&fd).map_err(|e| failed(&e))?;
-        let stat = rustix::fs::fstat(&fd).map_err(|e| failed(&e))?;
+        let seals = rustix::fs::fcntl_get_seals(fd).map_err(|e| failed(&e))?;
+        let stat = rustix::fs::fstat(fd).map_err(|e| failed(&e))?;
         // A shorter file, or one that its owner may still cut, would end this process with
         // SIGBUS at the first read.
         if !seals.contains(SealFlags::SHRINK) || stat.st_size < bytes as i64 {
@@ -88,24 +91,21 @@ impl Region {
         Region::map(fd, buffers, buffer).map_err(|e| failed(&e))
     }
 
-    fn map(fd: OwnedFd, buffers: usize, buffer: usize) -> std::io::Result<Region> {
+    fn map(fd: BorrowedFd<'_>, buffers: usize, buffer: usize) -> std::io::Result<Region> {
         let bytes = HEADER + buffers * buffer;
         let map = MmapOptions::new().len(bytes).populate().map_raw(&fd)?;
-        Ok(Region { map, fd, buffer, buffers })
+        Ok(Region { map, file: None, buffer, buffers })
     }
 
-    /// The file behind the region, to hand to other ranks.
-    pub fn fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
+    /// The file behind a region of this rank's own, to hand to other ranks.
+    pub fn file(&self) -> Option<BorrowedFd<'_>> {
+        self.file.as_ref().map(AsFd::as_fd)
     }
 
-    /// A second mapping of the same memory.
+    /// A second mapping of a region of this rank's own.
     pub fn duplicate(&self) -> Result<Region, FormError> {
-        let fd = self
-            .fd
-            .try_clone()
-            .map_err(|e| FormError::Staging { bytes: self.map.len(), reason: e.to_string() })?;
-        Region::open(fd, self.buffers, self.buffer)
+        let file = self.file().expect("only whoever made a region duplicates it");
+        Region::open(file, self.buffers, self.buffer)
     }
 
     /// The start of a staging buffer.

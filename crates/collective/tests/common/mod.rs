@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use unisono_collective::fabric::{Address, Endpoint};
 use unisono_collective::handshake::Token;
-use unisono_collective::{Epoch, Group, Options, Transport};
+use unisono_collective::{Epoch, FormError, Group, Options, Transport};
 
 /// How the ranks of a test world are joined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,6 +52,13 @@ impl Kind {
 
 /// A world of ranks that meet over real sockets.
 fn endpoints(world: usize, ip: IpAddr, options: &Options) -> Vec<Group> {
+    let groups = meet(ip, &vec![options.clone(); world]);
+    groups.into_iter().map(|group| group.expect("the world forms")).collect()
+}
+
+/// Ranks that meet over real sockets, each with its own settings.
+pub fn meet(ip: IpAddr, options: &[Options]) -> Vec<Result<Group, FormError>> {
+    let world = options.len();
     let token = Token::random().expect("randomness");
     let endpoints: Vec<Endpoint> =
         (0..world).map(|_| Endpoint::bind(ip).expect("loopback has a free port")).collect();
@@ -64,11 +71,11 @@ fn endpoints(world: usize, ip: IpAddr, options: &Options) -> Vec<Group> {
                 let (token, roster) = (token.clone(), roster.clone());
                 scope.spawn(move || {
                     let connector = endpoint.open(rank, token, roster).expect("an acceptor starts");
-                    Group::world(connector, Epoch::new(0), rank, world, options.clone())
+                    Group::world(connector, Epoch::new(0), rank, world, options[rank].clone())
                 })
             })
             .collect();
-        ranks.into_iter().map(|r| r.join().unwrap().expect("the world forms")).collect()
+        ranks.into_iter().map(|r| r.join().expect("no rank panics")).collect()
     })
 }
 

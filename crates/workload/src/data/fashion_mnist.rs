@@ -2,8 +2,10 @@
 //!
 //! A folder holds four files in the idx format, each as it is or compressed with gzip:
 //!
-//!     train-images-idx3-ubyte[.gz]   train-labels-idx1-ubyte[.gz]
-//!     t10k-images-idx3-ubyte[.gz]    t10k-labels-idx1-ubyte[.gz]
+//! ```text
+//! train-images-idx3-ubyte[.gz]   train-labels-idx1-ubyte[.gz]
+//! t10k-images-idx3-ubyte[.gz]    t10k-labels-idx1-ubyte[.gz]
+//! ```
 //!
 //! An idx file begins with a big-endian magic number, whose last byte is the number of dimensions,
 //! and one big-endian length per dimension; then come the bytes. MNIST itself has the same files.
