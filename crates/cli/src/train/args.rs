@@ -430,11 +430,7 @@ impl Plan {
         }
     }
 
-    /// The weight decay of AdamW for the perceptron, which learns small data by heart without. Chosen by
-/// the mean over eight seeds.
-const MLP_DECAY: f64 = 0.3;
-
-/// Milliseconds that a worker replays for a shard.
+    /// Milliseconds that a worker replays for a shard.
     pub fn replay_ms(compute_ms: Option<f64>, of_file: Option<f64>) -> f64 {
         compute_ms.or(of_file).unwrap_or(REPLAY_MS)
     }
