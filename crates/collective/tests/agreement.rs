@@ -18,8 +18,11 @@ fn settings(change: impl FnOnce(&mut Options)) -> Options {
     options
 }
 
+/// A call with a root.
+type Rooted = fn(&Group, usize) -> Result<(), Error>;
+
 /// Every operation that has a root, with all buffers at hand on every rank.
-const ROOTED: [fn(&Group, usize) -> Result<(), Error>; 4] = [
+const ROOTED: [Rooted; 4] = [
     |group, root| group.broadcast(&mut [1f32; 1000], root),
     |group, root| group.reduce_in_place(&mut [1f32; 1000], Reduction::Sum, root),
     |group, root| {
@@ -33,7 +36,7 @@ const ROOTED: [fn(&Group, usize) -> Result<(), Error>; 4] = [
 ];
 
 /// Everybody hears of it, also those who agree with the root they talk to.
-fn assert_mismatch(groups: &[Group], call: fn(&Group, usize) -> Result<(), Error>, what: &str) {
+fn assert_mismatch(groups: &[Group], call: Rooted, what: &str) {
     let last = groups.len() - 1;
     let outcomes = on_all(groups, |group| {
         let root = if group.rank() == last { last } else { 0 };

@@ -75,15 +75,12 @@ impl Accumulation {
     }
 
     /// Adds `values`, the `i`-th leaf, to a span of the slots.
-    pub fn add(&self, i: usize, slots: &mut [Vec<f32>], span: Range<usize>, values: Values<'_>) {
+    pub fn add(&self, i: usize, slots: &mut [Vec<f32>], span: Range<usize>, values: &impl Values) {
         let Leaf { slot, add, merges } = self.leaf(i);
         let into = &mut slots[slot][span.clone()];
-        match (values, add) {
-            (Values::Slice(values), false) => into.copy_from_slice(values),
-            (Values::Slice(values), true) => add_to(into, values),
-            (Values::Constant(value), false) => into.fill(value),
-            // Adding zero is not nothing: it turns −0 into +0, whoever holds the other leaves.
-            (Values::Constant(value), true) => into.iter_mut().for_each(|x| *x += value),
+        match add {
+            false => values.store(into),
+            true => values.add(into),
         }
         for right in (slot + 1 - merges..=slot).rev() {
             let (lower, upper) = slots.split_at_mut(right);
@@ -92,13 +89,40 @@ impl Accumulation {
     }
 }
 
-/// The values of a leaf.
+/// The values of a leaf, in whatever form they are at hand. They go straight to where they are
+/// summed.
+pub trait Values {
+    /// Puts them there.
+    fn store(&self, into: &mut [f32]);
+
+    /// Adds every one to what is there.
+    fn add(&self, into: &mut [f32]);
+}
+
+/// Values that lie in order.
+impl Values for &[f32] {
+    fn store(&self, into: &mut [f32]) {
+        into.copy_from_slice(self);
+    }
+
+    fn add(&self, into: &mut [f32]) {
+        add_to(into, self);
+    }
+}
+
+/// One value everywhere.
 #[derive(Clone, Copy, Debug)]
-pub enum Values<'a> {
-    /// These.
-    Slice(&'a [f32]),
-    /// One value everywhere.
-    Constant(f32),
+pub struct Constant(pub f32);
+
+impl Values for Constant {
+    fn store(&self, into: &mut [f32]) {
+        into.fill(self.0);
+    }
+
+    fn add(&self, into: &mut [f32]) {
+        // Adding zero is not nothing: it turns −0 into +0, whoever holds the other leaves.
+        into.iter_mut().for_each(|x| *x += self.0);
+    }
 }
 
 fn add_to(left: &mut [f32], right: &[f32]) {
@@ -176,7 +200,7 @@ mod tests {
         let plan = Accumulation::new(values.len(), 0..values.len());
         let mut slots = vec![vec![0.0f32; 3]; plan.slots()];
         for (i, value) in values.iter().enumerate() {
-            plan.add(i, &mut slots, 1..3, Values::Slice(&[*value, 1.0]));
+            plan.add(i, &mut slots, 1..3, &[*value, 1.0].as_slice());
         }
         let [a, b, c, d, e, f, g] = values;
         assert_eq!(slots[0], [0.0, ((a + b) + (c + d)) + ((e + f) + g), 7.0]);

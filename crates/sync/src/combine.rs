@@ -117,7 +117,7 @@ impl Exchange {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::accumulate::{Accumulation, Values};
+    use crate::accumulate::Accumulation;
     use unisono_collective::{Options, Transport};
 
     /// Leaves whose sum depends on the order.
@@ -140,7 +140,7 @@ mod tests {
                     let mut slots = vec![vec![0.0; padded]; plan.slots()];
                     for (i, shard) in range.enumerate() {
                         let values = leaf(shard, length);
-                        plan.add(i, &mut slots, 0..length, Values::Slice(&values));
+                        plan.add(i, &mut slots, 0..length, &values.as_slice());
                     }
                     let mut combiner = Combiner::new(group, shards);
                     combiner.sum(&mut slots[..plan.sums()]).unwrap();

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use unisono_collective::Group;
 
-use crate::accumulate::{Accumulation, Values};
+use crate::accumulate::{Accumulation, Constant, Values};
 use crate::bucket::{BucketSizes, Layout, SCALARS, Turns};
 use crate::combine;
 use crate::error::SyncError;
@@ -216,7 +216,7 @@ impl Synchronizer {
         step.clock.backward = Instant::now();
         let values = [loss, std::mem::take(&mut step.scalars[STOP]), step.last_seconds];
         let (leaf, span) = (step.begun - 1, step.layout.scalars());
-        step.accumulation.add(leaf, &mut step.buckets[0].slots, span, Values::Slice(&values));
+        step.accumulation.add(leaf, &mut step.buckets[0].slots, span, &values.as_slice());
         self.release(step, 0);
     }
 
@@ -232,14 +232,19 @@ impl Synchronizer {
     /// # Panics
     /// If the length is not the parameter's, or it has had its gradient in this shard.
     pub fn gradient(&self, parameter: usize, gradient: &[f32]) -> bool {
+        assert_eq!(gradient.len(), self.parameters[parameter].len, "the length of a gradient");
+        self.gradient_from(parameter, &gradient)
+    }
+
+    /// As [`Synchronizer::gradient`], from values that do not lie in order.
+    pub fn gradient_from(&self, parameter: usize, gradient: &impl Values) -> bool {
         let mut guard = self.lock();
         let step = &mut *guard;
         if !step.open {
             return false;
         }
-        assert_eq!(gradient.len(), self.parameters[parameter].len, "the length of a gradient");
         assert!(!step.seen[parameter], "one gradient per shard");
-        self.take(step, parameter, Values::Slice(gradient), 1.0);
+        self.take(step, parameter, gradient, 1.0);
         true
     }
 
@@ -250,7 +255,7 @@ impl Synchronizer {
         assert!(step.open, "a shard ends that has begun");
         for parameter in (0..self.parameters.len()).rev() {
             if !step.seen[parameter] {
-                self.take(step, parameter, Values::Constant(0.0), 0.0);
+                self.take(step, parameter, &Constant(0.0), 0.0);
             }
         }
         step.open = false;
@@ -332,12 +337,12 @@ impl Synchronizer {
     }
 
     /// Adds a leaf of a parameter, and lets its bucket go if that was the last it waited for.
-    fn take(&self, step: &mut Step, parameter: usize, values: Values<'_>, count: f32) {
+    fn take(&self, step: &mut Step, parameter: usize, values: &impl Values, count: f32) {
         step.seen[parameter] = true;
         let (home, at) = (step.layout.home(parameter), step.layout.count(parameter));
         let (leaf, slots) = (step.begun - 1, &mut step.buckets[home].slots);
         step.accumulation.add(leaf, slots, step.layout.span(parameter), values);
-        step.accumulation.add(leaf, slots, at..at + 1, Values::Constant(count));
+        step.accumulation.add(leaf, slots, at..at + 1, &Constant(count));
         self.release(step, home);
     }
 

@@ -11,13 +11,16 @@ use crate::work::{Pending, Work};
 
 use super::{Group, Request};
 
+/// An operation under way with its buffers, or what is wrong with the call.
+type Submitted<B> = Result<Pending<B>, Error>;
+
 impl Group {
     /// Starts an all-reduce of a buffer.
     pub fn submit_all_reduce<T: Element>(
         &self,
         mut buffer: Vec<T>,
         reduction: Reduction,
-    ) -> Result<Pending<Vec<T>>, Error> {
+    ) -> Submitted<Vec<T>> {
         let request = self.all_reduce_request(&mut buffer, reduction);
         self.submit_with(request, buffer)
     }
@@ -28,7 +31,7 @@ impl Group {
         input: Vec<T>,
         mut output: Vec<T>,
         reduction: Reduction,
-    ) -> Result<Pending<(Vec<T>, Vec<T>)>, Error> {
+    ) -> Submitted<(Vec<T>, Vec<T>)> {
         let request = self.all_reduce_into_request(&input, &mut output, reduction)?;
         self.submit_with(request, (input, output))
     }
@@ -39,7 +42,7 @@ impl Group {
         input: Vec<T>,
         mut output: Vec<T>,
         reduction: Reduction,
-    ) -> Result<Pending<(Vec<T>, Vec<T>)>, Error> {
+    ) -> Submitted<(Vec<T>, Vec<T>)> {
         let request = self.reduce_scatter_request(&input, &mut output, reduction)?;
         self.submit_with(request, (input, output))
     }
@@ -49,7 +52,7 @@ impl Group {
         &self,
         mut buffer: Vec<T>,
         reduction: Reduction,
-    ) -> Result<Pending<Vec<T>>, Error> {
+    ) -> Submitted<Vec<T>> {
         let request = self.reduce_scatter_in_place_request(&mut buffer, reduction)?;
         self.submit_with(request, buffer)
     }
@@ -59,16 +62,13 @@ impl Group {
         &self,
         input: Vec<T>,
         mut output: Vec<T>,
-    ) -> Result<Pending<(Vec<T>, Vec<T>)>, Error> {
+    ) -> Submitted<(Vec<T>, Vec<T>)> {
         let request = self.all_gather_request(&input, &mut output)?;
         self.submit_with(request, (input, output))
     }
 
     /// Starts [`Group::all_gather_in_place`].
-    pub fn submit_all_gather_in_place<T: Element>(
-        &self,
-        mut buffer: Vec<T>,
-    ) -> Result<Pending<Vec<T>>, Error> {
+    pub fn submit_all_gather_in_place<T: Element>(&self, mut buffer: Vec<T>) -> Submitted<Vec<T>> {
         let request = self.all_gather_in_place_request(&mut buffer)?;
         self.submit_with(request, buffer)
     }
@@ -79,7 +79,7 @@ impl Group {
         input: Vec<T>,
         mut output: Vec<T>,
         counts: &[usize],
-    ) -> Result<Pending<(Vec<T>, Vec<T>)>, Error> {
+    ) -> Submitted<(Vec<T>, Vec<T>)> {
         let request = self.all_gather_unequal_request(&input, &mut output, counts)?;
         self.submit_with(request, (input, output))
     }
@@ -89,7 +89,7 @@ impl Group {
         &self,
         mut buffer: Vec<T>,
         root: usize,
-    ) -> Result<Pending<Vec<T>>, Error> {
+    ) -> Submitted<Vec<T>> {
         let request = self.broadcast_request(&mut buffer, root);
         self.submit_with(request, buffer)
     }
@@ -101,7 +101,7 @@ impl Group {
         mut output: Option<Vec<T>>,
         reduction: Reduction,
         root: usize,
-    ) -> Result<Pending<(Vec<T>, Option<Vec<T>>)>, Error> {
+    ) -> Submitted<(Vec<T>, Option<Vec<T>>)> {
         let request = self.reduce_request(&input, output.as_deref_mut(), reduction, root)?;
         self.submit_with(request, (input, output))
     }
@@ -112,7 +112,7 @@ impl Group {
         mut buffer: Vec<T>,
         reduction: Reduction,
         root: usize,
-    ) -> Result<Pending<Vec<T>>, Error> {
+    ) -> Submitted<Vec<T>> {
         let request = self.reduce_in_place_request(&mut buffer, reduction, root);
         self.submit_with(request, buffer)
     }
@@ -123,7 +123,7 @@ impl Group {
         input: Vec<T>,
         mut output: Option<Vec<T>>,
         root: usize,
-    ) -> Result<Pending<(Vec<T>, Option<Vec<T>>)>, Error> {
+    ) -> Submitted<(Vec<T>, Option<Vec<T>>)> {
         let request = self.gather_request(&input, output.as_deref_mut(), root)?;
         self.submit_with(request, (input, output))
     }
@@ -134,7 +134,7 @@ impl Group {
         input: Option<Vec<T>>,
         mut output: Vec<T>,
         root: usize,
-    ) -> Result<Pending<(Option<Vec<T>>, Vec<T>)>, Error> {
+    ) -> Submitted<(Option<Vec<T>>, Vec<T>)> {
         let request = self.scatter_request(input.as_deref(), &mut output, root)?;
         self.submit_with(request, (input, output))
     }
@@ -144,16 +144,13 @@ impl Group {
         &self,
         input: Vec<T>,
         mut output: Vec<T>,
-    ) -> Result<Pending<(Vec<T>, Vec<T>)>, Error> {
+    ) -> Submitted<(Vec<T>, Vec<T>)> {
         let request = self.all_to_all_request(&input, &mut output)?;
         self.submit_with(request, (input, output))
     }
 
     /// Starts [`Group::all_to_all_in_place`].
-    pub fn submit_all_to_all_in_place<T: Element>(
-        &self,
-        mut buffer: Vec<T>,
-    ) -> Result<Pending<Vec<T>>, Error> {
+    pub fn submit_all_to_all_in_place<T: Element>(&self, mut buffer: Vec<T>) -> Submitted<Vec<T>> {
         let request = self.all_to_all_in_place_request(&mut buffer)?;
         self.submit_with(request, buffer)
     }
@@ -166,7 +163,7 @@ impl Group {
         sent: &[usize],
         mut output: Vec<T>,
         received: &[usize],
-    ) -> Result<Pending<(Vec<T>, Vec<T>)>, Error> {
+    ) -> Submitted<(Vec<T>, Vec<T>)> {
         let request = self.all_to_all_unequal_request(&input, sent, &mut output, received)?;
         self.submit_with(request, (input, output))
     }
@@ -183,7 +180,7 @@ impl Group {
         mut buffer: Vec<T>,
         to: usize,
         tag: u32,
-    ) -> Result<Pending<Vec<T>>, Error> {
+    ) -> Submitted<Vec<T>> {
         let (address, length) = (buffer.as_mut_ptr().cast(), size_of_val(&buffer[..]));
         // SAFETY: the vector's memory lives in the handle until the work is done.
         let work = unsafe { self.submit_send(address, length, to, tag) }?;
@@ -196,7 +193,7 @@ impl Group {
         mut buffer: Vec<T>,
         from: usize,
         tag: u32,
-    ) -> Result<Pending<Vec<T>>, Error> {
+    ) -> Submitted<Vec<T>> {
         let (address, length) = (buffer.as_mut_ptr().cast(), size_of_val(&buffer[..]));
         // SAFETY: the vector's memory lives in the handle until the work is done.
         let work = unsafe { self.submit_receive(address, length, from, tag) }?;
@@ -205,7 +202,7 @@ impl Group {
 
     /// Submits a request on the memory of `buffers`: vectors, whose memory stays where it is when
     /// they move.
-    fn submit_with<B>(&self, request: Request, buffers: B) -> Result<Pending<B>, Error> {
+    fn submit_with<B>(&self, request: Request, buffers: B) -> Submitted<B> {
         // SAFETY: the memory lives in the handle until the call is done, and even a handle that is
         // forgotten never frees it.
         Ok(Pending::new(unsafe { self.submit(request) }?, buffers))

@@ -8,15 +8,14 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Storage, Tensor, bail};
 use unisono_sync::Synchronizer;
+use unisono_sync::accumulate::Values;
 
-use super::gradient::with_flat;
+use super::gradient::{Visitor, visit};
 
 /// Where gradients go, once there is somebody to take them.
 #[derive(Default)]
 pub struct Sink {
     pub synchronizer: OnceLock<Arc<Synchronizer>>,
-    /// Room for gradients that do not lie in order.
-    scratch: Mutex<Vec<f32>>,
 }
 
 /// The identity on one parameter.
@@ -41,16 +40,26 @@ impl CustomOp1 for Hook {
 
     fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
         if let Some(synchronizer) = self.sink.synchronizer.get() {
-            let mut scratch = self.sink.scratch.lock().expect("no panic while locked");
-            let taken = with_flat(gradient, &mut scratch, |gradient| {
-                synchronizer.gradient(self.parameter, gradient)
-            })?;
-            if taken {
+            if visit(gradient, Taker { synchronizer, parameter: self.parameter })? {
                 return Ok(None);
             }
         }
         // Somebody else's backward: the gradient is for the variable.
         Ok(Some(gradient.clone()))
+    }
+}
+
+/// Hands a gradient over; whether it was taken.
+struct Taker<'a> {
+    synchronizer: &'a Synchronizer,
+    parameter: usize,
+}
+
+impl Visitor for Taker<'_> {
+    type Output = bool;
+
+    fn visit(self, values: &impl Values) -> bool {
+        self.synchronizer.gradient_from(self.parameter, values)
     }
 }
 

@@ -16,7 +16,14 @@ pub fn churn(group: &Group, seed: u64, started: impl FnOnce()) -> (Error, u64) {
     let mut calls = 0;
     loop {
         if let Err(error) = call(group, &mut random) {
-            assert_eq!(group.barrier(), Err(forget_call(&error)), "a failed group stays failed");
+            let again = group.barrier().expect_err("a failed group stays failed");
+            assert_eq!(forget_call(&again), forget_call(&error), "and for the same reason");
+            if let Error::PeerLost { during, .. } = &again {
+                assert!(
+                    during.is_some_and(|call| call.barrier),
+                    "every call names itself: {again}"
+                );
+            }
             return (error, calls);
         }
         calls += 1;

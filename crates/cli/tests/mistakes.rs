@@ -1,0 +1,269 @@
+//! Whatever a user gets wrong costs one line, which says what to change.
+
+mod common;
+
+use std::fs;
+use std::process::Command;
+
+use common::{Desk, PROGRAM, checkpoints, contents};
+
+/// Runs the program with each of some arguments; requires of each complaint certain words.
+fn each(desk: &Desk, mistakes: &[(&str, &[&str])]) {
+    for (arguments, words) in mistakes {
+        let ended = desk.run(arguments);
+        let complaint = ended.complaint();
+        for word in *words {
+            assert!(
+                complaint.contains(word),
+                "no {word:?} in the answer to {arguments}: {complaint}"
+            );
+        }
+    }
+    assert!(!desk.path("runs").exists(), "a run that was refused left a folder");
+}
+
+#[test]
+fn data_that_does_not_exist() {
+    let desk = Desk::new();
+    fs::create_dir(desk.path("empty")).unwrap();
+    each(
+        &desk,
+        &[
+            ("train --model transformer --data text:missing", &["--data", "missing"]),
+            ("train --model transformer --data text:empty", &["--data", "empty"]),
+            ("train --data fashion-mnist:missing", &["--data", "missing", "name a folder"]),
+            ("train --data fashion-mnist:empty", &["--data", "empty", "name a folder"]),
+            ("train --data cifar", &["--data", "cifar", "digits, fashion-mnist:DIR or text:FILE"]),
+        ],
+    );
+}
+
+#[test]
+fn data_that_is_damaged() {
+    let desk = Desk::new();
+    fs::create_dir(desk.path("images")).unwrap();
+    desk.write("images/train-images-idx3-ubyte", "no images");
+    each(
+        &desk,
+        &[("train --data fashion-mnist:images", &["--data", "train-images", "download it again"])],
+    );
+}
+
+#[test]
+fn models_that_do_not_exist_or_do_not_fit() {
+    let desk = Desk::new();
+    desk.write_text("words", 1000);
+    desk.write("short", "not long enough");
+    each(
+        &desk,
+        &[
+            ("train --model perceptron", &["--model perceptron", "mlp, conv, transformer"]),
+            ("train --model transformer", &["needs a text", "--data text:FILE"]),
+            ("train --model transformer --data digits", &["--model", "transformer", "mlp or conv"]),
+            ("train --model mlp --data text:words", &["--model", "mlp", "use a transformer"]),
+            (
+                "train --model transformer --data text:short --context 32",
+                &["--data", "short has 15 bytes", "context of 32", "longer file"],
+            ),
+            ("train --model transformer --data text:words --context 0", &["context"]),
+            ("train --model transformer --data text:words --heads 3", &["--model", "heads"]),
+            ("train --hidden 0", &["--model", "hidden"]),
+            ("train --model conv --hidden 3,4", &["--hidden", "one"]),
+        ],
+    );
+}
+
+#[test]
+fn flags_that_mean_nothing() {
+    let desk = Desk::new();
+    each(
+        &desk,
+        &[
+            ("train --channels 3", &["--channels", "leave it out"]),
+            ("train --context 3", &["--context", "leave it out"]),
+            ("train --model conv --heads 3", &["--heads", "leave it out"]),
+            ("train --compute-ms 3", &["--compute-ms", "leave it out"]),
+            ("train --model replay:gpt2 --hidden 3", &["--hidden", "leave it out"]),
+            ("train --model replay:gpt2 --data digits", &["--data", "leave it out"]),
+            (
+                "train --model replay:gpt2 --checkpoint-dir here",
+                &["--checkpoint-dir", "leave it out"],
+            ),
+        ],
+    );
+    assert!(!desk.path("here").exists());
+}
+
+#[test]
+fn numbers_that_do_not_fit_together() {
+    let desk = Desk::new();
+    each(
+        &desk,
+        &[
+            ("train --workers 0", &["--workers", "at least 1"]),
+            ("train --workers 3 --shards 2", &["--shards", "2 shards", "at least 3 shards"]),
+            ("train --shards 0", &["--shards"]),
+            ("train --batch 60", &["--batch 60", "8 shards", "a multiple of 8"]),
+            ("train --batch 0", &["--batch 0", "a multiple of 8"]),
+            ("train --accumulate 0", &["--accumulate", "at least 1"]),
+            (
+                "train --shards 8 --accumulate 5",
+                &["--accumulate 5", "10 shards", "raise --shards or lower --accumulate"],
+            ),
+            ("train --shards 8 --accumulate 18446744073709551615", &["--accumulate", "lower"]),
+            ("train --accumulate 18446744073709551615", &["--batch", "multiple"]),
+            ("train --threads 0", &["--threads", "at least 1"]),
+            ("train --bucket 0", &["--bucket", "4MiB"]),
+            ("train --bucket many", &["--bucket", "many"]),
+            ("train --slow 2:2", &["--slow 2:2", "below 2"]),
+            ("train --slow 1:0.5", &["--slow", "at least 1"]),
+            ("train --slow fast", &["--slow", "such as 1:2"]),
+            ("train --learning-rate NaN", &["learning rate"]),
+            ("train --model replay:gpt2 --compute-ms NaN", &["--compute-ms", "at least 0"]),
+        ],
+    );
+}
+
+#[test]
+fn models_to_replay_that_are_not_understood() {
+    let desk = Desk::new();
+    desk.write("model", "layer first 1 2\nfirst.weight 10x64\nlayer second 1\n");
+    desk.write("nothing", "# only words\n");
+    each(
+        &desk,
+        &[
+            ("train --model replay:model", &["model:3", "layer NAME FORWARD_MS BACKWARD_MS"]),
+            ("train --model replay:nothing", &["nothing"]),
+            ("train --model replay:missing", &["missing", "resnet50, bert-large, gpt2"]),
+        ],
+    );
+}
+
+#[test]
+fn folders_that_cannot_be_used() {
+    let desk = Desk::new();
+    desk.write("file", "mine");
+    each(
+        &desk,
+        &[
+            ("train --checkpoint-dir file", &["--checkpoint-dir", "file", "name another"]),
+            ("train --checkpoint-dir file/below", &["--checkpoint-dir", "name another"]),
+            ("train --run-dir file", &["--run-dir", "file", "choose another folder"]),
+            ("train --run-dir file/below", &["--run-dir", "choose another folder"]),
+            ("train --run-dir file/below --workers 1", &["--run-dir", "choose another folder"]),
+            ("train --run-dir file/below --workers 8", &["--run-dir", "choose another folder"]),
+        ],
+    );
+    assert_eq!(desk.read("file"), "mine");
+}
+
+#[test]
+fn a_folder_that_holds_a_run() {
+    let desk = Desk::new();
+    desk.train("--steps 3 --run-dir run");
+    let before = contents(&desk.path("run"));
+    each(&desk, &[("train --steps 5 --run-dir run", &["--run-dir", "run", "another folder"])]);
+    assert_eq!(contents(&desk.path("run")), before, "the earlier run was harmed");
+}
+
+#[test]
+fn a_place_where_no_folder_can_be_made_for_the_report() {
+    let desk = Desk::new();
+    desk.write("runs", "a file");
+    let ended = desk.run("train --steps 3");
+    assert!(ended.complaint().contains("--run-dir"), "{}", ended.stderr);
+}
+
+#[test]
+fn reports_of_what_is_no_run() {
+    let desk = Desk::new();
+    desk.write("file", "");
+    fs::create_dir(desk.path("empty")).unwrap();
+    each(
+        &desk,
+        &[
+            ("report missing", &["missing", "name a folder that a run wrote"]),
+            ("report file", &["file", "name a folder that a run wrote"]),
+            ("report empty", &["empty", "name a folder that a run wrote"]),
+        ],
+    );
+}
+
+#[test]
+fn reports_of_runs_that_were_tampered_with() {
+    let desk = Desk::new();
+    desk.train("--steps 3 --run-dir run");
+    let (steps, info) = (desk.read("run/steps.jsonl"), desk.read("run/run.toml"));
+    desk.write("run/steps.jsonl", steps.replacen("\"loss\"", "\"gain\"", 1));
+    each(&desk, &[("report run", &["steps.jsonl:1", "run again"])]);
+    desk.write("run/steps.jsonl", steps);
+    desk.write("run/run.toml", format!("what?\n{info}"));
+    each(&desk, &[("report run", &["run.toml:1", "run again"])]);
+}
+
+/// A shell script in a mount namespace of its own, with the program as `$1`; `None` where this user
+/// may not.
+fn with_own_mounts(desk: &Desk, script: &str) -> Option<Command> {
+    for namespaces in ["-m", "-rm"] {
+        let mut probe = Command::new("unshare");
+        probe.args([namespaces, "mount", "-t", "tmpfs", "none", "/mnt"]);
+        if probe.output().is_ok_and(|output| output.status.success()) {
+            let unshare = |_: &str| Command::new("unshare");
+            let mut command = desk.command_by(unshare, namespaces);
+            command.args(["sh", "-ec", script, "sh", PROGRAM]);
+            return Some(command);
+        }
+    }
+    println!("SKIPPED: no mount namespaces here");
+    None
+}
+
+#[test]
+fn a_disk_that_is_full_costs_no_earlier_checkpoint() {
+    let desk = Desk::new();
+    fs::create_dir(desk.path("small")).unwrap();
+    fs::create_dir(desk.path("saved")).unwrap();
+    // Room for one checkpoint and a half. What is left is copied to where the test can see it.
+    let script = r#"
+        mount -t tmpfs -o size=1m none small
+        code=0
+        "$1" train --workers 3 --steps 50 --checkpoint-dir small --checkpoint-every 10 || code=$?
+        cp -a small/. saved
+        exit $code"#;
+    let Some(mut command) = with_own_mounts(&desk, script) else { return };
+    let ended = desk.start(&mut command).wait();
+    let complaint = ended.complaint();
+    assert!(complaint.contains("step-000000020") && complaint.contains("free some space"));
+    assert_eq!(checkpoints(&desk.path("saved")), [10], "the earlier one, and no piece of another");
+    assert_eq!(contents(&desk.path("saved")).len(), 1, "no piece of another");
+    let resumed = desk.train("--steps 50 --checkpoint-dir saved --resume");
+    assert_eq!(resumed.count("steps"), 40);
+    resumed.assert_same_weights(&desk.train("--steps 50"));
+}
+
+#[test]
+fn a_disk_that_is_too_full_for_the_report() {
+    let desk = Desk::new();
+    fs::create_dir(desk.path("small")).unwrap();
+    let script = r#"
+        mount -t tmpfs -o size=64k none small
+        exec "$1" train --steps 1000 --hidden 8 --run-dir small/run"#;
+    let Some(mut command) = with_own_mounts(&desk, script) else { return };
+    let ended = desk.start(&mut command).wait();
+    assert!(ended.complaint().contains("free some space"), "{}", ended.stderr);
+}
+
+#[test]
+fn folders_that_are_read_only() {
+    let desk = Desk::new();
+    fs::create_dir(desk.path("sealed")).unwrap();
+    for flag in ["--checkpoint-dir", "--run-dir"] {
+        let script = format!(
+            r#"mount -t tmpfs -o ro none sealed; exec "$1" train --steps 3 {flag} sealed/x"#
+        );
+        let Some(mut command) = with_own_mounts(&desk, &script) else { return };
+        let ended = desk.start(&mut command).wait();
+        let complaint = ended.complaint();
+        assert!(complaint.contains(flag) && complaint.contains("folder"), "{complaint}");
+    }
+}
