@@ -1,6 +1,7 @@
-//! How many bytes a rank has handed to others.
+//! How many bytes a rank has handed to others, and how long it has added up.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 /// Bytes that the collective calls of a rank have handed to others since the group formed, counted
 /// where they leave: headers included, messages and heartbeats not.
@@ -24,6 +25,9 @@ impl Traffic {
 pub(crate) struct Meter {
     sockets: AtomicU64,
     shared: AtomicU64,
+    /// Whether folds are timed.
+    timing: AtomicBool,
+    folding: AtomicU64,
 }
 
 impl Meter {
@@ -33,6 +37,25 @@ impl Meter {
 
     pub fn count_shared(&self, bytes: usize) {
         self.shared.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// Runs a fold, and times it if that is wanted.
+    pub fn fold<R>(&self, fold: impl FnOnce() -> R) -> R {
+        if !self.timing.load(Ordering::Relaxed) {
+            return fold();
+        }
+        let start = Instant::now();
+        let result = fold();
+        self.folding.fetch_add(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        result
+    }
+
+    pub fn time_folds(&self) {
+        self.timing.store(true, Ordering::Relaxed);
+    }
+
+    pub fn folding(&self) -> Duration {
+        Duration::from_nanos(self.folding.load(Ordering::Relaxed))
     }
 
     pub fn read(&self) -> Traffic {

@@ -76,7 +76,13 @@ fn measure(step: u64, steps: u64, ranks: usize, begin: f64, noise: &mut Noise) -
             let last = bucket + 1 == BUCKETS;
             let ended = if last { begin + latest + tail } else { started + transfer };
             free = ended;
-            BucketSpan { bytes: BUCKET_BYTES, ready, started, ended }
+            BucketSpan {
+                bytes: BUCKET_BYTES,
+                ready,
+                started,
+                ended,
+                folding: (ended - started) / 4.0,
+            }
         });
         RankStep {
             begin,

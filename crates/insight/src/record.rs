@@ -21,6 +21,10 @@ pub struct BucketSpan {
     /// It was reduced and back.
     #[serde(deserialize_with = "number")]
     pub ended: f64,
+    /// Seconds since `started` that went into adding up. The others went into moving data and waiting
+    /// for other ranks.
+    #[serde(default)]
+    pub folding: f64,
 }
 
 /// One step of one rank.

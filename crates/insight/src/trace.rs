@@ -30,11 +30,18 @@ enum Track {
     Optimizer,
     Queue,
     Transfer,
+    Reduce,
 }
 
 impl Track {
-    const ALL: [Track; 5] =
-        [Track::Compute, Track::Wait, Track::Optimizer, Track::Queue, Track::Transfer];
+    const ALL: [Track; 6] = [
+        Track::Compute,
+        Track::Wait,
+        Track::Optimizer,
+        Track::Queue,
+        Track::Transfer,
+        Track::Reduce,
+    ];
 
     fn name(self) -> &'static str {
         match self {
@@ -42,7 +49,8 @@ impl Track {
             Track::Wait => "wait",
             Track::Optimizer => "optimizer",
             Track::Queue => "bucket queue",
-            Track::Transfer => "bucket transfer and reduction",
+            Track::Transfer => "bucket transfer",
+            Track::Reduce => "bucket reduce",
         }
     }
 }
@@ -117,14 +125,13 @@ impl RankTimeline {
             let about = json!({ "step": record.step, "bytes": bucket.bytes });
             let started = self.nanoseconds(bucket.started);
             self.span(Track::Queue, &name, self.nanoseconds(bucket.ready), started, &about, out)?;
-            self.span(
-                Track::Transfer,
-                &name,
-                started,
-                self.nanoseconds(bucket.ended),
-                &about,
-                out,
-            )?;
+            // Both go on by turns, segment by segment; what is drawn is how long each took in all.
+            let ended = self.nanoseconds(bucket.ended);
+            let folding = self.nanoseconds(bucket.ended - bucket.folding.max(0.0));
+            let transferred = folding.clamp(started.min(ended), ended);
+            self.span(Track::Transfer, &name, started, transferred, &about, out)?;
+            let name = format!("bucket {index} reduce");
+            self.span(Track::Reduce, &name, transferred, ended, &about, out)?;
         }
         Ok(())
     }
@@ -261,12 +268,14 @@ mod tests {
                     ready: begin + 0.3,
                     started: begin + 0.3,
                     ended: begin + 0.6,
+                    folding: 0.05,
                 },
                 BucketSpan {
                     bytes: 200,
                     ready: begin + 0.4,
                     started: begin + 0.5,
                     ended: begin + 0.9,
+                    folding: 0.0,
                 },
             ],
         };
@@ -350,8 +359,9 @@ mod tests {
             .filter(|event| event["ph"] == "X" && event["pid"] == 0)
             .filter(|event| event["name"].as_str().unwrap().starts_with("bucket"))
             .map(|event| event["tid"].as_u64().unwrap());
-        let (queue, transfer) = (Track::Queue, Track::Transfer);
-        let expected = [tid(transfer, 0), tid(queue, 0), tid(transfer, 1)].map(|tid| tid as u64);
+        let (queue, transfer, reduce) = (Track::Queue, Track::Transfer, Track::Reduce);
+        let expected = [tid(transfer, 0), tid(reduce, 0), tid(queue, 0), tid(transfer, 1)]
+            .map(|tid| tid as u64);
         assert_eq!(transfers.collect::<Vec<_>>(), expected);
     }
 
@@ -371,7 +381,7 @@ mod tests {
         ) {
             let ranks = times.chunks(9).map(|t| RankStep {
                 begin: t[0], computed: t[1], reduced: t[2], end: t[3], compute: t[4], backward: t[5],
-                buckets: vec![BucketSpan { bytes: 1, ready: t[6], started: t[7], ended: t[8] }],
+                buckets: vec![BucketSpan { bytes: 1, ready: t[6], started: t[7], ended: t[8], folding: t[0] }],
             });
             let ranks: Vec<_> = ranks.collect();
             let step = |step| StepRecord {

@@ -6,6 +6,8 @@
 //! folds them in the order of the tree, and all gather the blocks. That is pairwise exchange with
 //! several leaves per rank.
 
+use std::time::{Duration, Instant};
+
 use unisono_collective::tree::Tree;
 use unisono_collective::{Dtype, Error, Group, Op, Reduction, Request, Unequal, kernel};
 
@@ -20,6 +22,7 @@ pub struct Combiner {
 impl Combiner {
     /// For the workers of this group.
     pub fn new(group: Group, shards: Shards) -> Combiner {
+        group.time_folds();
         let workers = group.size();
         let exchange = (!is_all_reduce(shards, workers)).then(|| Exchange::new(shards, workers));
         Combiner { group, exchange }
@@ -32,6 +35,11 @@ impl Combiner {
             None => self.group.all_reduce(&mut subtrees[0], Reduction::Sum),
             Some(exchange) => exchange.sum(&self.group, subtrees),
         }
+    }
+
+    /// How long this rank has added up so far.
+    pub fn folding(&self) -> Duration {
+        self.group.folding() + self.exchange.as_ref().map_or(Duration::ZERO, |e| e.folding)
     }
 
     /// Bytes this rank has sent so far.
@@ -59,13 +67,15 @@ struct Exchange {
     outgoing: Vec<f32>,
     /// What came from each rank, which makes a block of every subtree of all, in order.
     incoming: Vec<f32>,
+    /// How long the sums have taken so far.
+    folding: Duration,
 }
 
 impl Exchange {
     fn new(shards: Shards, workers: usize) -> Exchange {
         let held = shards.subtrees(workers).iter().map(Vec::len).collect();
         let tree = shards.tree(workers);
-        Exchange { tree, held, outgoing: Vec::new(), incoming: Vec::new() }
+        Exchange { tree, held, outgoing: Vec::new(), incoming: Vec::new(), folding: Duration::ZERO }
     }
 
     fn sum(&mut self, group: &Group, subtrees: &mut [Vec<f32>]) -> Result<(), Error> {
@@ -104,12 +114,14 @@ impl Exchange {
             0 => vec![std::ptr::null(); self.tree.inputs()],
             _ => self.incoming.chunks_exact(block).map(|input| input.as_ptr().cast()).collect(),
         };
+        let start = Instant::now();
         let own = subtrees[0][me * block..][..block].as_mut_ptr().cast();
         // SAFETY: every input is a block of the incoming buffer, and the result is a block of
         // another one.
         unsafe {
             kernel::fold(Dtype::F32, Reduction::Sum, &self.tree, &inputs, own, None, block, None);
         }
+        self.folding += start.elapsed();
         group.all_gather_in_place(&mut subtrees[0])
     }
 }

@@ -303,6 +303,7 @@ impl Synchronizer {
                 submitted: gradients.submitted,
                 started: gradients.started,
                 ended: gradients.ended,
+                folding: gradients.folding,
             });
             step.buckets[bucket].slots = gradients.slots;
         }
@@ -371,6 +372,7 @@ impl Synchronizer {
             submitted: now,
             started: now,
             ended: now,
+            folding: Duration::ZERO,
         });
     }
 

@@ -13,6 +13,8 @@ pub struct BucketTimes {
     pub started: Instant,
     /// The mean over all shards was there.
     pub ended: Instant,
+    /// How much of the time in between was adding up; the rest was moving data and waiting.
+    pub folding: Duration,
 }
 
 /// When the parts of a step happened, on this rank.

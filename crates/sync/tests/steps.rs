@@ -3,7 +3,7 @@
 
 use unisono_collective::{Group, Options, Transport};
 use unisono_sync::bucket::BucketSizes;
-use unisono_sync::optimizer::{Optimizer, OptimizerSpec};
+use unisono_sync::optimizer::OptimizerSpec;
 use unisono_sync::{Parameter, Settings, StepOutcome, SyncError, Synchronizer};
 
 const SHARDS: usize = 8;

@@ -22,6 +22,9 @@ const SHARDS: usize = 8;
 /// the mean over eight seeds.
 const MLP_DECAY: f64 = 0.3;
 
+/// Samples per step of a run that does not say how many.
+const BATCH: usize = 64;
+
 /// Milliseconds that a worker replays for a shard if nothing else is known.
 const REPLAY_MS: f64 = 50.0;
 
@@ -71,9 +74,10 @@ pub struct TrainArgs {
     /// replayed model.
     #[arg(long)]
     shards: Option<usize>,
-    /// Samples per step, over all workers.
-    #[arg(long, default_value_t = 64)]
-    batch: usize,
+    /// Samples per step, over all workers; by default 64, or a few more for a replayed model whose
+    /// shards do not divide them.
+    #[arg(long)]
+    batch: Option<usize>,
     /// Steps to train for, over all runs that are resumed.
     #[arg(long, default_value_t = 1000)]
     steps: u64,
@@ -241,14 +245,17 @@ impl TrainArgs {
              raise --shards or lower --accumulate",
             self.accumulate,
         );
+        let batch = self.batch.unwrap_or(match work {
+            Work::Learn { .. } => BATCH,
+            Work::Replay { .. } => BATCH.next_multiple_of(count),
+        });
         ensure!(
-            self.batch > 0 && self.batch.is_multiple_of(count),
-            "--batch {} cannot be cut into {count} shards; use a multiple of {count}",
-            self.batch
+            batch > 0 && batch.is_multiple_of(count),
+            "--batch {batch} cannot be cut into {count} shards; use a multiple of {count}"
         );
         Ok(Plan {
             shards: count,
-            batch: self.batch,
+            batch,
             steps: self.steps,
             optimizer: self.optimizer(&work),
             seed: self.seed,

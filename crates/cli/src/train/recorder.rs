@@ -126,6 +126,7 @@ impl Recorder {
                     ready: at(bucket.submitted),
                     started: at(bucket.started),
                     ended: at(bucket.ended),
+                    folding: bucket.folding.as_secs_f64(),
                 })
                 .collect(),
         }

@@ -121,6 +121,17 @@ impl Group {
         self.inner.state.meter().read()
     }
 
+    /// From now on, takes the time of reductions: two looks at the clock for every segment.
+    pub fn time_folds(&self) {
+        self.inner.state.meter().time_folds();
+    }
+
+    /// How long this rank has combined data since [`Group::time_folds`], which is what remains of a
+    /// call without moving data and waiting for others.
+    pub fn folding(&self) -> std::time::Duration {
+        self.inner.state.meter().folding()
+    }
+
     /// Why the group can no longer be used, if so.
     pub fn failure(&self) -> Option<Error> {
         self.inner.state.is_over().then(|| self.inner.state.error(None))

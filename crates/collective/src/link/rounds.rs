@@ -152,9 +152,14 @@ impl Links {
     unsafe fn finish_round(&mut self, run: &Run<'_>, segment: usize) {
         let round = self.flight(segment).rounds;
         let divisor = (run.call.reduction == Reduction::Mean).then_some(run.divisor);
-        for fold in &run.schedule.rounds[round].folds {
-            // SAFETY: passed on from the caller.
-            unsafe { run.buffers.fold(fold, segment, run.call, divisor, &mut self.inputs) };
+        let folds = &run.schedule.rounds[round].folds;
+        if !folds.is_empty() {
+            run.state.meter().fold(|| {
+                for fold in folds {
+                    // SAFETY: passed on from the caller.
+                    unsafe { run.buffers.fold(fold, segment, run.call, divisor, &mut self.inputs) };
+                }
+            });
         }
         self.flight(segment).rounds += 1;
     }

@@ -21,6 +21,7 @@ use crate::error::Error;
 use crate::kernel;
 use crate::schedule::{self, Source};
 use crate::state::GroupState;
+use crate::traffic::Meter;
 use clock::{Interrupted, Pipeline, Steps, Words, reached};
 use region::Region;
 
@@ -140,6 +141,7 @@ impl WindowMemory {
             divisor: (call.reduction == Reduction::Mean).then_some(divisor),
             disagreement: None,
             shared: 0,
+            meter: state.meter(),
         };
         self.regions[self.me].record(self.runs, call, fingerprint);
         self.runs += 1;
@@ -262,6 +264,7 @@ struct Run<'a> {
     disagreement: Option<Error>,
     /// Bytes written for others to read.
     shared: usize,
+    meter: &'a Meter,
 }
 
 impl Run<'_> {
@@ -277,24 +280,9 @@ impl Run<'_> {
     fn dtype(&self) -> Dtype {
         self.call.dtype
     }
-}
 
-impl Steps for Run<'_> {
-    fn stage(&mut self, segment: usize, buffer: usize) {
-        let segment = self.first + segment;
-        for stage in &self.schedule.stages {
-            for (i, block) in stage.blocks.clone().enumerate() {
-                let (from, count) = self.buffers.block(stage.from, segment, block, i as u32);
-                let into = self.cell(self.me, buffer, stage.cell + i as u32);
-                // SAFETY: the block lies in the caller's buffers; the cell is ours to write,
-                // since the pipeline waited for its readers.
-                unsafe { kernel::copy(from, into, count * self.dtype().size()) };
-                self.shared += count * self.dtype().size();
-            }
-        }
-    }
-
-    fn fold(&mut self, segment: usize, buffer: usize) {
+    /// Folds everything of a segment that is this rank's to fold.
+    fn fold_all(&mut self, segment: usize, buffer: usize) {
         let segment = self.first + segment;
         for copy in &self.schedule.copies {
             // SAFETY: both places lie in the caller's buffers.
@@ -339,6 +327,27 @@ impl Steps for Run<'_> {
                 *self.inputs = inputs;
             }
         }
+    }
+}
+
+impl Steps for Run<'_> {
+    fn stage(&mut self, segment: usize, buffer: usize) {
+        let segment = self.first + segment;
+        for stage in &self.schedule.stages {
+            for (i, block) in stage.blocks.clone().enumerate() {
+                let (from, count) = self.buffers.block(stage.from, segment, block, i as u32);
+                let into = self.cell(self.me, buffer, stage.cell + i as u32);
+                // SAFETY: the block lies in the caller's buffers; the cell is ours to write,
+                // since the pipeline waited for its readers.
+                unsafe { kernel::copy(from, into, count * self.dtype().size()) };
+                self.shared += count * self.dtype().size();
+            }
+        }
+    }
+
+    fn fold(&mut self, segment: usize, buffer: usize) {
+        let meter = self.meter;
+        meter.fold(|| self.fold_all(segment, buffer));
     }
 
     fn collect(&mut self, segment: usize, buffer: usize) {

@@ -13,7 +13,7 @@ fn record(step: u64, ranks: Vec<RankStep>) -> StepRecord {
 }
 
 fn bucket(started: f64, ended: f64) -> BucketSpan {
-    BucketSpan { bytes: 4, ready: started, started, ended }
+    BucketSpan { bytes: 4, ready: started, started, ended, folding: 0.0 }
 }
 
 fn close(a: f64, b: f64) -> bool {
@@ -169,6 +169,7 @@ fn hostile_rank() -> impl Strategy<Value = RankStep> {
         ready,
         started,
         ended,
+        folding: ready,
     });
     let times = [(); 6].map(|()| hostile());
     (times, prop::collection::vec(bucket, 0..4)).prop_map(|(t, buckets)| {

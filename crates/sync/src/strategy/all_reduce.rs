@@ -81,9 +81,11 @@ impl Drop for AllReduce {
 
 fn reduce(combiner: &mut Combiner, mut gradients: Gradients) -> Outcome {
     gradients.started = Instant::now();
-    let subtrees = gradients.subtrees;
+    let (subtrees, folding) = (gradients.subtrees, combiner.folding());
     combiner.sum(&mut gradients.slots[..subtrees])?;
+    let summed = Instant::now();
     gradients.divide();
     gradients.ended = Instant::now();
+    gradients.folding = combiner.folding() - folding + (gradients.ended - summed);
     Ok(gradients)
 }

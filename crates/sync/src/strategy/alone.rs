@@ -21,6 +21,7 @@ impl Strategy for Alone {
         gradients.started = Instant::now();
         gradients.divide();
         gradients.ended = Instant::now();
+        gradients.folding = gradients.ended - gradients.started;
         self.waiting.push_back(gradients);
     }
 

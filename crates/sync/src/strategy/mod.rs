@@ -8,7 +8,7 @@
 mod all_reduce;
 mod alone;
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 pub use all_reduce::AllReduce;
 pub use alone::Alone;
@@ -50,6 +50,8 @@ pub struct Gradients {
     pub started: Instant,
     /// When it was ready to be applied.
     pub ended: Instant,
+    /// How much of the time in between was adding up.
+    pub folding: Duration,
 }
 
 impl Gradients {
