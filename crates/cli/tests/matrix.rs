@@ -11,6 +11,8 @@ mod common;
 use std::process::Command;
 
 use common::{Desk, Job, PROGRAM, Summary};
+use unisono::sync::{Parameter, Settings, Synchronizer};
+use unisono::{Algorithm, Group, Options, Transport};
 use unisono_netlab::{Lab, Link, Rate, lab_or_skip};
 
 const STEPS: u64 = 200;
@@ -286,6 +288,49 @@ fn what_decides_about_the_weights_changes_the_hash() {
     hashes.sort();
     hashes.dedup();
     assert_eq!(hashes.len(), others.len() + 1);
+}
+
+/// The mean of what eight shards have, by one algorithm; the bits at rank 0.
+fn mean_by(algorithm: Algorithm, workers: usize) -> Vec<u32> {
+    const SHARDS: usize = 8;
+    const LEN: usize = 1000;
+    let mut options = Options::default();
+    (options.transport, options.algorithm) = (Transport::Tcp, Some(algorithm));
+    let groups = Group::local(workers, &options).unwrap();
+    let mean = |group: &Group| {
+        let parameters = vec![Parameter { name: "weights".to_owned(), len: LEN }];
+        let synchronizer =
+            Synchronizer::new(Some(group), parameters, Settings::new(SHARDS)).unwrap();
+        for _ in synchronizer.shards() {
+            let shard = synchronizer.begin_shard();
+            synchronizer.begin_backward(0.0);
+            let values = common::numbers().skip(shard * LEN).take(LEN);
+            let gradient: Vec<f32> = values.map(|value| value as f32 / 1e9).collect();
+            synchronizer.gradient(0, &gradient);
+            synchronizer.end_shard();
+        }
+        let mut bits = Vec::new();
+        let keep = |_, mean: &[f32]| bits = mean.iter().map(|value| value.to_bits()).collect();
+        synchronizer.finish(keep).unwrap();
+        bits
+    };
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = groups.iter().map(|group| scope.spawn(move || mean(group))).collect();
+        let mut means = ranks.into_iter().map(|rank| rank.join().expect("no rank panics"));
+        let first = means.next().expect("there is a rank 0");
+        means.for_each(|other| assert_eq!(other, first));
+        first
+    })
+}
+
+/// What the refusal is for, and what the tests above would notice: one step is enough.
+#[test]
+fn a_ring_has_other_bits() {
+    for workers in [1, 2, 4, 8] {
+        assert_eq!(mean_by(Algorithm::Tree, workers), mean_by(Algorithm::Pairwise, 1));
+    }
+    assert_ne!(mean_by(Algorithm::Ring, 4), mean_by(Algorithm::Tree, 4));
+    assert_ne!(mean_by(Algorithm::Ring, 8), mean_by(Algorithm::Ring, 4));
 }
 
 /// A ring sums in an order that depends on the number of workers.

@@ -223,6 +223,8 @@ pub struct RunBreakdown {
     pub hidden: f64,
     /// Communication that could hide behind the backward pass.
     pub hideable: f64,
+    /// Buckets of a step.
+    pub buckets: usize,
     /// By rank.
     pub ranks: Vec<RankStats>,
     /// The rank that was last in most steps, if that matters.
@@ -261,6 +263,7 @@ impl RunBreakdown {
             hidden: over_typical(&StepBreakdown::hidden),
             hideable: over_typical(&|step| step.comm.min(step.backward)),
             straggler: straggler(typical, &ranks, threshold),
+            buckets: records.last().and_then(|r| r.ranks.first()).map_or(0, |r| r.buckets.len()),
             ranks,
             samples_per_s: if parts.total() > 0.0 { samples / parts.total() } else { 0.0 },
             wire_bytes_per_step: mean(typical.iter().map(|(_, r)| r.wire_bytes as f64)),

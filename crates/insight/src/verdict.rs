@@ -289,6 +289,8 @@ impl Case<'_> {
                 "Switch overlap on: up to {} a step can hide behind the backward pass.",
                 duration(missed.max(0.0))
             ));
+        } else if run.buckets == 1 {
+            // The only bucket is ready when backward ends. Nothing can hide, whatever its size.
         } else if run.hidden_of_hideable().is_some_and(|hidden| hidden < GOOD_OVERLAP) {
             advice.push(format!(
                 "Overlap leaves {} a step exposed that could hide: try another bucket size.",

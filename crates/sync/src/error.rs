@@ -8,8 +8,8 @@ use crate::shards::TooFewShards;
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SyncError {
-    /// The group failed: a rank was lost, or the ranks disagree. Weights are those of the last step
-    /// that was finished; resume from a checkpoint with a new group.
+    /// The group failed: a rank was lost, or the ranks disagree. Buckets that arrived before may have
+    /// been applied: the weights are those of no step. Resume from a checkpoint with a new group.
     #[error(transparent)]
     Group(#[from] Error),
     /// The group for the gradients could not be formed.

@@ -33,3 +33,8 @@ pub mod prelude {
     pub use crate::sync::Settings;
     pub use crate::{Dtype, Element, Error, Group, Job, Options, Reduction, Work};
 }
+
+/// The examples of the README are tests.
+#[cfg(all(doctest, feature = "candle"))]
+#[doc = include_str!("../../../README.md")]
+struct Readme;

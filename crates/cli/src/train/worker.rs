@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use serde_json::json;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use unisono::candle::ReplicaError;
@@ -34,13 +34,14 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let job = Job::join_with(options).context("joining the job")?;
     let group = job.world();
     let plan = args.plan(group.size())?;
+    expect_equal_plans(&plan, group)?;
     let scaling = match plan.measure_scaling {
         true => measure_alone(&plan, group)?,
         false => None,
     };
     let mut trainee = trainee::build(&plan, group)?;
     let mut home = match group.rank() {
-        0 => Some(Home::open(&plan, &job, args)?),
+        0 => Some(Home::open(&plan, args)?),
         _ => None,
     };
     let checkpoint = match &mut home {
@@ -54,8 +55,9 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     }
     drop(checkpoint);
     let mut recorder = Recorder::new(group, plan.batch)?;
+    let hosts = host_names(group)?;
     if let Some(home) = &mut home {
-        home.begin(&plan, &job, &*trainee, recorder.clock_error)?;
+        home.begin(&plan, &job, &*trainee, hosts, recorder.clock_error)?;
     }
     let slowness = plan.slow.filter(|(rank, _)| *rank == group.rank()).map_or(1.0, |(_, s)| s);
 
@@ -131,7 +133,7 @@ struct Home {
 }
 
 impl Home {
-    fn open(plan: &Plan, _job: &Job, args: &TrainArgs) -> anyhow::Result<Home> {
+    fn open(plan: &Plan, args: &TrainArgs) -> anyhow::Result<Home> {
         Ok(Home {
             folder: None,
             run_dir: plan.run_dir.clone(),
@@ -146,9 +148,10 @@ impl Home {
         plan: &Plan,
         job: &Job,
         trainee: &dyn Trainee,
+        hosts: Vec<String>,
         clock_error: f64,
     ) -> anyhow::Result<()> {
-        let info = describe(plan, job, trainee, clock_error);
+        let info = RunInfo { hosts, clock_error, ..describe(plan, job, trainee) };
         let folder = match &self.run_dir {
             Some(dir) => RunFolder::create(dir, &info).context("--run-dir")?,
             None => create_in_runs(&info)?,
@@ -214,7 +217,7 @@ fn create_in_runs(info: &RunInfo) -> anyhow::Result<RunFolder> {
 }
 
 /// The run, for its report.
-fn describe(plan: &Plan, job: &Job, trainee: &dyn Trainee, clock_error: f64) -> RunInfo {
+fn describe(plan: &Plan, job: &Job, trainee: &dyn Trainee) -> RunInfo {
     let group = job.world();
     let topology = group.topology();
     let (model, data) = plan.names();
@@ -256,10 +259,69 @@ fn describe(plan: &Plan, job: &Job, trainee: &dyn Trainee, clock_error: f64) -> 
         algorithm: group.options().algorithm.map_or("auto", |a| a.name()).to_owned(),
         workers: group.size(),
         shards: plan.shards,
-        hosts: (0..group.size()).map(|rank| format!("host {}", topology.host(rank))).collect(),
-        clock_error,
         settings,
+        ..RunInfo::default()
     }
+}
+
+/// The name of every rank's host. All ranks must call it. Hosts of one name, as containers are apt to
+/// have, are told apart by a number.
+fn host_names(group: &Group) -> anyhow::Result<Vec<String>> {
+    const LONGEST: usize = 64;
+    let uname = rustix::system::uname();
+    let name = uname.nodename().to_bytes();
+    let length = name.len().min(LONGEST);
+    // A name, then what makes a host one: the running kernel and its network.
+    let mut own = [0u8; LONGEST + 8];
+    own[..length].copy_from_slice(&name[..length]);
+    let kernel = std::fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let network = std::fs::read_link("/proc/self/ns/net").unwrap_or_default();
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(&kernel).update(network.as_os_str().as_encoded_bytes());
+    own[LONGEST..].copy_from_slice(&hasher.finalize().as_bytes()[..8]);
+    let mut all = vec![0; own.len() * group.size()];
+    group.all_gather(&own, &mut all)?;
+
+    let hosts: Vec<&[u8]> = all.chunks(own.len()).collect();
+    let label = |host: &&[u8]| {
+        let name = String::from_utf8_lossy(&host[..LONGEST]);
+        let name = name.trim_end_matches('\0');
+        let mut namesakes: Vec<&[u8]> = Vec::new();
+        for other in hosts.iter().filter(|other| other[..LONGEST] == host[..LONGEST]) {
+            if !namesakes.contains(other) {
+                namesakes.push(other);
+            }
+        }
+        match namesakes.iter().position(|other| other == host) {
+            Some(number) if namesakes.len() > 1 => format!("{name} {number}"),
+            _ => name.to_owned(),
+        }
+    };
+    Ok(hosts.iter().map(label).collect())
+}
+
+/// Fails on all ranks if one was started with other settings than rank 0.
+fn expect_equal_plans(plan: &Plan, group: &Group) -> anyhow::Result<()> {
+    let mut settings = plan.identity();
+    settings.push(("steps", plan.steps.to_string()));
+    settings.push(("check-every", plan.check_every.to_string()));
+    let hash = |value: &str| {
+        let hash = blake3::hash(value.as_bytes());
+        i64::from_le_bytes(*hash.as_bytes().first_chunk().expect("a hash has 32 bytes"))
+    };
+    let own: Vec<i64> = settings.iter().map(|(_, value)| hash(value)).collect();
+    let mut all = vec![0; own.len() * group.size()];
+    group.all_gather(&own, &mut all)?;
+    for (rank, theirs) in all.chunks(own.len()).enumerate() {
+        if let Some(i) = (0..own.len()).find(|i| theirs[*i] != all[*i]) {
+            let (key, value) = &settings[i];
+            bail!(
+                "rank {rank} and rank 0 were started with different settings of {key} (here {value}); \
+                 start all workers with the same"
+            );
+        }
+    }
+    Ok(())
 }
 
 /// How fast rank 0 is by itself, with all shards, while the others wait.

@@ -1,0 +1,52 @@
+//! What a group says it has sent is what it had to send.
+
+use unisono_collective::{Group, Options, Reduction, Traffic, Transport};
+
+const ELEMENTS: usize = 100_000;
+
+/// What each of three ranks has sent for one all-reduce, and whether it took the time of its folds.
+fn all_reduce(transport: Transport) -> Vec<(Traffic, bool)> {
+    let mut options = Options::default();
+    options.transport = transport;
+    let groups = Group::local(3, &options).unwrap();
+    std::thread::scope(|scope| {
+        let rank = |group: &'static Group| {
+            move || {
+                let before = group.traffic();
+                assert!(group.folding().is_zero());
+                group.time_folds();
+                let mut buffer = vec![group.rank() as f32; ELEMENTS];
+                group.all_reduce(&mut buffer, Reduction::Sum).unwrap();
+                assert_eq!(buffer[0], 3.0);
+                let after = group.traffic();
+                let sockets = after.sockets - before.sockets;
+                let shared = after.shared - before.shared;
+                (Traffic { sockets, shared }, !group.folding().is_zero())
+            }
+        };
+        let ranks: Vec<_> = groups.leak().iter().map(|group| scope.spawn(rank(group))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// All ranks together send at least what any all-reduce of three ranks must, and headers come on top.
+fn expect_enough(total: u64) {
+    let least = 4 * ELEMENTS as u64 * 2 * 2;
+    assert!((least..least + least / 4).contains(&total), "{total} bytes, at least {least}");
+}
+
+#[test]
+fn bytes_on_sockets_are_counted() {
+    let ranks = all_reduce(Transport::Tcp);
+    assert!(ranks.iter().all(|(traffic, timed)| traffic.shared == 0 && *timed), "{ranks:?}");
+    expect_enough(ranks.iter().map(|(traffic, _)| traffic.sockets).sum());
+}
+
+#[test]
+fn bytes_in_shared_memory_are_counted() {
+    let ranks = all_reduce(Transport::Shm);
+    assert!(ranks.iter().all(|(traffic, timed)| traffic.sockets == 0 && *timed), "{ranks:?}");
+    // Staging two thirds and publishing one third is enough where everybody can read it.
+    let total: u64 = ranks.iter().map(|(traffic, _)| traffic.total()).sum();
+    assert!(total >= 4 * ELEMENTS as u64 * 3, "{total} bytes");
+}
