@@ -39,10 +39,10 @@ impl CustomOp1 for Hook {
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        if let Some(synchronizer) = self.sink.synchronizer.get() {
-            if visit(gradient, Taker { synchronizer, parameter: self.parameter })? {
-                return Ok(None);
-            }
+        if let Some(synchronizer) = self.sink.synchronizer.get()
+            && visit(gradient, Taker { synchronizer, parameter: self.parameter })?
+        {
+            return Ok(None);
         }
         // Somebody else's backward: the gradient is for the variable.
         Ok(Some(gradient.clone()))
