@@ -49,15 +49,22 @@ fn noise(seed: usize) -> f32 {
 fn gradient(step: usize, shard: usize, parameter: usize, weights: &[f32]) -> Option<Vec<f32>> {
     match parameter {
         UNUSED => return None,
-        RARE if step % 2 == 0 || shard != 6 => return None,
+        RARE if step.is_multiple_of(2) || shard != 6 => return None,
         _ => {}
     }
     let seed = ((step * 100 + shard) * 10 + parameter) * 5000;
     Some(weights.iter().enumerate().map(|(i, w)| w * 0.1 + noise(seed + i)).collect())
 }
 
-/// Trains, and returns every rank's weights, losses, and which parameters were updated when.
-fn train(variant: &Variant) -> Vec<(Vec<Vec<f32>>, Vec<f32>, Vec<Vec<usize>>)> {
+/// What came of a run on one rank.
+struct Trained {
+    weights: Vec<Vec<f32>>,
+    losses: Vec<f32>,
+    /// Which parameters were updated in each step.
+    updates: Vec<Vec<usize>>,
+}
+
+fn train(variant: &Variant) -> Vec<Trained> {
     let mut options = Options::default();
     options.transport = variant.transport;
     let groups = Group::local(variant.workers, &options).unwrap();
@@ -68,7 +75,7 @@ fn train(variant: &Variant) -> Vec<(Vec<Vec<f32>>, Vec<f32>, Vec<Vec<usize>>)> {
     })
 }
 
-fn worker(group: &Group, variant: &Variant) -> (Vec<Vec<f32>>, Vec<f32>, Vec<Vec<usize>>) {
+fn worker(group: &Group, variant: &Variant) -> Trained {
     let mut settings = Settings::new(SHARDS);
     settings.buckets = variant.buckets;
     settings.overlap = variant.overlap;
@@ -106,7 +113,7 @@ fn worker(group: &Group, variant: &Variant) -> (Vec<Vec<f32>>, Vec<f32>, Vec<Vec
         updated.sort_unstable();
         updates.push(updated);
     }
-    (weights, losses, updates)
+    Trained { weights, losses, updates }
 }
 
 fn bits(weights: &[Vec<f32>]) -> Vec<Vec<u32>> {
@@ -125,12 +132,17 @@ fn weights_do_not_depend_on_how_they_are_synchronized() {
         variants.push(Variant { buckets: Some(BucketSizes { first: 0, others: 0 }), ..plain });
     }
     for variant in &variants {
-        for (rank, (weights, losses, updates)) in train(variant).into_iter().enumerate() {
-            assert_eq!(bits(&weights), bits(&expected.0), "weights of rank {rank}, {variant:?}");
+        for (rank, trained) in train(variant).into_iter().enumerate() {
+            let Trained { weights, losses, updates } = trained;
+            assert_eq!(
+                bits(&weights),
+                bits(&expected.weights),
+                "weights of rank {rank}, {variant:?}"
+            );
             let same =
-                losses.iter().map(|l| l.to_bits()).eq(expected.1.iter().map(|l| l.to_bits()));
+                losses.iter().map(|l| l.to_bits()).eq(expected.losses.iter().map(|l| l.to_bits()));
             assert!(same, "losses of rank {rank}, {variant:?}");
-            assert_eq!(updates, expected.2, "updates of rank {rank}, {variant:?}");
+            assert_eq!(updates, expected.updates, "updates of rank {rank}, {variant:?}");
         }
     }
 }
@@ -138,8 +150,8 @@ fn weights_do_not_depend_on_how_they_are_synchronized() {
 #[test]
 fn parameters_without_a_gradient_anywhere_are_left_alone() {
     for workers in [1, 3] {
-        for (_, _, updates) in train(&Variant::new(workers)) {
-            for (step, updated) in updates.iter().enumerate() {
+        for trained in train(&Variant::new(workers)) {
+            for (step, updated) in trained.updates.iter().enumerate() {
                 assert!(!updated.contains(&UNUSED));
                 assert_eq!(updated.contains(&RARE), step % 2 == 1, "step {step}");
                 assert!(updated.contains(&0));
