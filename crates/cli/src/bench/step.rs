@@ -1,20 +1,23 @@
 //! `unisono bench step`: what synchronization costs a worker that has nobody to synchronize with.
 //!
-//! Three loops take turns, step by step, on models of their own: one computes losses and gradients
-//! and nothing else, one is the loop a candle user writes (sum the gradients of the shards, let
-//! candle's AdamW apply them), and one is the same training through a `Replica`.
+//! Four loops take turns, step by step, on models of their own: one computes losses and gradients and
+//! nothing else; one is the loop a candle user writes (sum the gradients of the shards, let candle's
+//! AdamW apply them); one does by hand, in flat memory and with our AdamW, what any training must do;
+//! and one is the same training through a `Replica`. What the last takes longer than the third is the
+//! cost of synchronization where there is nobody to synchronize with.
 
 use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::Context;
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Device};
+use candle_core::{CpuStorage, DType, Device, Storage, Tensor, Var};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use clap::Args;
 use serde::Serialize;
 use unisono::candle::{Parameters, Replica};
 use unisono::prelude::Settings;
+use unisono::sync::optimizer::OptimizerSpec;
 use unisono::{Group, Options};
 use unisono_workload::data::{Batch, DataSpec, Dataset, Split};
 use unisono_workload::model::{Model, ModelSpec};
@@ -46,9 +49,10 @@ struct Row {
     parameters: usize,
     gradients_us: f64,
     candle_us: f64,
+    by_hand_us: f64,
     unisono_us: f64,
-    over_gradients: f64,
     over_candle: f64,
+    over_by_hand: f64,
 }
 
 /// Measures all models.
@@ -83,14 +87,15 @@ pub fn run(args: StepArgs) -> anyhow::Result<ExitCode> {
             continue;
         }
         println!(
-            "{:<22} {:>10} {:>10.0} {:>9.0} {:>9.0} {:>10.3} {:>7.3}",
+            "{:<34} {:>10} {:>10.0} {:>9.0} {:>9.0} {:>9.0} {:>7.3} {:>8.3}",
             row.model,
             row.parameters,
             row.gradients_us,
             row.candle_us,
+            row.by_hand_us,
             row.unisono_us,
-            row.over_gradients,
-            row.over_candle
+            row.over_candle,
+            row.over_by_hand
         );
     }
     Ok(ExitCode::SUCCESS)
@@ -105,10 +110,11 @@ fn measure(args: &StepArgs, spec: &ModelSpec, data: &DataSpec) -> anyhow::Result
     let batches = shards(&data, args)?;
     let mut gradients = Bare::new(spec, &data)?;
     let mut candle = Plain::new(spec, &data)?;
+    let mut by_hand = ByHand::new(spec, &data)?;
     let mut unisono = Synchronized::new(spec, &data, args.shards)?;
-    let mut samples = [const { Vec::new() }; 3];
+    let mut samples = [const { Vec::new() }; 4];
     for step in 0..args.steps + args.steps / 10 {
-        let loops: [&mut dyn Loop; 3] = [&mut gradients, &mut candle, &mut unisono];
+        let loops: [&mut dyn Loop; 4] = [&mut gradients, &mut candle, &mut by_hand, &mut unisono];
         for (samples, each) in samples.iter_mut().zip(loops) {
             let start = Instant::now();
             each.step(&batches)?;
@@ -117,7 +123,7 @@ fn measure(args: &StepArgs, spec: &ModelSpec, data: &DataSpec) -> anyhow::Result
             }
         }
     }
-    let [gradients_us, candle_us, unisono_us] = samples.map(|mut samples| {
+    let [gradients_us, candle_us, by_hand_us, unisono_us] = samples.map(|mut samples| {
         samples.sort_by(f64::total_cmp);
         samples[samples.len() / 2]
     });
@@ -126,9 +132,10 @@ fn measure(args: &StepArgs, spec: &ModelSpec, data: &DataSpec) -> anyhow::Result
         parameters: gradients.variables.all_vars().iter().map(|var| var.elem_count()).sum(),
         gradients_us,
         candle_us,
+        by_hand_us,
         unisono_us,
-        over_gradients: unisono_us / gradients_us,
         over_candle: unisono_us / candle_us,
+        over_by_hand: unisono_us / by_hand_us,
     })
 }
 
@@ -214,6 +221,60 @@ impl Loop for Plain {
             }
         }
         Ok(self.optimizer.step(&sum)?)
+    }
+}
+
+/// What any training must do, and nothing else.
+struct ByHand {
+    bare: Bare,
+    variables: Vec<Var>,
+    weights: Vec<Vec<f32>>,
+    sums: Vec<Vec<f32>>,
+    optimizer: Box<dyn unisono::sync::optimizer::Optimizer>,
+    steps: u64,
+}
+
+impl ByHand {
+    fn new(spec: &ModelSpec, data: &Dataset) -> anyhow::Result<ByHand> {
+        let bare = Bare::new(spec, data)?;
+        let variables = bare.variables.all_vars();
+        let weights: Vec<Vec<f32>> = variables
+            .iter()
+            .map(|variable| variable.flatten_all()?.to_vec1())
+            .collect::<Result<_, candle_core::Error>>()?;
+        let lengths: Vec<usize> = weights.iter().map(Vec::len).collect();
+        let optimizer = "adamw".parse::<OptimizerSpec>()?.build(&lengths)?;
+        Ok(ByHand { bare, variables, sums: weights.clone(), weights, optimizer, steps: 0 })
+    }
+}
+
+impl Loop for ByHand {
+    fn step(&mut self, shards: &[Batch]) -> anyhow::Result<()> {
+        self.steps += 1;
+        for (i, shard) in shards.iter().enumerate() {
+            let (_, gradients) = self.bare.gradients(shard)?;
+            for (variable, sum) in self.variables.iter().zip(&mut self.sums) {
+                let Some(gradient) = gradients.get(variable) else { continue };
+                let gradient = gradient.contiguous()?;
+                let (storage, layout) = gradient.storage_and_layout();
+                let (Storage::Cpu(CpuStorage::F32(values)), Some((start, end))) =
+                    (&*storage, layout.contiguous_offsets())
+                else {
+                    anyhow::bail!("gradients are f32 on the CPU")
+                };
+                match i {
+                    0 => sum.copy_from_slice(&values[start..end]),
+                    _ => sum.iter_mut().zip(&values[start..end]).for_each(|(s, v)| *s += v),
+                }
+            }
+        }
+        for (i, variable) in self.variables.iter().enumerate() {
+            let (sum, weights) = (&mut self.sums[i], &mut self.weights[i]);
+            sum.iter_mut().for_each(|x| *x /= shards.len() as f32);
+            self.optimizer.update(i, self.steps, weights, sum);
+            variable.set(&Tensor::from_slice(weights, variable.shape(), &Device::Cpu)?)?;
+        }
+        Ok(())
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod args;
 mod checkpoint;
+mod home;
 mod progress;
 mod recorder;
 mod trainee;
