@@ -1,8 +1,10 @@
 //! `unisono report`: what a run was spent on.
 
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use anyhow::Context;
 use clap::Args;
 use unisono::insight::folder::RunFolder;
 
@@ -25,6 +27,7 @@ pub fn run(args: ReportArgs) -> anyhow::Result<ExitCode> {
     if args.rewrite {
         run.write()?;
     }
-    println!("{}", run.report().terminal(args.width));
+    writeln!(std::io::stdout(), "{}", run.report().terminal(args.width))
+        .context("writing the report")?;
     Ok(ExitCode::SUCCESS)
 }

@@ -167,6 +167,50 @@ fn a_folder_that_holds_a_run() {
 }
 
 #[test]
+fn a_folder_that_holds_checkpoints_of_another_run() {
+    let desk = Desk::new();
+    desk.train("--steps 3 --run-dir first --checkpoint-dir saved");
+    let before = contents(&desk.path("saved"));
+    let again = "train --steps 5 --seed 2 --checkpoint-dir saved";
+    each(&desk, &[(again, &["--checkpoint-dir", "saved", "--resume", "another folder"])]);
+    assert_eq!(contents(&desk.path("saved")), before, "the earlier checkpoints were harmed");
+}
+
+#[test]
+fn a_learning_rate_that_is_too_high() {
+    let desk = Desk::new();
+    let ended = desk.run(
+        "train --optimizer sgd --learning-rate 1e6 --steps 200 --run-dir run --checkpoint-dir saved \
+         --checkpoint-every 1000",
+    );
+    assert!(!ended.status.success());
+    let last = ended.stderr.lines().last().unwrap_or_default();
+    assert!(last.contains("no longer a number") && last.contains("--learning-rate"), "{last}");
+    assert!(desk.path("run/report.html").exists(), "there is something to look at");
+    assert_eq!(checkpoints(&desk.path("saved")), [] as [u64; 0], "nothing to go on from");
+}
+
+#[test]
+fn workers_that_were_told_different_things() {
+    let desk = Desk::new();
+    for (key, rank_0, others) in [
+        ("seed", "--seed 1", "--seed 2"),
+        ("checkpoint-dir", "--checkpoint-dir saved", ""),
+        ("checkpoint-every", "--checkpoint-dir s --checkpoint-every 7", "--checkpoint-dir s"),
+    ] {
+        let script = format!(
+            "[ $RANK = 0 ] && exec {PROGRAM} train --steps 20 {rank_0}; exec {PROGRAM} train --steps \
+             20 {others}"
+        );
+        let mut command = desk.command("run -n 2 -- sh -c");
+        let ended = desk.start(command.arg(script)).wait();
+        assert!(!ended.status.success());
+        let named = ended.stderr.contains("different settings") && ended.stderr.contains(key);
+        assert!(named, "{key}: {}", ended.stderr);
+    }
+}
+
+#[test]
 fn a_place_where_no_folder_can_be_made_for_the_report() {
     let desk = Desk::new();
     desk.write("runs", "a file");

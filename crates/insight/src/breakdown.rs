@@ -135,22 +135,25 @@ impl StepBreakdown {
         let computed = || repaired.iter().map(|rank| rank.computed);
         let latest = computed().fold(f64::NEG_INFINITY, f64::max);
         let earliest = computed().fold(f64::INFINITY, f64::min);
+        let communication: Vec<f64> =
+            repaired.iter().zip(&record.ranks).map(|(rank, m)| rank.communication(m)).collect();
+        let least = communication.iter().copied().filter(|comm| *comm > 0.0);
+        let comm = least.min_by(f64::total_cmp).unwrap_or(0.0);
         let ranks: Vec<RankBreakdown> = repaired
             .iter()
-            .zip(&record.ranks)
-            .map(|(rank, measured)| RankBreakdown {
-                parts: rank.parts(latest),
+            .zip(communication)
+            .map(|(rank, own)| RankBreakdown {
+                parts: rank.parts(latest, comm),
                 lateness: rank.computed - earliest,
-                comm: rank.communication(measured),
+                comm: own,
                 backward: rank.backward,
             })
             .collect();
-        let comm = ranks.iter().map(|rank| rank.comm).filter(|comm| *comm > 0.0);
         StepBreakdown {
             step: record.step,
             parts: Parts::mean(ranks.iter().map(|rank| &rank.parts)),
             last: computed().position(|at| at == latest).filter(|_| ranks.len() > 1),
-            comm: comm.min_by(f64::total_cmp).unwrap_or(0.0),
+            comm,
             backward: mean(ranks.iter().map(|rank| rank.backward)),
             ranks,
         }
@@ -319,15 +322,16 @@ impl Repaired {
         Repaired { begin, computed, to_computed, to_reduced, to_end, compute, backward }
     }
 
-    fn parts(&self, latest_computed: f64) -> Parts {
+    /// A rank cannot have waited for communication for longer than there was any. What it waited
+    /// beyond that is the time until its threads got a processor again, and is part of the rest.
+    fn parts(&self, latest_computed: f64, comm: f64) -> Parts {
         let waited = self.to_reduced - self.to_computed;
         let straggler = (latest_computed - self.computed).min(waited);
-        Parts {
-            compute: self.compute,
-            straggler,
-            exposed: waited - straggler,
-            rest: (self.to_computed - self.compute) + (self.to_end - self.to_reduced),
-        }
+        let exposed = (waited - straggler).min(comm);
+        let idle = waited - straggler - exposed;
+        let before = self.to_computed - self.compute;
+        let after = self.to_end - self.to_reduced;
+        Parts { compute: self.compute, straggler, exposed, rest: before + idle + after }
     }
 
     /// The length of the union of the buckets' transfers, within the step.

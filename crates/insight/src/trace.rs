@@ -108,7 +108,7 @@ impl RankTimeline {
         let caught_up = measured.computed + straggler;
         let phases = [
             (Track::Compute, "data and bookkeeping", measured.begin, forward),
-            (Track::Compute, "forward", forward, backward),
+            (Track::Compute, "forward and earlier shards", forward, backward),
             (Track::Compute, "backward", backward, measured.computed),
             (Track::Wait, "wait for straggler", measured.computed, caught_up),
             (Track::Wait, "exposed communication", caught_up, measured.reduced),

@@ -25,14 +25,29 @@ const MLP_DECAY: f64 = 0.3;
 /// Samples per step of a run that does not say how many.
 const BATCH: usize = 64;
 
+/// The most samples or shards of a step: far beyond any use, and far from what could overflow.
+const MOST: usize = 1 << 24;
+
+/// The largest size of a layer: two such layers make a matrix of 1 GiB.
+const WIDEST: usize = 1 << 14;
+
+/// The most threads of a worker.
+const MOST_THREADS: usize = 256;
+
+/// The most milliseconds that a worker replays for a shard: an hour.
+const MOST_MS: f64 = 3_600_000.0;
+
+/// The most that a worker can be slowed down.
+const MOST_SLOWNESS: f64 = 1000.0;
+
 /// Milliseconds that a worker replays for a shard if nothing else is known.
 const REPLAY_MS: f64 = 50.0;
 
 /// What `unisono train` takes.
 #[derive(Args, Clone)]
 #[command(after_help = "\
-The weights depend on the model, the data, --seed, --batch, --shards, --steps and the optimizer, and
-on nothing else: not on the number of workers, the transport, the algorithm or the buckets.
+The weights depend on the model, the data, --seed, --batch, --shards, --steps, --threads and the
+optimizer, and on nothing else: not on the number of workers, the transport, the algorithm or the buckets.
 
 Under `unisono run`, torchrun, mpirun or srun every process is a worker, and --workers is not needed:
   unisono run -n 4 --nnodes 2 --node-rank 0 --rendezvous node-a:29400 -- unisono train")]
@@ -229,7 +244,11 @@ impl TrainArgs {
     pub fn plan(&self, workers: usize) -> anyhow::Result<Plan> {
         ensure!(workers > 0, "--workers 0: nobody would train; use at least 1");
         ensure!(self.accumulate > 0, "--accumulate 0: use at least 1");
-        ensure!(self.threads > 0, "--threads 0: use at least 1");
+        ensure!(
+            (1..=MOST_THREADS).contains(&self.threads),
+            "--threads {}: use 1 to {MOST_THREADS}",
+            self.threads
+        );
         let work = self.work()?;
         // Too many for any batch, if they are too many to count.
         let needed = workers.saturating_mul(self.accumulate);
@@ -245,10 +264,9 @@ impl TrainArgs {
              raise --shards or lower --accumulate",
             self.accumulate,
         );
-        let batch = self.batch.unwrap_or(match work {
-            Work::Learn { .. } => BATCH,
-            Work::Replay { .. } => BATCH.next_multiple_of(count),
-        });
+        ensure!(count <= MOST, "--shards {count}: use at most {MOST}");
+        let batch = self.batch.unwrap_or(BATCH.next_multiple_of(count));
+        ensure!(batch <= MOST, "--batch {batch}: use at most {MOST}");
         ensure!(
             batch > 0 && batch.is_multiple_of(count),
             "--batch {batch} cannot be cut into {count} shards; use a multiple of {count}"
@@ -279,14 +297,22 @@ impl TrainArgs {
             self.refuse_sizes(&["hidden", "channels", "layers", "width", "heads", "context"])?;
             if let Some(ms) = self.compute_ms {
                 ensure!(
-                    ms.is_finite() && ms >= 0.0,
-                    "--compute-ms {ms}: give a time of at least 0"
+                    (0.0..=MOST_MS).contains(&ms),
+                    "--compute-ms {ms}: give a time of 0 to {MOST_MS}"
                 );
             }
             ensure!(self.data.is_none(), "--data: a replayed model looks at none; leave it out");
             let no_checkpoint = "--checkpoint-dir: a replayed model has no weights; leave it out";
             ensure!(self.checkpoint_dir.is_none(), no_checkpoint);
             return Ok(Work::Replay { spec: spec.to_owned(), compute_ms: self.compute_ms });
+        }
+        let one = [self.layers, self.width, self.heads, self.context].into_iter().flatten();
+        if let Some(size) = one
+            .chain(self.hidden.iter().copied())
+            .chain(self.channels.iter().copied())
+            .find(|size| *size > WIDEST)
+        {
+            bail!("a layer of size {size} is too large; use at most {WIDEST}");
         }
         let mut model = match self.model.as_str() {
             "mlp" => ModelSpec::mlp(),
@@ -395,12 +421,13 @@ impl TrainArgs {
         let Some(text) = &self.slow else { return Ok(None) };
         let parsed = text.split_once(':').and_then(|(rank, factor)| {
             let (rank, factor): (usize, f64) = (rank.parse().ok()?, factor.parse().ok()?);
-            (rank < workers && factor.is_finite() && factor >= 1.0).then_some((rank, factor))
+            (rank < workers && (1.0..=MOST_SLOWNESS).contains(&factor)).then_some((rank, factor))
         });
         match parsed {
             Some(slow) => Ok(Some(slow)),
             None => bail!(
-                "--slow {text}: give a rank below {workers} and a factor of at least 1, such as 1:2"
+                "--slow {text}: give a rank below {workers} and a factor of 1 to {MOST_SLOWNESS}, such as \
+                 1:2"
             ),
         }
     }

@@ -1,6 +1,6 @@
 //! Saves a run, and goes on with it.
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use unisono::Group;
 use unisono::cluster::checkpoint::{Checkpoints, Loaded};
 
@@ -21,6 +21,13 @@ impl Saver {
     pub fn open(plan: &Plan) -> anyhow::Result<Option<Saver>> {
         let Some(folder) = &plan.checkpoint_dir else { return Ok(None) };
         let checkpoints = Checkpoints::open(folder, KEPT).context("--checkpoint-dir")?;
+        // Those of another run would push out ours, or be taken for ours.
+        ensure!(
+            plan.resume || checkpoints.steps()?.is_empty(),
+            "--checkpoint-dir: {} already holds checkpoints; add --resume to go on from them, or \
+             choose another folder",
+            folder.display()
+        );
         Ok(Some(Saver { checkpoints, saved: None }))
     }
 

@@ -1,5 +1,6 @@
 //! What rank 0 keeps of a run: its folder, its checkpoints, and what people see of it.
 
+use std::io::Write;
 use std::path::PathBuf;
 
 use anyhow::Context;
@@ -8,7 +9,7 @@ use unisono::insight::folder::{FolderError, RunFolder};
 use unisono::insight::{Outcome, RunInfo, Scaling};
 use unisono::{Group, Job, Transport};
 
-use super::args::{Plan, TrainArgs};
+use super::args::{Plan, TrainArgs, Work};
 use super::checkpoint::Saver;
 use super::progress::Reporter;
 use super::trainee::Trainee;
@@ -68,28 +69,36 @@ impl Home {
         let run = folder.finish(outcome, scaling)?;
         let summary = run.summary.as_ref().context("a finished run has a summary")?;
         self.reporter.finish();
+        let mut out = std::io::stdout().lock();
         if json {
             let mut object = serde_json::to_value(summary)?;
             object["step"] = json!(trainee.steps());
             object["interrupted"] = json!(interrupted);
             object["report"] = json!(run.report_path());
-            println!("{object}");
-            return Ok(());
+            return writeln!(out, "{object}").context("writing the result");
         }
         if interrupted {
             let resume = match plan.checkpoint_dir {
                 Some(_) => "; add --resume to go on from here",
                 None => "; without --checkpoint-dir it cannot be continued",
             };
-            println!("stopped after step {} of {}{resume}", trainee.steps(), plan.steps);
+            writeln!(out, "stopped after step {} of {}{resume}", trainee.steps(), plan.steps)?;
         }
-        print!("loss {:.4}", summary.final_loss);
+        if summary.steps == 0 {
+            writeln!(
+                out,
+                "nothing left to do: the run was complete after step {}",
+                trainee.steps()
+            )?;
+        } else {
+            write!(out, "loss {:.4}, ", summary.final_loss)?;
+        }
         if let Some(accuracy) = summary.accuracy {
-            print!(", held-out accuracy {:.1} %", accuracy * 100.0);
+            write!(out, "held-out accuracy {:.1} %, ", accuracy * 100.0)?;
         }
-        println!(", weights {}", summary.weights_hash);
-        println!("{}", run.report().terminal(100));
-        println!("report: {}", run.report_path().display());
+        writeln!(out, "weights {}", summary.weights_hash)?;
+        writeln!(out, "{}", run.report().terminal(100))?;
+        writeln!(out, "report: {}", run.report_path().display())?;
         Ok(())
     }
 }
@@ -113,22 +122,37 @@ fn describe(plan: &Plan, job: &Job, trainee: &dyn Trainee) -> RunInfo {
     let name = model.split([' ', ':', '/']).next().unwrap_or("run").to_owned();
     let mut settings = toml::Table::new();
     let mut set = |key: &str, value: toml::Value| settings.insert(key.to_owned(), value);
-    for (key, value) in plan.identity() {
-        set(key, value.into());
-    }
-    set("steps", (plan.steps as i64).into());
-    set("accumulate", (plan.accumulate as i64).into());
+    // What TOML cannot count, it can spell.
+    let number = |n: u64| i64::try_from(n).map_or_else(|_| n.to_string().into(), toml::Value::from);
+    set("version", env!("CARGO_PKG_VERSION").into());
+    set("model", model.clone().into());
+    set("data", data.clone().into());
+    set("seed", number(plan.seed));
+    set("batch", number(plan.batch as u64));
+    set("shards", number(plan.shards as u64));
+    set("threads", number(plan.threads as u64));
+    set("optimizer", plan.optimizer.to_string().into());
+    set("steps", number(plan.steps));
+    set("accumulate", number(plan.accumulate as u64));
     set("overlap", plan.overlap.into());
-    set("bucket", plan.buckets.map_or("tuned".into(), |sizes| (sizes.others as i64).into()));
-    set("check_every", (plan.check_every as i64).into());
+    set("bucket", plan.buckets.map_or("tuned".into(), |sizes| number(sizes.others as u64)));
+    set("check_every", number(plan.check_every));
+    if let Work::Replay { compute_ms: Some(ms), .. } = plan.work {
+        set("compute_ms", ms.into());
+    }
+    set("measure_scaling", plan.measure_scaling.into());
     if let Some(dir) = &plan.checkpoint_dir {
         set("checkpoint_dir", dir.display().to_string().into());
-        set("checkpoint_every", (plan.checkpoint_every as i64).into());
+        set("checkpoint_every", number(plan.checkpoint_every));
         set("resume", plan.resume.into());
     }
-    set("resumed_at", (trainee.steps() as i64).into());
-    set("timeout_s", group.options().timeout.as_secs_f64().into());
-    set("streams", (group.options().streams as i64).into());
+    set("resumed_at", number(trainee.steps()));
+    let options = group.options();
+    set("requested_transport", options.transport.name().into());
+    set("timeout_s", options.timeout.as_secs_f64().into());
+    set("streams", number(options.streams as u64));
+    set("segment", options.segment.map_or("chosen".into(), |bytes| number(bytes as u64)));
+    set("staging", number(options.staging as u64));
     if let Some((rank, factor)) = plan.slow {
         set("slow", format!("{rank}:{factor}").into());
     }

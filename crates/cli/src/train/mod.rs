@@ -12,6 +12,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use unisono::cluster::launch::{Ending, Launch, Outcome};
+use unisono::cluster::place::{Launcher, Place};
 use unisono::{Group, Options};
 
 pub use args::TrainArgs;
@@ -48,6 +49,7 @@ pub fn run(args: TrainArgs) -> anyhow::Result<ExitCode> {
     let heard = display.close();
     let outcome = outcome?;
     match (&outcome, heard.failure) {
+        (_, None) if heard.unwritten => anyhow::bail!("the output could not be written"),
         // The workers did what they were told to: nothing went wrong.
         (Outcome::Interrupted { .. }, None) if heard.finished => return Ok(ExitCode::SUCCESS),
         // A worker that was killed could not say why the others gave up.
@@ -93,9 +95,10 @@ fn try_out(args: &TrainArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Whether a launcher other than ours started this process as one of several.
+/// Whether a launcher other than ours started this process.
 fn is_launched() -> bool {
-    unisono::cluster::place::Place::from_env().is_ok_and(|place| place.world > 1)
+    // Whoever set variables that make no sense will be told by the worker.
+    !Place::from_env().is_ok_and(|place| place.launcher == Launcher::Nobody)
 }
 
 /// Computes with as many threads. Their number may decide about the last bits of a sum.

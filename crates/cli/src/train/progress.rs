@@ -152,6 +152,8 @@ pub struct Heard {
     pub finished: bool,
     /// Why they gave up: the cause, if one of them told it.
     pub failure: Option<Failure>,
+    /// Some of their output could not be passed on.
+    pub unwritten: bool,
 }
 
 impl Display {
@@ -199,11 +201,13 @@ struct Output {
 impl Output {
     fn line(&mut self, line: &[u8]) -> std::io::Result<()> {
         let Some(message) = line.strip_prefix(&[MARK]) else {
-            return self.bar.suspend(|| {
+            let written = self.bar.suspend(|| {
                 let mut out = std::io::stdout().lock();
                 out.write_all(line)?;
                 out.flush()
             });
+            lock(&self.heard).unwritten |= written.is_err();
+            return written;
         };
         match serde_json::from_slice(message) {
             Ok(Message::Progress(progress)) => return self.draw(&progress),

@@ -38,7 +38,8 @@ pub struct Recorder {
 #[derive(Serialize, Deserialize)]
 struct Kept {
     step: u64,
-    loss: f64,
+    /// Absent if it is no number, for which JSON has no word.
+    loss: Option<f64>,
     sent: u64,
     times: RankStep,
 }
@@ -59,7 +60,8 @@ impl Recorder {
         let times = self.on_common_clock(&outcome.times);
         let since = sent - self.sent;
         self.sent = sent;
-        self.kept.push(Kept { step, loss: f64::from(outcome.loss), sent: since, times });
+        let loss = Some(f64::from(outcome.loss)).filter(|loss| loss.is_finite());
+        self.kept.push(Kept { step, loss, sent: since, times });
     }
 
     /// Whether it is time to [hand in](Recorder::hand_in) the records; the same on all ranks.
@@ -94,7 +96,7 @@ impl Recorder {
             let first = all.first().context("rank 0 has as many records as it noted")?;
             records.push(StepRecord {
                 step: first.step,
-                loss: first.loss,
+                loss: first.loss.unwrap_or(f64::NAN),
                 samples: self.samples,
                 wire_bytes: all.iter().map(|kept| kept.sent).sum(),
                 ranks: all.into_iter().map(|kept| kept.times).collect(),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use unisono::candle::ReplicaError;
 use unisono::insight::Scaling;
@@ -58,9 +58,9 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     }
     let slowness = plan.slow.filter(|(rank, _)| *rank == group.rank()).map_or(1.0, |(_, s)| s);
 
-    let mut interrupted = false;
+    let (mut interrupted, mut diverged) = (false, false);
     trainee.synchronizer().begin_step();
-    while trainee.steps() < plan.steps && !interrupted {
+    while trainee.steps() < plan.steps && !interrupted && !diverged {
         let step = trainee.steps();
         if stop.load(Ordering::Relaxed) {
             trainee.synchronizer().vote_to_stop();
@@ -68,15 +68,19 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         while trainee.shard(step, slowness)? {}
         let outcome = trainee.finish()?;
         interrupted = outcome.stop;
+        // The same on all ranks, as the loss is.
+        diverged = !outcome.loss.is_finite();
         recorder.note(trainee.steps(), &outcome, trainee.synchronizer().sent());
         if let Some(home) = &mut home {
             home.reporter.step(trainee.steps(), &outcome);
         }
-        let over = trainee.steps() == plan.steps || interrupted;
+        let over = trainee.steps() == plan.steps || interrupted || diverged;
         let due = |every: u64| every > 0 && trainee.steps().is_multiple_of(every);
         // Decided alike on all ranks, for they must all take part in what follows.
         let checks = plan.check_every > 0 && (due(plan.check_every) || over);
-        let saves = plan.checkpoint_dir.is_some() && (due(plan.checkpoint_every) || over);
+        // A checkpoint of a run that is lost would only push out a good one.
+        let saves =
+            plan.checkpoint_dir.is_some() && !diverged && (due(plan.checkpoint_every) || over);
         let hands_in = recorder.is_due() || over;
         if checks {
             trainee.check(group)?;
@@ -105,6 +109,12 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     }
     // The others stay until rank 0 has written all.
     group.barrier()?;
+    ensure!(
+        !diverged,
+        "the loss is no longer a number since step {}; lower --learning-rate, or resume from an \
+         earlier checkpoint with other data",
+        trainee.steps()
+    );
     Ok(ExitCode::SUCCESS)
 }
 
@@ -126,6 +136,11 @@ fn expect_equal_plans(plan: &Plan, group: &Group) -> anyhow::Result<()> {
     let mut settings = plan.identity();
     settings.push(("steps", plan.steps.to_string()));
     settings.push(("check-every", plan.check_every.to_string()));
+    settings.push(("checkpoint-dir (one or none)", plan.checkpoint_dir.is_some().to_string()));
+    settings.push(("checkpoint-every", plan.checkpoint_every.to_string()));
+    settings.push(("measure-scaling", plan.measure_scaling.to_string()));
+    settings.push(("bucket", format!("{:?}", plan.buckets)));
+    settings.push(("no-overlap", (!plan.overlap).to_string()));
     let hash = |value: &str| {
         let hash = blake3::hash(value.as_bytes());
         i64::from_le_bytes(*hash.as_bytes().first_chunk().expect("a hash has 32 bytes"))

@@ -10,6 +10,9 @@ use unisono_sync::{Parameter, Settings, StepOutcome, SyncError, Synchronizer, re
 use super::parameters::{Entry, Parameters};
 
 /// One worker's copy of the model, with its optimizer.
+///
+/// After an error, the user's own in the middle of a shard included, the replica is of no more use:
+/// its weights are those of no step, and further calls may panic. Make a new one.
 pub struct Replica {
     entries: Vec<Entry>,
     /// Which of the entries are trained.

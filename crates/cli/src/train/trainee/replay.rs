@@ -4,8 +4,10 @@
 
 use std::time::{Duration, Instant};
 
+use anyhow::ensure;
 use unisono::Group;
 use unisono::cluster::checkpoint::{Loaded, Snapshot};
+use unisono::collective::fabric::available_memory;
 use unisono::sync::{Parameter, StepOutcome, Synchronizer};
 use unisono_workload::replay::Replay;
 
@@ -35,6 +37,15 @@ impl Replayer {
             name: parameter.name.clone(),
             len: parameter.elements(),
         };
+        // A gradient, the buckets it is summed in, and what travels.
+        let needed = replay.elements().saturating_mul(4 * 4) as u64;
+        if let Some(available) = available_memory() {
+            ensure!(
+                needed <= available,
+                "--model: replaying {spec} needs {needed} bytes of memory, where {available} are \
+                 available; replay a smaller model"
+            );
+        }
         let parameters: Vec<Parameter> = replay.parameters().map(parameter).collect();
         let longest = parameters.iter().map(|parameter| parameter.len).max().unwrap_or(0);
         let synchronizer = Synchronizer::new(Some(group), parameters, plan.settings())?;
