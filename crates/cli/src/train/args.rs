@@ -243,7 +243,11 @@ impl TrainArgs {
     /// What these mean for as many workers.
     pub fn plan(&self, workers: usize) -> anyhow::Result<Plan> {
         ensure!(workers > 0, "--workers 0: nobody would train; use at least 1");
-        ensure!(self.accumulate > 0, "--accumulate 0: use at least 1");
+        ensure!(
+            (1..=MOST).contains(&self.accumulate),
+            "--accumulate {}: use 1 to {MOST}",
+            self.accumulate
+        );
         ensure!(
             (1..=MOST_THREADS).contains(&self.threads),
             "--threads {}: use 1 to {MOST_THREADS}",
