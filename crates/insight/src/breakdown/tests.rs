@@ -36,8 +36,9 @@ fn run(steps: u64, world: usize, slow: impl Fn(u64) -> usize, late: f64) -> Vec<
 
 #[test]
 fn a_wait_is_charged_to_the_straggler_until_it_has_computed_and_then_to_communication() {
-    let step =
-        StepBreakdown::of(&record(0, vec![rank(0.0, 4.0, 8.0, 9.0), rank(0.0, 7.0, 8.0, 9.0)]));
+    let mut ranks = vec![rank(0.0, 4.0, 8.0, 9.0), rank(0.0, 7.0, 8.0, 9.0)];
+    ranks.iter_mut().for_each(|rank| rank.buckets = vec![bucket(7.0, 8.0)]);
+    let step = StepBreakdown::of(&record(0, ranks));
     let early = step.ranks[0].parts;
     assert_eq!(early, Parts { compute: 4.0, straggler: 3.0, exposed: 1.0, rest: 1.0 });
     let late = step.ranks[1].parts;
@@ -45,6 +46,15 @@ fn a_wait_is_charged_to_the_straggler_until_it_has_computed_and_then_to_communic
     assert_eq!(step.last, Some(1));
     assert_eq!(step.ranks[1].lateness, 3.0);
     assert_eq!(step.duration(), 9.0);
+}
+
+#[test]
+fn a_wait_that_is_longer_than_the_communication_is_rest() {
+    let mut alone = rank(0.0, 5.0, 8.0, 9.0);
+    alone.buckets = vec![bucket(5.0, 6.0)];
+    let step = StepBreakdown::of(&record(0, vec![alone]));
+    let expected = Parts { compute: 5.0, straggler: 0.0, exposed: 1.0, rest: 3.0 };
+    assert_eq!(step.ranks[0].parts, expected);
 }
 
 #[test]
