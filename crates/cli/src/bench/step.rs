@@ -73,11 +73,10 @@ pub fn run(args: StepArgs) -> anyhow::Result<ExitCode> {
         tasks.push((ModelSpec::transformer(), DataSpec::Text(text.clone())));
     }
     if !args.json {
+        println!("{:66}µs of a step, one worker     Unisono over", "");
         println!(
-            "                                     µs of a step, one worker         Unisono over"
-        );
-        println!(
-            "model                  parameters  gradients    candle   Unisono  gradients  candle"
+            "{:<34} {:>10} {:>10} {:>9} {:>9} {:>9} {:>7} {:>8}",
+            "model", "parameters", "gradients", "candle", "by hand", "Unisono", "candle", "by hand"
         );
     }
     for (model, data) in tasks {
