@@ -298,7 +298,7 @@ fn mean_by(algorithm: Algorithm, workers: usize) -> Vec<u32> {
     (options.transport, options.algorithm) = (Transport::Tcp, Some(algorithm));
     let groups = Group::local(workers, &options).unwrap();
     let mean = |group: &Group| {
-        let parameters = vec![Parameter { name: "weights".to_owned(), len: LEN }];
+        let parameters = vec![Parameter::flat("weights", LEN)];
         let synchronizer =
             Synchronizer::new(Some(group), parameters, Settings::new(SHARDS)).unwrap();
         for _ in synchronizer.shards() {

@@ -12,9 +12,15 @@
 //! rank with the least. What was not exposed was **hidden**; **hideable** is the smaller of it and the
 //! backward pass.
 //!
+//! Part of the communication is **coding**, if there is a codec: encoding and decoding, on the rank
+//! whose communication it is.
+//!
 //! A run is summed up by its **typical step**: the mean over the middle half of its steps, ordered by
 //! duration, after warm-up. Like a median it ignores outliers; unlike medians of the parts, its parts
-//! add up.
+//! add up. With local steps there are two kinds of steps, and those in which ranks agree, few and long,
+//! would be ignored like outliers. So each kind has its own middle half, and both are weighed by how
+//! many steps are of that kind: what is done every twentieth step counts as a twentieth. Where ranks do
+//! not agree, nobody waits, and so nobody is last.
 //!
 //! Records come from other processes and from files, so nothing about them is taken for granted. An
 //! instant that is no number, or absurdly large, is taken to be the instant before it; one that lies
@@ -70,31 +76,31 @@ impl Parts {
         if total > 0.0 { part / total } else { 0.0 }
     }
 
-    fn add(&mut self, other: &Parts) {
-        self.compute += other.compute;
-        self.straggler += other.straggler;
-        self.exposed += other.exposed;
-        self.rest += other.rest;
-    }
-
-    fn divided_by(self, n: f64) -> Parts {
-        Parts {
-            compute: self.compute / n,
-            straggler: self.straggler / n,
-            exposed: self.exposed / n,
-            rest: self.rest / n,
-        }
-    }
-
     /// The mean, zero of nothing.
     pub fn mean<'a>(all: impl IntoIterator<Item = &'a Parts>) -> Parts {
+        Parts::weighted(all.into_iter().map(|parts| (1.0, parts)))
+    }
+
+    /// The mean by weights, zero of nothing.
+    fn weighted<'a>(all: impl IntoIterator<Item = (f64, &'a Parts)>) -> Parts {
         let mut sum = Parts::default();
-        let mut n = 0;
-        for parts in all {
-            sum.add(parts);
-            n += 1;
+        let mut weights = 0.0;
+        for (weight, parts) in all {
+            sum.compute += weight * parts.compute;
+            sum.straggler += weight * parts.straggler;
+            sum.exposed += weight * parts.exposed;
+            sum.rest += weight * parts.rest;
+            weights += weight;
         }
-        if n == 0 { sum } else { sum.divided_by(n as f64) }
+        if weights == 0.0 {
+            return sum;
+        }
+        Parts {
+            compute: sum.compute / weights,
+            straggler: sum.straggler / weights,
+            exposed: sum.exposed / weights,
+            rest: sum.rest / weights,
+        }
     }
 }
 
@@ -107,6 +113,8 @@ pub struct RankBreakdown {
     pub lateness: f64,
     /// Any bucket in transfer or reduction, waits for peers included.
     pub comm: f64,
+    /// Encoding and decoding during that.
+    pub coding: f64,
     /// The backward pass that communication could hide behind.
     pub backward: f64,
 }
@@ -120,10 +128,13 @@ pub struct StepBreakdown {
     pub ranks: Vec<RankBreakdown>,
     /// The mean over the ranks.
     pub parts: Parts,
-    /// The rank that had computed last, the lowest of several; none if there is but one rank.
+    /// The rank that had computed last, the lowest of several; none if there is but one rank, or if
+    /// they did not agree.
     pub last: Option<usize>,
     /// Communication: that of the rank with the least, for it waited least for others.
     pub comm: f64,
+    /// Encoding and decoding of that rank: a part of `comm`.
+    pub coding: f64,
     /// The mean backward pass.
     pub backward: f64,
 }
@@ -135,25 +146,29 @@ impl StepBreakdown {
         let computed = || repaired.iter().map(|rank| rank.computed);
         let latest = computed().fold(f64::NEG_INFINITY, f64::max);
         let earliest = computed().fold(f64::INFINITY, f64::min);
-        let communication: Vec<f64> =
+        let communication: Vec<(f64, f64)> =
             repaired.iter().zip(&record.ranks).map(|(rank, m)| rank.communication(m)).collect();
-        let least = communication.iter().copied().filter(|comm| *comm > 0.0);
-        let comm = least.min_by(f64::total_cmp).unwrap_or(0.0);
+        let least = communication.iter().copied().filter(|(comm, _)| *comm > 0.0);
+        let (comm, coding) = least.min_by(|a, b| a.0.total_cmp(&b.0)).unwrap_or((0.0, 0.0));
         let ranks: Vec<RankBreakdown> = repaired
             .iter()
             .zip(communication)
-            .map(|(rank, own)| RankBreakdown {
+            .map(|(rank, (own, coding))| RankBreakdown {
                 parts: rank.parts(latest, comm),
                 lateness: rank.computed - earliest,
                 comm: own,
+                coding,
                 backward: rank.backward,
             })
             .collect();
         StepBreakdown {
             step: record.step,
             parts: Parts::mean(ranks.iter().map(|rank| &rank.parts)),
-            last: computed().position(|at| at == latest).filter(|_| ranks.len() > 1),
+            last: computed()
+                .position(|at| at == latest)
+                .filter(|_| record.agreed && ranks.len() > 1),
             comm,
+            coding,
             backward: mean(ranks.iter().map(|rank| rank.backward)),
             ranks,
         }
@@ -189,7 +204,7 @@ pub struct RankStats {
     pub parts: Parts,
     /// How much later than the first rank it had computed.
     pub lateness: f64,
-    /// In this share of the steps it was the last.
+    /// In this share of the steps in which ranks agreed it was the last.
     pub last_share: f64,
 }
 
@@ -198,7 +213,7 @@ pub struct RankStats {
 pub struct Straggler {
     /// Which.
     pub rank: usize,
-    /// In this share of the steps it was the last.
+    /// In this share of the steps in which ranks agreed it was the last.
     pub last_share: f64,
     /// Seconds of a typical step that each of the others waits for it, mean over them.
     pub cost: f64,
@@ -214,19 +229,23 @@ pub struct RunBreakdown {
     pub recorded: usize,
     /// Steps at the start that the figures leave out.
     pub warm_up: usize,
+    /// Steps recorded in which ranks agreed: all, but with local steps.
+    pub agreed: usize,
     /// Where the time of a typical step goes, mean over the ranks.
     pub parts: Parts,
     /// 99 % of the steps took no longer than this.
     pub p99: f64,
     /// Communication, see [`StepBreakdown::comm`].
     pub comm: f64,
+    /// Encoding and decoding, a part of `comm`.
+    pub coding: f64,
     /// The backward pass of the last micro-batch.
     pub backward: f64,
     /// Communication the step did not wait for.
     pub hidden: f64,
     /// Communication that could hide behind the backward pass.
     pub hideable: f64,
-    /// Buckets of a step.
+    /// Buckets of a step in which ranks agree.
     pub buckets: usize,
     /// By rank.
     pub ranks: Vec<RankStats>,
@@ -248,28 +267,37 @@ impl RunBreakdown {
         let mut steps: Vec<(StepBreakdown, &StepRecord)> =
             measured.iter().map(|record| (StepBreakdown::of(record), record)).collect();
         steps.sort_by(|a, b| a.0.duration().total_cmp(&b.0.duration()));
-        let n = steps.len();
-        let typical = &steps[n / 4..n - n / 4];
+        let agreed = || records.iter().filter(|record| record.agreed);
+        let typical = typical(&steps, agreed().count() as f64 / records.len().max(1) as f64);
 
-        let over_typical =
-            |f: &dyn Fn(&StepBreakdown) -> f64| mean(typical.iter().map(|s| f(&s.0)));
-        let parts = Parts::mean(typical.iter().map(|(step, _)| &step.parts));
-        let ranks = rank_stats(&steps, typical);
+        let over_typical = |f: &dyn Fn(&StepBreakdown) -> f64| {
+            weighted_mean(typical.iter().map(|t| (t.weight, f(t.step))))
+        };
+        let over_records = |f: &dyn Fn(&StepRecord) -> u64| {
+            weighted_mean(typical.iter().map(|t| (t.weight, f(t.record) as f64)))
+        };
+        let parts = Parts::weighted(typical.iter().map(|t| (t.weight, &t.step.parts)));
+        let ranks = rank_stats(&steps, &typical);
         let threshold = (STRAGGLER_COST_SHARE * parts.total()).max(info.clock_error);
-        let samples = mean(typical.iter().map(|(_, record)| record.samples as f64));
+        let samples = over_records(&|record| record.samples);
         RunBreakdown {
             recorded: records.len(),
             warm_up,
+            agreed: agreed().count(),
             p99: percentile(&steps, 0.99),
             comm: over_typical(&|step| step.comm),
+            coding: over_typical(&|step| step.coding),
             backward: over_typical(&|step| step.backward),
             hidden: over_typical(&StepBreakdown::hidden),
             hideable: over_typical(&|step| step.comm.min(step.backward)),
-            straggler: straggler(typical, &ranks, threshold),
-            buckets: records.last().and_then(|r| r.ranks.first()).map_or(0, |r| r.buckets.len()),
+            straggler: straggler(&typical, &ranks, threshold),
+            buckets: agreed()
+                .next_back()
+                .and_then(|r| r.ranks.first())
+                .map_or(0, |r| r.buckets.len()),
             ranks,
             samples_per_s: if parts.total() > 0.0 { samples / parts.total() } else { 0.0 },
-            wire_bytes_per_step: mean(typical.iter().map(|(_, r)| r.wire_bytes as f64)),
+            wire_bytes_per_step: over_records(&|record| record.wire_bytes),
             final_loss: records.last().map(|record| record.loss),
             parts,
         }
@@ -278,6 +306,16 @@ impl RunBreakdown {
     /// Steps the figures rest on.
     pub fn measured(&self) -> usize {
         self.recorded - self.warm_up
+    }
+
+    /// Whether ranks agree only now and then.
+    pub fn has_local_steps(&self) -> bool {
+        self.agreed < self.recorded
+    }
+
+    /// The share of the communication that is encoding and decoding; none without any.
+    pub fn coding_share(&self) -> Option<f64> {
+        (self.coding > 0.0).then(|| self.coding / self.comm)
     }
 
     /// The share of the communication that steps did not wait for; none without communication.
@@ -334,8 +372,9 @@ impl Repaired {
         Parts { compute: self.compute, straggler, exposed, rest: before + idle + after }
     }
 
-    /// The length of the union of the buckets' transfers, within the step.
-    fn communication(&self, measured: &RankStep) -> f64 {
+    /// The length of the union of the buckets' transfers, within the step, and how much of it was
+    /// encoding and decoding.
+    fn communication(&self, measured: &RankStep) -> (f64, f64) {
         let within = |instant: f64| (instant - self.begin).clamp(0.0, self.to_end);
         let mut spans: Vec<(f64, f64)> = measured
             .buckets
@@ -350,7 +389,8 @@ impl Repaired {
             covered += (ended - started.max(covered_until)).max(0.0);
             covered_until = ended.max(covered_until);
         }
-        covered
+        let coding = measured.buckets.iter().map(|bucket| length(bucket.coding, covered)).sum();
+        (covered, length(coding, covered))
     }
 }
 
@@ -363,40 +403,53 @@ fn overlap(comm: f64, exposed: f64) -> Option<f64> {
     (comm > 0.0).then(|| (1.0 - exposed / comm).max(0.0))
 }
 
-fn rank_stats(
-    steps: &[(StepBreakdown, &StepRecord)],
-    typical: &[(StepBreakdown, &StepRecord)],
-) -> Vec<RankStats> {
+/// A step that a typical one is the mean of.
+struct Typical<'a> {
+    weight: f64,
+    step: &'a StepBreakdown,
+    record: &'a StepRecord,
+}
+
+/// Of steps sorted by duration, the middle half of each kind: where ranks agree, which they do in
+/// this share of the run, and where not.
+fn typical<'a>(sorted: &'a [(StepBreakdown, &StepRecord)], agreed_share: f64) -> Vec<Typical<'a>> {
+    let mut typical = Vec::with_capacity(sorted.len() / 2 + 4);
+    for (agreed, share) in [(true, agreed_share), (false, 1.0 - agreed_share)] {
+        let kind: Vec<_> = sorted.iter().filter(|(_, record)| record.agreed == agreed).collect();
+        let n = kind.len();
+        let middle = &kind[n / 4..n - n / 4];
+        let weight = share / middle.len() as f64;
+        typical.extend(middle.iter().map(|(step, record)| Typical { weight, step, record }));
+    }
+    typical
+}
+
+fn rank_stats(steps: &[(StepBreakdown, &StepRecord)], typical: &[Typical]) -> Vec<RankStats> {
     let world = steps.iter().map(|(step, _)| step.ranks.len()).max().unwrap_or(0);
     let mut stats: Vec<RankStats> = (0..world)
         .map(|rank| {
-            let own = || typical.iter().filter_map(move |(step, _)| step.ranks.get(rank));
+            let own =
+                || typical.iter().filter_map(move |t| Some((t.weight, t.step.ranks.get(rank)?)));
             RankStats {
-                parts: Parts::mean(own().map(|rank| &rank.parts)),
-                lateness: mean(own().map(|rank| rank.lateness)),
+                parts: Parts::weighted(own().map(|(weight, rank)| (weight, &rank.parts))),
+                lateness: weighted_mean(own().map(|(weight, rank)| (weight, rank.lateness))),
                 last_share: 0.0,
             }
         })
         .collect();
+    let agreed = steps.iter().filter(|(_, record)| record.agreed).count() as f64;
     for last in steps.iter().filter_map(|(step, _)| step.last) {
-        stats[last].last_share += 1.0 / steps.len() as f64;
+        stats[last].last_share += 1.0 / agreed;
     }
     stats
 }
 
-fn straggler(
-    typical: &[(StepBreakdown, &StepRecord)],
-    ranks: &[RankStats],
-    threshold: f64,
-) -> Option<Straggler> {
+fn straggler(typical: &[Typical], ranks: &[RankStats], threshold: f64) -> Option<Straggler> {
     let (rank, stats) =
         ranks.iter().enumerate().max_by(|a, b| a.1.last_share.total_cmp(&b.1.last_share))?;
-    let cost =
-        mean(typical.iter().map(
-            |(step, _)| {
-                if step.last == Some(rank) { step.cost_of_last() } else { 0.0 }
-            },
-        ));
+    let cost = weighted_mean(typical.iter().map(|Typical { weight, step, .. }| {
+        (*weight, if step.last == Some(rank) { step.cost_of_last() } else { 0.0 })
+    }));
     if stats.last_share < STRAGGLER_LAST_SHARE || cost <= threshold {
         return None;
     }
@@ -419,8 +472,13 @@ fn percentile(sorted: &[(StepBreakdown, &StepRecord)], share: f64) -> f64 {
 }
 
 fn mean(values: impl Iterator<Item = f64>) -> f64 {
-    let (sum, n) = values.fold((0.0, 0), |(sum, n), value| (sum + value, n + 1));
-    if n == 0 { 0.0 } else { sum / n as f64 }
+    weighted_mean(values.map(|value| (1.0, value)))
+}
+
+fn weighted_mean(values: impl Iterator<Item = (f64, f64)>) -> f64 {
+    let (weights, sum) =
+        values.fold((0.0, 0.0), |(weights, sum), (w, value)| (weights + w, sum + w * value));
+    if weights == 0.0 { 0.0 } else { sum / weights }
 }
 
 #[cfg(test)]

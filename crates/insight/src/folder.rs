@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `run.toml` | what was run: [`RunInfo`] |
 //! | `steps.jsonl` | one [`StepRecord`] per line, appended while the run goes on |
+//! | `advice.json` | which codec was chosen, and why: [`Advice`]; only if the run did choose |
 //! | `summary.json` | the run in one object: [`Summary`] |
 //! | `trace.json` | the timeline of the last steps: [`crate::trace`] |
 //! | `report.html` | the report: [`crate::report`] |
@@ -16,6 +17,10 @@ use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::advice::Advice;
 use crate::breakdown::RunBreakdown;
 use crate::record::{Outcome, RunInfo, Scaling, StepRecord, Summary};
 use crate::report::Report;
@@ -23,6 +28,7 @@ use crate::trace;
 
 const INFO: &str = "run.toml";
 const STEPS: &str = "steps.jsonl";
+const ADVICE: &str = "advice.json";
 const SUMMARY: &str = "summary.json";
 const TRACE: &str = "trace.json";
 const REPORT: &str = "report.html";
@@ -87,6 +93,8 @@ pub struct Run {
     pub info: RunInfo,
     /// Its steps.
     pub steps: Vec<StepRecord>,
+    /// Which codec it chose, and why; absent if it had nothing to choose.
+    pub advice: Option<Advice>,
     /// What it came to; absent if it did not finish.
     pub summary: Option<Summary>,
     dir: PathBuf,
@@ -131,6 +139,11 @@ impl RunFolder {
         Ok(())
     }
 
+    /// Writes down the choice of a codec, in place of an earlier one.
+    pub fn advise(&mut self, advice: &Advice) -> Result<(), FolderError> {
+        write_json(&self.dir.join(ADVICE), advice)
+    }
+
     /// Sums up the run, and writes `summary.json`, `trace.json` and `report.html` from what was
     /// appended.
     pub fn finish(self, outcome: Outcome, scaling: Option<Scaling>) -> Result<Run, FolderError> {
@@ -146,15 +159,16 @@ impl RunFolder {
         let dir = dir.into();
         let info = read_info(&dir)?;
         let steps = read_steps(&dir.join(STEPS), &info)?;
-        let summary = read_summary(&dir.join(SUMMARY))?;
-        Ok(Run { info, steps, summary, dir })
+        let advice = read_json(&dir.join(ADVICE), "advice for a codec")?;
+        let summary = read_json(&dir.join(SUMMARY), "summary of a run")?;
+        Ok(Run { info, steps, advice, summary, dir })
     }
 }
 
 impl Run {
     /// Its report.
     pub fn report(&self) -> Report {
-        Report::new(&self.info, &self.steps, self.summary.as_ref())
+        Report::new(&self.info, &self.steps, self.summary.as_ref(), self.advice.as_ref())
     }
 
     /// The page of its report.
@@ -166,10 +180,7 @@ impl Run {
     /// run that was killed this makes up for what it could not write itself.
     pub fn write(&self) -> Result<(), FolderError> {
         if let Some(summary) = &self.summary {
-            replace(&self.dir.join(SUMMARY), |to| {
-                serde_json::to_writer_pretty(&mut *to, summary)?;
-                to.write_all(b"\n")
-            })?;
+            write_json(&self.dir.join(SUMMARY), summary)?;
         }
         replace(&self.dir.join(TRACE), |to| {
             trace::write(&self.info, &self.steps, trace::DEFAULT_STEPS, to)
@@ -228,7 +239,8 @@ fn read_steps(path: &Path, info: &RunInfo) -> Result<Vec<StepRecord>, FolderErro
     }
 }
 
-fn read_summary(path: &Path) -> Result<Option<Summary>, FolderError> {
+/// Reads what may be absent. `what` says what it is, for errors.
+fn read_json<T: DeserializeOwned>(path: &Path, what: &str) -> Result<Option<T>, FolderError> {
     let text = match fs::read(path) {
         Ok(text) => text,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -237,7 +249,14 @@ fn read_summary(path: &Path) -> Result<Option<Summary>, FolderError> {
     serde_json::from_slice(&text).map(Some).map_err(|error| FolderError::Malformed {
         path: path.into(),
         line: error.line(),
-        reason: format!("not the summary of a run: {error}"),
+        reason: format!("not the {what}: {error}"),
+    })
+}
+
+fn write_json(path: &Path, value: &impl Serialize) -> Result<(), FolderError> {
+    replace(path, |to| {
+        serde_json::to_writer_pretty(&mut *to, value)?;
+        to.write_all(b"\n")
     })
 }
 

@@ -2,8 +2,8 @@
 //!
 //! Ranks measure their steps and hand in [`StepRecord`]s on one common clock ([`clock`]). Everything
 //! else is computed from those: what each step was spent on ([`breakdown`]), what that means in plain
-//! words ([`verdict`]), a timeline of all ranks ([`trace`]) and the report for people ([`report`]).
-//! All of it is pure; [`folder`] alone touches files.
+//! words ([`verdict`]), what a prediction came to ([`advice`]), a timeline of all ranks ([`trace`]) and
+//! the report for people ([`report`]). All of it is pure; [`folder`] alone touches files.
 //!
 //! ```
 //! use unisono_insight::{RankStep, StepRecord, breakdown::StepBreakdown};
@@ -23,6 +23,7 @@
 //!     loss: 2.3,
 //!     samples: 64,
 //!     wire_bytes: 0,
+//!     agreed: true,
 //!     ranks: vec![rank(0.010), rank(0.013)],
 //! };
 //! let step = StepBreakdown::of(&record);
@@ -30,6 +31,7 @@
 //! assert!((step.ranks[0].parts.straggler - 0.003).abs() < 1e-12);
 //! ```
 
+pub mod advice;
 pub mod breakdown;
 pub mod clock;
 pub mod folder;
@@ -39,4 +41,5 @@ pub mod trace;
 pub mod units;
 pub mod verdict;
 
+pub use advice::{Advice, Prediction};
 pub use record::{BucketSpan, Outcome, RankStep, RunInfo, Scaling, StepRecord, Summary};

@@ -25,6 +25,9 @@ pub struct BucketSpan {
     /// for other ranks.
     #[serde(default)]
     pub folding: f64,
+    /// Seconds since `started` that went into encoding and decoding; none without a codec.
+    #[serde(default)]
+    pub coding: f64,
 }
 
 /// One step of one rank.
@@ -68,6 +71,10 @@ pub struct StepRecord {
     pub wire_bytes: u64,
     /// By rank.
     pub ranks: Vec<RankStep>,
+    /// Whether the replicas were made equal in this step. With local steps they are only now and
+    /// then, and in the others nobody waits for anybody.
+    #[serde(default = "always")]
+    pub agreed: bool,
 }
 
 /// What was run, and how: `run.toml`.
@@ -85,6 +92,14 @@ pub struct RunInfo {
     pub transport: String,
     /// How they were reduced.
     pub algorithm: String,
+    /// What gradients were compressed with: "int8", or "auto" where the run chose by itself. Empty or
+    /// "none" if they were not.
+    #[serde(default)]
+    pub codec: String,
+    /// Bytes that all ranks together would have sent in a step if every step were an all-reduce
+    /// without a codec; 0 if that is not known.
+    #[serde(default)]
+    pub dense_bytes_per_step: u64,
     /// Number of ranks.
     pub workers: usize,
     /// Number of shards of the global batch.
@@ -112,11 +127,25 @@ impl RunInfo {
         self.hosts.iter().any(|host| *host != self.hosts[0])
     }
 
-    /// One line for a headline: "mlp on digits, all-reduce (auto) over shm, 4 workers, 8 shards".
+    /// What gradients were compressed with, if with anything.
+    pub fn codec(&self) -> Option<&str> {
+        Some(self.codec.as_str()).filter(|codec| !codec.is_empty() && *codec != NO_CODEC)
+    }
+
+    /// How many times less than without codec and local steps was sent, if that is known: below 1
+    /// it was more.
+    pub fn wire_ratio(&self, wire_bytes_per_step: f64) -> Option<f64> {
+        (self.dense_bytes_per_step > 0 && wire_bytes_per_step > 0.0)
+            .then(|| self.dense_bytes_per_step as f64 / wire_bytes_per_step)
+    }
+
+    /// One line for a headline: "mlp on digits, all-reduce (auto) with codec int8 over shm, 4
+    /// workers, 8 shards".
     pub fn subtitle(&self) -> String {
         let plural = |n: usize| if n == 1 { "" } else { "s" };
+        let codec = self.codec().map(|codec| format!(" with codec {codec}")).unwrap_or_default();
         format!(
-            "{} on {}, {} ({}) over {}, {} worker{}, {} shard{}",
+            "{} on {}, {} ({}){codec} over {}, {} worker{}, {} shard{}",
             self.model,
             self.data,
             self.strategy,
@@ -195,6 +224,11 @@ pub struct Summary {
     pub straggler_rank: Option<usize>,
     /// Sent by all ranks together.
     pub wire_bytes_per_step: f64,
+    /// See [`RunInfo::codec`]; "none" without one.
+    #[serde(default = "no_codec")]
+    pub codec: String,
+    /// See [`RunInfo::wire_ratio`].
+    pub wire_ratio: Option<f64>,
     /// Number of ranks.
     pub workers: usize,
     /// Number of shards.
@@ -232,6 +266,8 @@ impl Summary {
             hidden_of_hideable: run.hidden_of_hideable(),
             straggler_rank: run.straggler.as_ref().map(|straggler| straggler.rank),
             wire_bytes_per_step: run.wire_bytes_per_step,
+            codec: info.codec().unwrap_or(NO_CODEC).to_owned(),
+            wire_ratio: info.wire_ratio(run.wire_bytes_per_step),
             workers: info.workers,
             shards: info.shards,
             one_worker_samples_per_s: scaling.map(|s| s.one_worker_samples_per_s),
@@ -246,8 +282,19 @@ impl Summary {
     }
 }
 
+/// What stands where a codec would.
+const NO_CODEC: &str = "none";
+
+fn no_codec() -> String {
+    NO_CODEC.into()
+}
+
+fn always() -> bool {
+    true
+}
+
 /// A number, or NaN where JSON has `null`.
-fn number<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
+pub(crate) fn number<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
     Ok(Option::<f64>::deserialize(from)?.unwrap_or(f64::NAN))
 }
 
@@ -263,11 +310,42 @@ mod tests {
             samples: 64,
             wire_bytes: 10,
             ranks: Vec::new(),
+            agreed: true,
         };
         let read: StepRecord =
             serde_json::from_str(&serde_json::to_string(&record).unwrap()).unwrap();
         assert!(read.loss.is_nan());
         assert_eq!(read.step, 7);
+    }
+
+    #[test]
+    fn records_from_before_codecs_can_be_read() {
+        let step = r#"{"step":7,"loss":1.0,"samples":64,"wire_bytes":10,"ranks":[{"begin":0.0,
+            "computed":1.0,"reduced":2.0,"end":3.0,"compute":1.0,"backward":0.5,
+            "buckets":[{"bytes":4,"ready":0.5,"started":0.5,"ended":1.0}]}]}"#;
+        let step: StepRecord = serde_json::from_str(step).unwrap();
+        assert!(step.agreed);
+        assert_eq!(step.ranks[0].buckets[0].coding, 0.0);
+        let info = "name='a'\nmodel=''\ndata=''\nstrategy=''\ntransport=''\nalgorithm=''\n\
+                    workers=1\nshards=1\nhosts=[]";
+        let info: RunInfo = toml::from_str(info).unwrap();
+        assert_eq!((info.codec(), info.dense_bytes_per_step), (None, 0));
+        assert_eq!(info.wire_ratio(10.0), None);
+    }
+
+    #[test]
+    fn a_codec_is_part_of_the_headline_unless_there_is_none() {
+        let with = |codec: &str| RunInfo { codec: codec.into(), ..RunInfo::default() };
+        assert!(with("int8").subtitle().contains(" with codec int8 over "));
+        assert_eq!(with("none").subtitle(), with("").subtitle());
+        assert!(!with("none").subtitle().contains("codec"));
+    }
+
+    #[test]
+    fn the_wire_ratio_compares_with_what_would_have_been_sent() {
+        let info = RunInfo { dense_bytes_per_step: 400, ..RunInfo::default() };
+        assert_eq!(info.wire_ratio(100.0), Some(4.0));
+        assert_eq!(info.wire_ratio(0.0), None);
     }
 
     #[test]

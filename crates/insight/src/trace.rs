@@ -30,16 +30,18 @@ enum Track {
     Optimizer,
     Queue,
     Transfer,
+    Coding,
     Reduce,
 }
 
 impl Track {
-    const ALL: [Track; 6] = [
+    const ALL: [Track; 7] = [
         Track::Compute,
         Track::Wait,
         Track::Optimizer,
         Track::Queue,
         Track::Transfer,
+        Track::Coding,
         Track::Reduce,
     ];
 
@@ -50,6 +52,7 @@ impl Track {
             Track::Optimizer => "optimizer",
             Track::Queue => "bucket queue",
             Track::Transfer => "bucket transfer",
+            Track::Coding => "bucket coding",
             Track::Reduce => "bucket reduce",
         }
     }
@@ -125,13 +128,17 @@ impl RankTimeline {
             let about = json!({ "step": record.step, "bytes": bucket.bytes });
             let started = self.nanoseconds(bucket.started);
             self.span(Track::Queue, &name, self.nanoseconds(bucket.ready), started, &about, out)?;
-            // Both go on by turns, segment by segment; what is drawn is how long each took in all.
+            // All go on by turns, segment by segment; what is drawn is how long each took in all.
             let ended = self.nanoseconds(bucket.ended);
-            let folding = self.nanoseconds(bucket.ended - bucket.folding.max(0.0));
-            let transferred = folding.clamp(started.min(ended), ended);
+            let (folding, coding) = (bucket.folding.max(0.0), bucket.coding.max(0.0));
+            let coded = self.nanoseconds(bucket.ended - folding).clamp(started.min(ended), ended);
+            let transferred = self.nanoseconds(bucket.ended - folding - coding);
+            let transferred = transferred.clamp(started.min(ended), coded);
             self.span(Track::Transfer, &name, started, transferred, &about, out)?;
+            let name = format!("bucket {index} coding");
+            self.span(Track::Coding, &name, transferred, coded, &about, out)?;
             let name = format!("bucket {index} reduce");
-            self.span(Track::Reduce, &name, transferred, ended, &about, out)?;
+            self.span(Track::Reduce, &name, coded, ended, &about, out)?;
         }
         Ok(())
     }
@@ -269,6 +276,7 @@ mod tests {
                     started: begin + 0.3,
                     ended: begin + 0.6,
                     folding: 0.05,
+                    coding: 0.02,
                 },
                 BucketSpan {
                     bytes: 200,
@@ -276,6 +284,7 @@ mod tests {
                     started: begin + 0.5,
                     ended: begin + 0.9,
                     folding: 0.0,
+                    coding: 0.0,
                 },
             ],
         };
@@ -283,7 +292,7 @@ mod tests {
             .map(|step| {
                 let begin = 1e9 + step as f64;
                 let ranks = vec![rank(begin, 0.0), rank(begin, 0.2)];
-                StepRecord { step, loss: 1.0, samples: 1, wire_bytes: 1, ranks }
+                StepRecord { step, loss: 1.0, samples: 1, wire_bytes: 1, ranks, agreed: true }
             })
             .collect()
     }
@@ -347,6 +356,8 @@ mod tests {
         close(&of(0, "wait for straggler"), &[(500e3, 200e3), (1500e3, 200e3)]);
         close(&of(1, "wait for straggler"), &[]);
         close(&of(0, "exposed communication"), &[(700e3, 200e3), (1700e3, 200e3)]);
+        close(&of(0, "bucket 0 coding"), &[(530e3, 20e3), (1530e3, 20e3)]);
+        close(&of(0, "bucket 0 reduce"), &[(550e3, 50e3), (1550e3, 50e3)]);
         close(&of(0, "optimizer"), &[(900e3, 100e3), (1900e3, 100e3)]);
         assert_no_overlap(&events);
     }
@@ -359,9 +370,14 @@ mod tests {
             .filter(|event| event["ph"] == "X" && event["pid"] == 0)
             .filter(|event| event["name"].as_str().unwrap().starts_with("bucket"))
             .map(|event| event["tid"].as_u64().unwrap());
-        let (queue, transfer, reduce) = (Track::Queue, Track::Transfer, Track::Reduce);
-        let expected = [tid(transfer, 0), tid(reduce, 0), tid(queue, 0), tid(transfer, 1)]
-            .map(|tid| tid as u64);
+        let lanes = [
+            (Track::Transfer, 0),
+            (Track::Coding, 0),
+            (Track::Reduce, 0),
+            (Track::Queue, 0),
+            (Track::Transfer, 1),
+        ];
+        let expected = lanes.map(|(track, lane)| tid(track, lane) as u64);
         assert_eq!(transfers.collect::<Vec<_>>(), expected);
     }
 
@@ -381,11 +397,11 @@ mod tests {
         ) {
             let ranks = times.chunks(9).map(|t| RankStep {
                 begin: t[0], computed: t[1], reduced: t[2], end: t[3], compute: t[4], backward: t[5],
-                buckets: vec![BucketSpan { bytes: 1, ready: t[6], started: t[7], ended: t[8], folding: t[0] }],
+                buckets: vec![BucketSpan { bytes: 1, ready: t[6], started: t[7], ended: t[8], folding: t[0], coding: t[1] }],
             });
             let ranks: Vec<_> = ranks.collect();
             let step = |step| StepRecord {
-                step, loss: 1.0, samples: 1, wire_bytes: 1, ranks: ranks.clone(),
+                step, loss: 1.0, samples: 1, wire_bytes: 1, ranks: ranks.clone(), agreed: true,
             };
             let events = trace(&RunInfo::default(), &[step(0), step(1)], 10);
             for event in events.iter().filter(|event| event["ph"] == "X") {

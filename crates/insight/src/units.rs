@@ -2,6 +2,9 @@
 
 /// "812 µs", "41.3 ms", "1.25 s".
 pub fn duration(seconds: f64) -> String {
+    if !seconds.is_finite() {
+        return "-".into();
+    }
     // The bounds are where three digits would round up into the next unit.
     match seconds.abs() {
         s if s < 0.000_999_5 => format!("{:.0} µs", seconds * 1e6),
@@ -34,6 +37,12 @@ pub fn percent(share: f64) -> String {
     } else {
         format!("{percent:.0} %")
     }
+}
+
+/// "30× less" or "1.2× more": one amount as a multiple of a smaller or larger other.
+pub fn times_less(ratio: f64) -> String {
+    let (times, word) = if ratio >= 1.0 { (ratio, "less") } else { (1.0 / ratio, "more") };
+    format!("{}× {word}", three_digits(times))
 }
 
 /// "12,345" for large numbers, "12.3" for small ones.
@@ -75,6 +84,9 @@ mod tests {
         assert_eq!(duration(0.041_34), "41.3 ms");
         assert_eq!(duration(0.999_9), "1.00 s");
         assert_eq!(duration(73.21), "73.2 s");
+        assert_eq!(duration(f64::NAN), "-");
+        assert_eq!(times_less(3.966), "3.97× less");
+        assert_eq!(times_less(0.5), "2.00× more");
         assert_eq!(bytes(12.0), "12 B");
         assert_eq!(bytes(4_204_000.0), "4.20 MB");
         assert_eq!(bytes(999_900.0), "1.00 MB");

@@ -23,6 +23,10 @@ pub const NOTABLE_SHARE: f64 = 0.05;
 /// some way into the backward pass, so all of it never is.
 pub const GOOD_OVERLAP: f64 = 0.80;
 
+/// Coding that takes this share of the communication is worth a word: a codec is there to save time.
+/// With less, another codec would gain little; with more, one that loses would go unnoticed.
+pub const MUCH_CODING: f64 = 0.50;
+
 /// With fewer measured steps, one hiccup decides the figures.
 pub const ENOUGH_STEPS: usize = 5;
 
@@ -164,6 +168,8 @@ impl Case<'_> {
         let mut findings = vec![self.where_time_goes()];
         findings.extend(self.run.straggler.as_ref().map(|straggler| self.describe(straggler)));
         findings.extend(self.communication());
+        findings.extend(self.coding());
+        findings.extend(self.agreements());
         findings.extend(self.scaling());
         findings
     }
@@ -190,10 +196,11 @@ impl Case<'_> {
             "it computes no slower than the others, so it starts late or waits for its data".into()
         };
         format!(
-            "{} was the last to finish computing in {} of the steps; each of the others waits {} a \
-             step for it; {cause}.",
+            "{} was the last to finish computing in {} of the {}; each of the others waits {} a step \
+             for it; {cause}.",
             capitalized(&self.name(straggler.rank)),
             percent(straggler.last_share),
+            if self.run.has_local_steps() { "steps in which they agreed" } else { "steps" },
             duration(straggler.cost),
         )
     }
@@ -210,6 +217,25 @@ impl Case<'_> {
             duration(run.hideable),
             percent(hidden),
         ))
+    }
+
+    fn coding(&self) -> Option<String> {
+        let share = self.run.coding_share()?;
+        Some(format!(
+            "Encoding and decoding take {} a step, {} of the communication.",
+            duration(self.run.coding),
+            percent(share),
+        ))
+    }
+
+    fn agreements(&self) -> Option<String> {
+        let RunBreakdown { agreed, recorded, .. } = self.run;
+        self.run.has_local_steps().then(|| {
+            format!(
+                "Workers agreed in {agreed} of {recorded} steps; what that takes is spread over all \
+                 of them here."
+            )
+        })
     }
 
     fn scaling(&self) -> Option<String> {
@@ -283,8 +309,17 @@ impl Case<'_> {
                     .into(),
             );
         }
+        if run.coding_share().is_some_and(|share| share >= MUCH_CODING) {
+            advice.push(format!(
+                "Encoding and decoding are {} of the communication: try a faster codec, or none.",
+                percent(run.coding_share().unwrap_or(0.0))
+            ));
+        }
         let missed = run.hideable - run.hidden;
-        if self.overlap_is_off() {
+        if run.has_local_steps() {
+            // What is exchanged now and then has little to hide behind, whatever the buckets.
+            advice.push("Agree less often: more local steps in between.".into());
+        } else if self.overlap_is_off() {
             advice.push(format!(
                 "Switch overlap on: up to {} a step can hide behind the backward pass.",
                 duration(missed.max(0.0))
@@ -297,11 +332,15 @@ impl Case<'_> {
                 duration(missed)
             ));
         }
-        if run.comm > run.backward {
+        if run.comm > run.backward && !run.has_local_steps() {
+            let less = match self.info.codec() {
+                None => "send less (--codec auto), ",
+                Some(_) => "",
+            };
             advice.push(format!(
                 "Communication takes longer than the backward pass, so {} stay exposed at best: \
-                 compute more per step (larger batch, more micro-batches, larger model), or use a \
-                 faster network.",
+                 compute more per step (larger batch, more micro-batches, larger model), {less}or \
+                 use a faster network.",
                 duration(run.comm - run.backward)
             ));
         }

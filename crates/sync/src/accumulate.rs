@@ -54,6 +54,12 @@ impl Accumulation {
         Accumulation { leaves, slots, sums: stack.len() }
     }
 
+    /// For as many leaves that are not summed at all: each gets a slot of its own.
+    pub fn apart(count: usize) -> Accumulation {
+        let leaves = (0..count).map(|slot| Leaf { slot, add: false, merges: 0 }).collect();
+        Accumulation { leaves, slots: count, sums: count }
+    }
+
     /// What happens to the `i`-th leaf of the range.
     pub fn leaf(&self, i: usize) -> Leaf {
         self.leaves[i]

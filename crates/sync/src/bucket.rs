@@ -7,8 +7,10 @@
 //!
 //! Behind the gradients of its parameters, a bucket carries one number per parameter: how many
 //! shards had a gradient for it. That is how all ranks agree on which parameters nobody used. The
-//! first bucket also carries the numbers of the step.
+//! first bucket also carries the numbers of the step. Where buckets travel at different steps, each
+//! does.
 
+use std::mem::take;
 use std::ops::Range;
 
 /// How large buckets are, in bytes.
@@ -27,7 +29,7 @@ impl Default for BucketSizes {
     }
 }
 
-/// Numbers that travel with every step, behind the first bucket.
+/// Numbers that travel with every step, behind the gradients and counts.
 pub const SCALARS: usize = 3;
 
 /// The buckets of a model.
@@ -49,6 +51,8 @@ pub struct Bucket {
     pub parameters: Vec<usize>,
     /// Elements of its gradients.
     pub gradients: usize,
+    /// Where the numbers of the step are; empty if it carries none.
+    pub scalars: Range<usize>,
     /// Elements of all it carries.
     pub len: usize,
 }
@@ -57,25 +61,36 @@ impl Layout {
     /// Buckets for parameters of these lengths, in order of registration. Every length is rounded
     /// up to a multiple of `align` elements.
     pub fn new(lengths: &[usize], sizes: BucketSizes, align: usize) -> Layout {
-        let mut layout = Layout {
-            buckets: Vec::new(),
-            home: vec![0; lengths.len()],
-            span: vec![0..0; lengths.len()],
-            count: vec![0; lengths.len()],
-        };
+        let mut layout = Layout::empty(lengths.len());
         let mut parameters = Vec::new();
-        let mut gradients = 0;
+        let (mut gradients, mut scalars) = (0, SCALARS);
         for parameter in (0..lengths.len()).rev() {
             let limit = if layout.buckets.is_empty() { sizes.first } else { sizes.others };
             if !parameters.is_empty() && (gradients + lengths[parameter]) * 4 > limit {
-                layout.close(std::mem::take(&mut parameters), gradients, align);
+                let (closed, carried) = (take(&mut parameters), take(&mut scalars));
+                layout.close(closed, gradients, carried, align);
                 gradients = 0;
             }
             parameters.push(parameter);
             layout.span[parameter] = gradients..gradients + lengths[parameter];
             gradients += lengths[parameter];
         }
-        layout.close(parameters, gradients, align);
+        layout.close(parameters, gradients, scalars, align);
+        layout
+    }
+
+    /// One bucket for each of these groups of parameters, which travel at different steps: each
+    /// carries the numbers of its step.
+    pub fn of_groups(lengths: &[usize], groups: &[Range<usize>]) -> Layout {
+        let mut layout = Layout::empty(lengths.len());
+        for group in groups {
+            let mut gradients = 0;
+            for parameter in group.clone() {
+                layout.span[parameter] = gradients..gradients + lengths[parameter];
+                gradients += lengths[parameter];
+            }
+            layout.close(group.clone().collect(), gradients, SCALARS, 1);
+        }
         layout
     }
 
@@ -101,19 +116,27 @@ impl Layout {
 
     /// Where the numbers of the step are in the first bucket.
     pub fn scalars(&self) -> Range<usize> {
-        let first = &self.buckets[0];
-        let start = first.gradients + first.parameters.len();
-        start..start + SCALARS
+        self.buckets[0].scalars.clone()
     }
 
-    fn close(&mut self, parameters: Vec<usize>, gradients: usize, align: usize) {
+    fn empty(parameters: usize) -> Layout {
+        Layout {
+            buckets: Vec::new(),
+            home: vec![0; parameters],
+            span: vec![0..0; parameters],
+            count: vec![0; parameters],
+        }
+    }
+
+    fn close(&mut self, parameters: Vec<usize>, gradients: usize, scalars: usize, align: usize) {
         for (i, &parameter) in parameters.iter().enumerate() {
             self.home[parameter] = self.buckets.len();
             self.count[parameter] = gradients + i;
         }
-        let scalars = if self.buckets.is_empty() { SCALARS } else { 0 };
-        let len = (gradients + parameters.len() + scalars).next_multiple_of(align);
-        self.buckets.push(Bucket { parameters, gradients, len });
+        let start = gradients + parameters.len();
+        let scalars = start..start + scalars;
+        let len = scalars.end.next_multiple_of(align);
+        self.buckets.push(Bucket { parameters, gradients, scalars, len });
     }
 }
 
@@ -162,6 +185,18 @@ mod tests {
         assert_eq!(layout.buckets()[0].len, 8 + 2 + SCALARS);
         assert_eq!(layout.scalars(), 10..13);
         assert_eq!((layout.home(5), layout.span(5), layout.count(5)), (0, 4..8, 9));
+    }
+
+    #[test]
+    fn groups_carry_the_numbers_of_their_steps() {
+        let layout = Layout::of_groups(&[3, 5, 2, 0, 4], &[0..2, 2..2, 2..5]);
+        let parameters: Vec<_> = layout.buckets().iter().map(|b| b.parameters.clone()).collect();
+        assert_eq!(parameters, [vec![0, 1], vec![], vec![2, 3, 4]]);
+        let scalars: Vec<_> = layout.buckets().iter().map(|b| b.scalars.clone()).collect();
+        assert_eq!(scalars, [10..13, 0..3, 9..12]);
+        assert!(layout.buckets().iter().all(|b| b.len == b.scalars.end));
+        assert_eq!((layout.home(1), layout.span(1), layout.count(1)), (0, 3..8, 9));
+        assert_eq!((layout.home(4), layout.span(4), layout.count(4)), (2, 2..6, 8));
     }
 
     #[test]

@@ -8,8 +8,8 @@
 
 use std::time::{Duration, Instant};
 
-use unisono_collective::tree::Tree;
-use unisono_collective::{Dtype, Error, Group, Op, Reduction, Request, Unequal, kernel};
+use unisono_collective::tree::{self, Tree};
+use unisono_collective::{Element, Error, Group, Op, Reduction, Request, Unequal, kernel};
 
 use crate::shards::Shards;
 
@@ -30,11 +30,16 @@ impl Combiner {
 
     /// Replaces the first of a worker's subtrees by the sum of all subtrees of all workers. All have
     /// one length, a multiple of [`alignment`].
-    pub fn sum(&mut self, subtrees: &mut [Vec<f32>]) -> Result<(), Error> {
+    pub fn sum<T: Element>(&mut self, subtrees: &mut [Vec<T>]) -> Result<(), Error> {
         match &mut self.exchange {
             None => self.group.all_reduce(&mut subtrees[0], Reduction::Sum),
             Some(exchange) => exchange.sum(&self.group, subtrees),
         }
+    }
+
+    /// The workers.
+    pub fn group(&self) -> &Group {
+        &self.group
     }
 
     /// How long this rank has added up so far.
@@ -64,9 +69,9 @@ struct Exchange {
     /// How many subtrees every rank holds.
     held: Vec<usize>,
     /// What goes to each rank: a block of every subtree of this rank.
-    outgoing: Vec<f32>,
+    outgoing: Scratch,
     /// What came from each rank, which makes a block of every subtree of all, in order.
-    incoming: Vec<f32>,
+    incoming: Scratch,
     /// How long the sums have taken so far.
     folding: Duration,
 }
@@ -74,55 +79,116 @@ struct Exchange {
 impl Exchange {
     fn new(shards: Shards, workers: usize) -> Exchange {
         let held = shards.subtrees(workers).iter().map(Vec::len).collect();
-        let tree = shards.tree(workers);
-        Exchange { tree, held, outgoing: Vec::new(), incoming: Vec::new(), folding: Duration::ZERO }
+        let (outgoing, incoming) = (Scratch::default(), Scratch::default());
+        Exchange { tree: shards.tree(workers), held, outgoing, incoming, folding: Duration::ZERO }
     }
 
-    fn sum(&mut self, group: &Group, subtrees: &mut [Vec<f32>]) -> Result<(), Error> {
+    fn sum<T: Element>(&mut self, group: &Group, subtrees: &mut [Vec<T>]) -> Result<(), Error> {
         let (me, world) = (group.rank(), group.size());
         let length = subtrees[0].len();
         let block = length / world;
         debug_assert_eq!((block * world, subtrees.len()), (length, self.held[me]));
 
-        self.outgoing.clear();
-        for rank in 0..world {
-            for subtree in subtrees.iter() {
-                self.outgoing.extend_from_slice(&subtree[rank * block..][..block]);
-            }
+        let outgoing = self.outgoing.of::<T>(self.held[me] * length);
+        let blocks = (0..world).flat_map(|rank| subtrees.iter().map(move |of| (rank, of)));
+        for (i, (rank, subtree)) in blocks.enumerate() {
+            outgoing[i * block..][..block].copy_from_slice(&subtree[rank * block..][..block]);
         }
-        self.incoming.resize(self.tree.inputs() * block, 0.0);
-        let offsets = |held: &mut dyn Iterator<Item = usize>| -> Vec<usize> {
-            let mut end = 0;
-            let ends = held.map(|held| {
-                end += held * block;
-                end
-            });
-            std::iter::once(0).chain(ends).collect()
-        };
-        let unequal = Unequal {
-            input: offsets(&mut std::iter::repeat_n(self.held[me], world)),
-            output: offsets(&mut self.held.iter().copied()),
-            longest: self.held.iter().max().expect("a group has ranks") * block,
-            shape: 0,
-        };
-        let (from, into) = (self.outgoing.as_ptr(), self.incoming.as_mut_ptr());
-        let request = Request::new(Op::AllToAll, from, into, 0);
-        // SAFETY: both buffers are as long as the offsets say, and borrowed for the call.
-        unsafe { group.run(Request { unequal: Some(unequal), ..request }) }?;
+        let incoming = self.incoming.of::<T>(self.tree.inputs() * block);
+        let sent = vec![self.held[me] * block; world];
+        let received: Vec<usize> = self.held.iter().map(|held| held * block).collect();
+        let longest = received.iter().copied().max().unwrap_or(0);
+        all_to_all(group, outgoing, &sent, incoming, &received, longest)?;
 
         let inputs: Vec<*const u8> = match block {
             0 => vec![std::ptr::null(); self.tree.inputs()],
-            _ => self.incoming.chunks_exact(block).map(|input| input.as_ptr().cast()).collect(),
+            _ => incoming.chunks_exact(block).map(|input| input.as_ptr().cast()).collect(),
         };
         let start = Instant::now();
         let own = subtrees[0][me * block..][..block].as_mut_ptr().cast();
         // SAFETY: every input is a block of the incoming buffer, and the result is a block of
         // another one.
         unsafe {
-            kernel::fold(Dtype::F32, Reduction::Sum, &self.tree, &inputs, own, None, block, None);
+            kernel::fold(T::DTYPE, Reduction::Sum, &self.tree, &inputs, own, None, block, None);
         }
         self.folding += start.elapsed();
         group.all_gather_in_place(&mut subtrees[0])
+    }
+}
+
+/// Replaces the first of a worker's leaves by the sums of its subtrees, in order; how many there are.
+pub fn fold_leaves<T: Element>(
+    shards: Shards,
+    own: std::ops::Range<usize>,
+    leaves: &mut [Vec<T>],
+) -> usize {
+    let subtrees = tree::maximal_subtrees(shards.count(), own.clone());
+    for (i, subtree) in subtrees.iter().enumerate() {
+        let first = subtree.start - own.start;
+        if subtree.len() == 1 {
+            leaves.swap(i, first);
+            continue;
+        }
+        let length = leaves[first].len();
+        let of = &leaves[first..first + subtree.len()];
+        assert!(of.iter().all(|leaf| leaf.len() == length), "leaves have one length");
+        let inputs: Vec<*const u8> = of.iter().map(|leaf| leaf.as_ptr().cast()).collect();
+        // Leaves before `first` belong to subtrees that are summed already.
+        let into = leaves[i].as_mut_ptr().cast();
+        let tree = Tree::canonical(subtree.len());
+        // SAFETY: all are as long, `into` too, for it is a leaf; it is one of the inputs or none.
+        unsafe {
+            kernel::fold(T::DTYPE, Reduction::Sum, &tree, &inputs, into, None, length, None);
+        }
+    }
+    subtrees.len()
+}
+
+/// An all-to-all of blocks whose lengths all ranks know, so that none needs to be asked.
+///
+/// # Panics
+/// If the lengths are not those of the buffers.
+pub fn all_to_all<T: Element>(
+    group: &Group,
+    outgoing: &[T],
+    sent: &[usize],
+    incoming: &mut [T],
+    received: &[usize],
+    longest: usize,
+) -> Result<(), Error> {
+    let offsets = |counts: &[usize]| -> Vec<usize> {
+        let mut end = 0;
+        let ends = counts.iter().map(|count| {
+            end += count;
+            end
+        });
+        std::iter::once(0).chain(ends).collect()
+    };
+    let unequal = Unequal { input: offsets(sent), output: offsets(received), longest, shape: 0 };
+    assert_eq!(unequal.input.last(), Some(&outgoing.len()), "all of the input is sent");
+    assert_eq!(unequal.output.last(), Some(&incoming.len()), "all of the output is received");
+    let request = Request::new(Op::AllToAll, outgoing.as_ptr(), incoming.as_mut_ptr(), 0);
+    // SAFETY: both buffers are as long as the offsets say, and borrowed for the call.
+    unsafe { group.run(Request { unequal: Some(unequal), ..request }) }
+}
+
+/// Memory for elements of any type, kept from call to call.
+#[derive(Default)]
+struct Scratch {
+    words: Vec<u64>,
+}
+
+impl Scratch {
+    /// Room for as many elements, with any content.
+    fn of<T: Element>(&mut self, count: usize) -> &mut [T] {
+        const { assert!(align_of::<T>() <= align_of::<u64>()) };
+        let words = (count * size_of::<T>()).div_ceil(size_of::<u64>());
+        if self.words.len() < words {
+            self.words.resize(words, 0);
+        }
+        // SAFETY: there are as many bytes, aligned for `T`, of which any content is an element, for
+        // elements are plain numbers.
+        unsafe { std::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast(), count) }
     }
 }
 

@@ -2,6 +2,8 @@
 
 use unisono_collective::{Error, FormError};
 
+use unisono_codec::BadEncoding;
+
 use crate::shards::TooFewShards;
 
 /// Why a step could not be synchronized.
@@ -28,6 +30,32 @@ pub enum SyncError {
         rank: usize,
         /// The first parameter, in order of registration, that differs.
         parameter: usize,
+    },
+    /// A shard's encoding is none that a codec writes: the worker runs other code, or the data was
+    /// damaged. The weights are those of no step.
+    #[error("the encoded gradient of shard {shard} is damaged: {source}")]
+    Encoding {
+        /// The shard.
+        shard: usize,
+        /// What is wrong with it.
+        source: BadEncoding,
+    },
+    /// As [`SyncError::Encoding`], of a mean.
+    #[error("the encoded mean of rank {rank} is damaged: {source}")]
+    EncodingOfMean {
+        /// Who encoded it.
+        rank: usize,
+        /// What is wrong with it.
+        source: BadEncoding,
+    },
+    /// The state to go on from lacks something, or has it in another size. Resume with the model, the
+    /// shards and the codec that wrote it.
+    #[error(
+        "the saved state has no {name} of the right size; resume with the settings that wrote it"
+    )]
+    MissingState {
+        /// What is missing.
+        name: String,
     },
     /// The replicas are no longer equal. Something changed weights outside of the optimizer, or a
     /// rank's arithmetic differs. Resume from the last checkpoint.

@@ -10,9 +10,11 @@
 //! do not depend on the number of workers, on the buckets, or on how the data travels.
 
 pub mod accumulate;
+pub mod advice;
 pub mod bucket;
 mod combine;
 pub mod error;
+pub mod local;
 pub mod optimizer;
 pub mod replica;
 pub mod shards;

@@ -12,57 +12,86 @@
 //! of any worker is not handed out, so that no optimizer touches it.
 
 use std::ops::Range;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use unisono_collective::Group;
 
 use crate::accumulate::{Accumulation, Constant, Values};
+use crate::advice::Advice;
 use crate::bucket::{BucketSizes, Layout, SCALARS, Turns};
 use crate::combine;
 use crate::error::SyncError;
+use crate::local::{LocalSteps, StrategySpec, Weights};
 use crate::shards::Shards;
-use crate::strategy::{AllReduce, Alone, Gradients, Strategy};
+use crate::strategy::{self, Compression, Find, Gradients, Save, Strategy};
 use crate::times::{BucketTimes, StepTimes};
 use crate::tune::Tuner;
 
-/// A parameter of the model, flat.
+/// A parameter of the model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Parameter {
     /// Its name, for people.
     pub name: String,
+    /// Its dimensions.
+    pub shape: Vec<usize>,
+}
+
+impl Parameter {
+    /// A parameter of one dimension.
+    pub fn flat(name: impl Into<String>, len: usize) -> Parameter {
+        Parameter { name: name.into(), shape: vec![len] }
+    }
+
     /// Its elements.
-    pub len: usize,
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
 }
 
 /// How replicas are kept in step. Equal on all ranks; none of it changes a bit of the weights but
-/// the number of shards.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// the number of shards, the strategy and the compression.
+#[derive(Clone, Debug, PartialEq)]
 pub struct Settings {
     /// Shards of the global batch.
     pub shards: usize,
+    /// Whether the workers agree in every step, or less often.
+    pub strategy: StrategySpec,
     /// Sizes of the buckets; by default they are found while training.
     pub buckets: Option<BucketSizes>,
     /// Whether buckets travel while backward goes on, or all after it.
     pub overlap: bool,
+    /// Whether gradients travel in fewer bytes, and how.
+    pub compression: Option<Compression>,
 }
 
 impl Settings {
     /// The defaults, for a run with this many shards.
     pub fn new(shards: usize) -> Settings {
-        Settings { shards, buckets: None, overlap: true }
+        Settings {
+            shards,
+            strategy: StrategySpec::AllReduce,
+            buckets: None,
+            overlap: true,
+            compression: None,
+        }
     }
 }
 
-/// What is known after a step, the same on all ranks but for the times.
+/// What is known after a step.
 #[derive(Clone, Debug)]
 pub struct StepOutcome {
-    /// The mean loss over all shards.
+    /// Whether the workers have agreed in this step. If so, the loss and the vote are the same on all
+    /// ranks.
+    pub agreed: bool,
+    /// The mean loss over all shards; over those of this worker, if the workers have not agreed.
     pub loss: f32,
-    /// Whether any rank voted to stop after this step.
+    /// Whether any rank voted to stop and all stop after this step.
     pub stop: bool,
     /// When things happened on this rank.
     pub times: StepTimes,
+    /// Whether a codec was chosen after this step, and why.
+    pub advice: Option<Arc<Advice>>,
 }
 
 /// Keeps one replica in step with the others.
@@ -70,6 +99,8 @@ pub struct Synchronizer {
     parameters: Vec<Parameter>,
     shards: Shards,
     own: Range<usize>,
+    /// The same, as leaves of the tree that is summed.
+    leaves: Range<usize>,
     overlap: bool,
     /// What bucket lengths are a multiple of.
     align: usize,
@@ -79,10 +110,17 @@ pub struct Synchronizer {
 /// A step in progress.
 struct Step {
     strategy: Box<dyn Strategy>,
+    /// What happens between steps, if workers step by themselves.
+    local: Option<LocalSteps>,
+    /// The step's number in the run, from 0.
+    number: u64,
     accumulation: Accumulation,
-    layout: Layout,
+    /// Whether the gradients of the shards are kept apart.
+    apart: bool,
+    layout: Arc<Layout>,
     buckets: Vec<Bucket>,
     turns: Turns,
+    sizes: BucketSizes,
     tuner: Option<Tuner>,
     /// Shards of this step that have begun.
     begun: usize,
@@ -128,29 +166,46 @@ impl Synchronizer {
     ) -> Result<Synchronizer, SyncError> {
         let (rank, workers) = group.map_or((0, 1), |group| (group.rank(), group.size()));
         let shards = Shards::new(settings.shards, workers)?;
-        let strategy: Box<dyn Strategy> = match group {
-            Some(group) if workers > 1 => {
-                expect_equal_models(group, &parameters)?;
-                let own = group.subgroup(&(0..workers).collect::<Vec<_>>())?;
-                Box::new(AllReduce::new(own, shards))
-            }
-            _ => Box::new(Alone::default()),
-        };
+        if let Some(group) = group {
+            expect_equal_models(group, &parameters)?;
+        }
         let own = shards.of(rank, workers);
-        let bytes = parameters.iter().map(|p| p.len).sum::<usize>() * 4;
-        let tuner = (workers > 1 && settings.buckets.is_none()).then(|| Tuner::new(bytes));
+        let compression = settings.compression;
+        let plan = settings.strategy.plan();
+        let alone = workers == 1 || plan.is_some();
+        let (strategy, local, shards, leaves) = match plan {
+            None => {
+                let strategy = strategy::build(group, shards, &parameters, compression)?;
+                (strategy, None, shards, own.clone())
+            }
+            Some(plan) => {
+                let replicas = Shards::new(workers, workers)?;
+                let outer = strategy::build(group, replicas, &parameters, compression)?;
+                let local = LocalSteps::new(outer, workers, &parameters, plan);
+                // By itself, a worker steps by the mean of its own shards.
+                let shards = Shards::new(own.len(), 1)?;
+                let inner = strategy::build(None, shards, &parameters, None)?;
+                (inner, Some(local), shards, 0..own.len())
+            }
+        };
+        let bytes = parameters.iter().map(|p| p.elements()).sum::<usize>() * 4;
+        let tuner = (!alone && settings.buckets.is_none()).then(|| Tuner::new(bytes));
         let sizes = settings.buckets.unwrap_or_else(|| match &tuner {
             Some(tuner) => tuner.sizes(),
             None => BucketSizes::default(),
         });
-        let align = combine::alignment(shards, workers);
+        let align = if alone { 1 } else { combine::alignment(shards, workers) };
         let now = Instant::now();
         let step = Step {
             strategy,
-            accumulation: Accumulation::new(shards.count(), own.clone()),
-            layout: Layout::new(&[], sizes, align),
+            local,
+            number: 0,
+            apart: false,
+            accumulation: Accumulation::new(shards.count(), leaves.clone()),
+            layout: Arc::new(Layout::new(&[], sizes, align)),
             buckets: Vec::new(),
             turns: Turns::new(0),
+            sizes,
             tuner,
             begun: 0,
             open: false,
@@ -161,8 +216,8 @@ impl Synchronizer {
         };
         let overlap = settings.overlap;
         let step = Mutex::new(step);
-        let synchronizer = Synchronizer { parameters, shards, own, overlap, align, step };
-        synchronizer.lay_out(&mut synchronizer.lock(), sizes);
+        let synchronizer = Synchronizer { parameters, shards, own, leaves, overlap, align, step };
+        synchronizer.go_on_from(0);
         Ok(synchronizer)
     }
 
@@ -177,8 +232,9 @@ impl Synchronizer {
     }
 
     /// The strategy's name.
-    pub fn strategy(&self) -> &'static str {
-        self.lock().strategy.name()
+    pub fn strategy(&self) -> String {
+        let step = self.lock();
+        step.local.as_ref().map_or_else(|| step.strategy.name(), LocalSteps::strategy)
     }
 
     /// The number of buckets at present.
@@ -188,7 +244,8 @@ impl Synchronizer {
 
     /// Bytes this rank has sent so far.
     pub fn sent(&self) -> u64 {
-        self.lock().strategy.sent()
+        let step = self.lock();
+        step.local.as_ref().map_or_else(|| step.strategy.sent(), LocalSteps::sent)
     }
 
     /// Begins the next of this worker's shards; which one.
@@ -232,7 +289,11 @@ impl Synchronizer {
     /// # Panics
     /// If the length is not the parameter's, or it has had its gradient in this shard.
     pub fn gradient(&self, parameter: usize, gradient: &[f32]) -> bool {
-        assert_eq!(gradient.len(), self.parameters[parameter].len, "the length of a gradient");
+        assert_eq!(
+            gradient.len(),
+            self.parameters[parameter].elements(),
+            "the length of a gradient"
+        );
         self.gradient_from(parameter, &gradient)
     }
 
@@ -298,28 +359,11 @@ impl Synchronizer {
                     update(parameter, &mean[step.layout.span(parameter)]);
                 }
             }
-            buckets.push(BucketTimes {
-                bytes: mean.len() * 4,
-                submitted: gradients.submitted,
-                started: gradients.started,
-                ended: gradients.ended,
-                folding: gradients.folding,
-            });
+            buckets.push(BucketTimes::of(&gradients));
             step.buckets[bucket].slots = gradients.slots;
         }
         let end = Instant::now();
         let clock = std::mem::replace(&mut step.clock, Clock::new(end));
-        step.last_seconds = (end - clock.begin).as_secs_f32();
-        let shards = self.shards.count() as f32;
-        let tuned = step.tuner.as_mut().filter(|tuner| !tuner.is_settled());
-        // The times of the step before this one, as all ranks saw them together.
-        let resize = tuned.and_then(|tuner| {
-            tuner.step(f64::from(scalars[SECONDS] / shards)).then(|| tuner.sizes())
-        });
-        match resize {
-            Some(sizes) => self.lay_out(step, sizes),
-            None => step.start_over(),
-        }
         let times = StepTimes {
             begin: clock.begin,
             computed: clock.computed,
@@ -329,7 +373,116 @@ impl Synchronizer {
             blocked,
             buckets,
         };
-        Ok(StepOutcome { loss: scalars[LOSS] / shards, stop: scalars[STOP] > 0.0, times })
+        let advice = step.strategy.observe(step.number, &step.layout, &times)?;
+        if advice.is_some() {
+            // What it took to decide is part of no step.
+            step.clock = Clock::new(Instant::now());
+        }
+        step.number += 1;
+        step.last_seconds = (end - clock.begin).as_secs_f32();
+        let shards = self.shards.count() as f32;
+        let settled = step.strategy.is_settled();
+        let tuned = step.tuner.as_mut().filter(|tuner| settled && !tuner.is_settled());
+        // The times of the step before this one, as all ranks saw them together.
+        let resize = tuned.and_then(|tuner| {
+            tuner.step(f64::from(scalars[SECONDS] / shards)).then(|| tuner.sizes())
+        });
+        if let Some(sizes) = resize {
+            step.sizes = sizes;
+        }
+        if resize.is_some() || step.apart != step.strategy.wants_leaves(step.number) {
+            self.lay_out(step);
+        }
+        step.start_over();
+        let (agreed, stop) = (step.local.is_none(), scalars[STOP] > 0.0);
+        Ok(StepOutcome { agreed, loss: scalars[LOSS] / shards, stop, times, advice })
+    }
+
+    /// The next step is this one of the run, counted from 0.
+    pub fn go_on_from(&self, step: u64) {
+        let mut guard = self.lock();
+        guard.number = step;
+        self.lay_out(&mut guard);
+        guard.start_over();
+    }
+
+    /// Takes the weights, which must be equal on all ranks, as those from which workers with
+    /// [local steps](crate::local) set out. Of no interest to other strategies.
+    pub fn begin(&self, weights: &dyn Weights) {
+        if let Some(local) = &mut self.lock().local {
+            local.begin(weights);
+        }
+    }
+
+    /// After [`Synchronizer::finish`] and the update of the weights, lets workers with [local
+    /// steps](crate::local) agree, if it is time. Other strategies have agreed already.
+    pub fn agree(
+        &self,
+        weights: &mut dyn Weights,
+        outcome: &mut StepOutcome,
+    ) -> Result<(), SyncError> {
+        let mut guard = self.lock();
+        let step = &mut *guard;
+        let Some(local) = &mut step.local else { return Ok(()) };
+        let vote = std::mem::take(&mut outcome.stop);
+        let round = local.step(step.number, weights, outcome.loss, vote)?;
+        outcome.times.blocked += round.blocked;
+        outcome.times.buckets = round.buckets;
+        outcome.agreed = round.agreed.is_some();
+        if let Some(agreed) = round.agreed {
+            outcome.loss = agreed.loss;
+            outcome.stop = agreed.stop;
+        }
+        let now = Instant::now();
+        outcome.times.end = now;
+        step.clock = Clock::new(now);
+        Ok(())
+    }
+
+    /// Makes the weights of workers with [local steps](crate::local) equal, at the end of training.
+    /// All ranks must call it.
+    pub fn settle(&self, weights: &mut dyn Weights) -> Result<(), SyncError> {
+        let mut step = self.lock();
+        let number = step.number;
+        match &mut step.local {
+            Some(local) => local.settle(number, weights).map(drop),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether the workers step by themselves.
+    pub fn has_local_steps(&self) -> bool {
+        self.lock().local.is_some()
+    }
+
+    /// Calls `with` with the weights of a parameter that all workers with [local
+    /// steps](crate::local) have agreed on last; `false` if all weights are agreed.
+    pub fn agreed(&self, parameter: usize, with: impl FnOnce(&[f32])) -> bool {
+        match &self.lock().local {
+            Some(local) => {
+                with(local.agreed(parameter));
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// As [`Strategy::save`].
+    pub fn save(&self, group: &Group, each: &mut Save<'_>) -> Result<(), SyncError> {
+        let mut step = self.lock();
+        match &mut step.local {
+            Some(local) => local.save(group, each),
+            None => step.strategy.save(group, each),
+        }
+    }
+
+    /// As [`Strategy::restore`].
+    pub fn restore(&self, group: &Group, find: &Find<'_>) -> Result<(), SyncError> {
+        let mut step = self.lock();
+        match &mut step.local {
+            Some(local) => local.restore(group, find),
+            None => step.strategy.restore(group, find),
+        }
     }
 
     /// Says that whatever happened since the last step was not part of the next: it begins now.
@@ -362,29 +515,26 @@ impl Synchronizer {
     }
 
     fn submit(&self, step: &mut Step, bucket: usize) {
-        let now = Instant::now();
-        step.strategy.submit(Gradients {
-            bucket,
-            slots: std::mem::take(&mut step.buckets[bucket].slots),
-            subtrees: step.accumulation.sums(),
-            gradients: step.layout.buckets()[bucket].gradients,
-            shards: self.shards.count(),
-            submitted: now,
-            started: now,
-            ended: now,
-            folding: Duration::ZERO,
-        });
+        let slots = std::mem::take(&mut step.buckets[bucket].slots);
+        let (layout, number) = (step.layout.clone(), step.number);
+        let (filled, shards) = (step.accumulation.sums(), self.shards.count());
+        let gradients = Gradients::new(bucket, layout, number, slots, filled, shards);
+        step.strategy.submit(gradients);
     }
 
-    /// Cuts the parameters into buckets of other sizes.
-    fn lay_out(&self, step: &mut Step, sizes: BucketSizes) {
-        let lengths: Vec<usize> = self.parameters.iter().map(|p| p.len).collect();
-        step.layout = Layout::new(&lengths, sizes, self.align);
+    /// Cuts the parameters into buckets, with memory for what the strategy wants.
+    fn lay_out(&self, step: &mut Step) {
+        step.apart = step.strategy.wants_leaves(step.number);
+        step.accumulation = match step.apart {
+            true => Accumulation::apart(self.own.len()),
+            false => Accumulation::new(self.shards.count(), self.leaves.clone()),
+        };
+        let lengths: Vec<usize> = self.parameters.iter().map(Parameter::elements).collect();
+        step.layout = Arc::new(Layout::new(&lengths, step.sizes, self.align));
         let slots = step.accumulation.slots();
         let memory = |len: usize| Bucket { slots: vec![vec![0.0; len]; slots], missing: 0 };
         step.buckets = step.layout.buckets().iter().map(|b| memory(b.len)).collect();
         step.turns = Turns::new(step.buckets.len());
-        step.start_over();
     }
 
     fn lock(&self) -> MutexGuard<'_, Step> {
@@ -422,7 +572,10 @@ impl Clock {
 fn expect_equal_models(group: &Group, parameters: &[Parameter]) -> Result<(), SyncError> {
     let fingerprint = |parameter: &Parameter| {
         let mut hasher = blake3::Hasher::new();
-        hasher.update(&(parameter.len as u64).to_le_bytes());
+        for dimension in &parameter.shape {
+            hasher.update(&(*dimension as u64).to_le_bytes());
+        }
+        hasher.update(b"of");
         hasher.update(parameter.name.as_bytes());
         let hash = hasher.finalize();
         i64::from_le_bytes(*hash.as_bytes().first_chunk().expect("a hash has 32 bytes"))

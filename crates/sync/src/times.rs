@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use crate::strategy::Gradients;
+
 /// When a bucket was ready, under way, and back.
 #[derive(Clone, Copy, Debug)]
 pub struct BucketTimes {
@@ -13,8 +15,24 @@ pub struct BucketTimes {
     pub started: Instant,
     /// The mean over all shards was there.
     pub ended: Instant,
-    /// How much of the time in between was adding up; the rest was moving data and waiting.
+    /// How much of the time in between was adding up.
     pub folding: Duration,
+    /// How much of it was encoding and decoding; the rest was moving data and waiting.
+    pub coding: Duration,
+}
+
+impl BucketTimes {
+    /// Those of a bucket that came back.
+    pub fn of(gradients: &Gradients) -> BucketTimes {
+        BucketTimes {
+            bytes: gradients.slots[0].len() * 4,
+            submitted: gradients.submitted,
+            started: gradients.started,
+            ended: gradients.ended,
+            folding: gradients.folding,
+            coding: gradients.coding,
+        }
+    }
 }
 
 /// When the parts of a step happened, on this rank.

@@ -32,7 +32,7 @@ impl Variant {
 }
 
 fn parameters() -> Vec<Parameter> {
-    let parameter = |(i, len): (usize, &usize)| Parameter { name: format!("p{i}"), len: *len };
+    let parameter = |(i, len): (usize, &usize)| Parameter::flat(format!("p{i}"), *len);
     LENGTHS.iter().enumerate().map(parameter).collect()
 }
 
@@ -166,7 +166,7 @@ fn one_vote_stops_all() {
     std::thread::scope(|scope| {
         for group in &groups {
             scope.spawn(move || {
-                let parameters = vec![Parameter { name: "w".into(), len: 3 }];
+                let parameters = vec![Parameter::flat("w", 3)];
                 let sync = Synchronizer::new(Some(group), parameters, Settings::new(3)).unwrap();
                 for step in 0..4 {
                     if step == 2 && group.rank() == 1 {
@@ -205,7 +205,7 @@ fn different_models_are_refused_on_all_ranks() {
 
 #[test]
 fn gradients_outside_of_a_shard_are_not_taken() {
-    let parameters = vec![Parameter { name: "w".into(), len: 1 }];
+    let parameters = vec![Parameter::flat("w", 1)];
     let sync = Synchronizer::new(None, parameters, Settings::new(2)).unwrap();
     assert!(!sync.gradient(0, &[1.0]));
     for _ in sync.shards() {

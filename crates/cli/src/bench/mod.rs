@@ -1,5 +1,6 @@
 //! `unisono bench`.
 
+mod codec;
 mod collective;
 mod limit;
 mod serve;
@@ -16,6 +17,8 @@ use clap::Subcommand;
 pub enum BenchCommand {
     /// Time a collective operation over a range of sizes.
     Collective(collective::CollectiveArgs),
+    /// Time the codecs on one core, beside a plain copy.
+    Codec(codec::CodecArgs),
     /// Time a training step of one worker with and without synchronization.
     Step(step::StepArgs),
     /// Time operations as told through named pipes, beside other systems.
@@ -27,6 +30,7 @@ pub enum BenchCommand {
 pub fn run(command: BenchCommand) -> anyhow::Result<ExitCode> {
     match command {
         BenchCommand::Collective(args) => collective::run(args),
+        BenchCommand::Codec(args) => codec::run(args),
         BenchCommand::Step(args) => step::run(args),
         BenchCommand::Serve(args) => serve::run(args),
     }

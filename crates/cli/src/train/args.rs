@@ -1,13 +1,18 @@
 //! What `unisono train` takes, and what it means.
 
+use std::fmt;
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use anyhow::{Context, bail, ensure};
 use clap::{Args, ValueEnum};
+use unisono::codec::{BadCodec, CodecSpec, Rule, Rules};
 use unisono::sync::Settings;
 use unisono::sync::bucket::BucketSizes;
+use unisono::sync::local::StrategySpec;
 use unisono::sync::optimizer::{LearningRate, OptimizerSpec};
 use unisono::sync::shards::Shards;
+use unisono::sync::strategy::Compression;
 use unisono::{Algorithm, Options, Transport};
 use unisono_workload::data::DataSpec;
 use unisono_workload::model::ModelSpec;
@@ -131,6 +136,25 @@ pub struct TrainArgs {
     /// Communicate after the backward pass instead of during it.
     #[arg(long)]
     no_overlap: bool,
+    /// When the workers agree: all-reduce (in every step), local:H or local:H..MAX (average the weights
+    /// every H steps, a period that may grow), diloco:H[,streams=P][,delay=T][,rate=R][,momentum=M]
+    /// (every H steps, with an outer optimizer).
+    #[arg(long, default_value = "all-reduce")]
+    strategy: StrategySpec,
+    /// Send fewer bytes: fp16, bf16, int8, int4, qsgd, sign, topk, randk, dgc, powersgd, each with
+    /// settings such as topk:1%+int8; auto, which measures and decides; or none.
+    #[arg(long, default_value = "none")]
+    codec: CodecChoice,
+    /// Use another codec for parameters whose names fit a pattern: PATTERN=CODEC, such as embed*=none.
+    /// The first that fits decides.
+    #[arg(long, value_name = "PATTERN=CODEC")]
+    codec_rule: Vec<Rule>,
+    /// Steps at the beginning in which nothing is encoded.
+    #[arg(long, default_value_t = 0, value_name = "STEPS")]
+    codec_warmup: u64,
+    /// Forget what an encoding leaves out, instead of sending it later. To see what that does.
+    #[arg(long)]
+    no_error_feedback: bool,
     /// Compare the weights of all workers every so many steps; 0 never.
     #[arg(long, default_value_t = 100, value_name = "STEPS")]
     check_every: u64,
@@ -170,6 +194,39 @@ enum Schedule {
     Cosine,
 }
 
+/// What gradients are encoded by.
+#[derive(Clone, Debug, PartialEq)]
+pub enum CodecChoice {
+    /// Nothing.
+    None,
+    /// What is found to be fastest.
+    Auto,
+    /// This one.
+    Fixed(CodecSpec),
+}
+
+impl FromStr for CodecChoice {
+    type Err = BadCodec;
+
+    fn from_str(text: &str) -> Result<CodecChoice, BadCodec> {
+        Ok(match text {
+            "none" => CodecChoice::None,
+            "auto" => CodecChoice::Auto,
+            other => CodecChoice::Fixed(other.parse()?),
+        })
+    }
+}
+
+impl fmt::Display for CodecChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            CodecChoice::None => f.write_str("none"),
+            CodecChoice::Auto => f.write_str("auto"),
+            CodecChoice::Fixed(codec) => codec.fmt(f),
+        }
+    }
+}
+
 /// What there is to compute.
 #[derive(Clone, Debug)]
 pub enum Work {
@@ -191,6 +248,9 @@ pub struct Plan {
     pub threads: usize,
     pub buckets: Option<BucketSizes>,
     pub overlap: bool,
+    pub strategy: StrategySpec,
+    pub codec: CodecChoice,
+    pub compression: Option<Compression>,
     pub check_every: u64,
     pub checkpoint_dir: Option<PathBuf>,
     pub checkpoint_every: u64,
@@ -256,9 +316,11 @@ impl TrainArgs {
         let work = self.work()?;
         // Too many for any batch, if they are too many to count.
         let needed = workers.saturating_mul(self.accumulate);
+        // Every shard's gradient is encoded by itself: more of them are more to send.
+        let encodes = self.encodes() && self.strategy == StrategySpec::AllReduce;
         let usual = match work {
-            Work::Learn { .. } => SHARDS.max(needed),
-            Work::Replay { .. } => needed,
+            Work::Learn { .. } if !encodes => SHARDS.max(needed),
+            _ => needed,
         };
         let count = self.shards.unwrap_or(usual);
         let shards = Shards::new(count, workers).context("--shards")?;
@@ -275,11 +337,16 @@ impl TrainArgs {
             batch > 0 && batch.is_multiple_of(count),
             "--batch {batch} cannot be cut into {count} shards; use a multiple of {count}"
         );
+        let mut optimizer = self.optimizer(&work);
+        let codec = self.codec(&mut optimizer)?;
         Ok(Plan {
             shards: count,
             batch,
             steps: self.steps,
-            optimizer: self.optimizer(&work),
+            optimizer,
+            strategy: self.strategy,
+            compression: self.compression(&codec),
+            codec,
             seed: self.seed,
             threads: self.threads,
             buckets: self.buckets()?,
@@ -414,6 +481,46 @@ impl TrainArgs {
         self.weight_decay.or(usual).map_or(spec, |decay| spec.with_weight_decay(decay))
     }
 
+    /// Whether anything may be encoded.
+    fn encodes(&self) -> bool {
+        self.codec != CodecChoice::None || !self.codec_rule.is_empty()
+    }
+
+    /// The codec. One with momentum takes it over from the optimizer.
+    fn codec(&self, optimizer: &mut OptimizerSpec) -> anyhow::Result<CodecChoice> {
+        let mut codec = self.codec.clone();
+        if let CodecChoice::Fixed(CodecSpec::Dgc(settings, _)) = &mut codec
+            && self.strategy == StrategySpec::AllReduce
+            && let OptimizerSpec::Momentum { learning_rate, momentum, nesterov, weight_decay } =
+                *optimizer
+        {
+            ensure!(
+                settings.momentum == 0.0,
+                "--codec {} and --optimizer momentum have a momentum each; use --optimizer sgd, or \
+                 leave it out of the codec",
+                self.codec
+            );
+            settings.momentum = momentum;
+            settings.nesterov = nesterov;
+            *optimizer = OptimizerSpec::Sgd { learning_rate, weight_decay };
+        }
+        Ok(codec)
+    }
+
+    fn compression(&self, codec: &CodecChoice) -> Option<Compression> {
+        let fixed = match codec {
+            CodecChoice::Fixed(codec) => Some(codec.clone()),
+            _ => None,
+        };
+        self.encodes().then(|| Compression {
+            rules: Rules { codec: fixed, exceptions: self.codec_rule.clone() },
+            auto: *codec == CodecChoice::Auto,
+            warm_up: self.codec_warmup,
+            error_feedback: !self.no_error_feedback,
+            seed: self.seed,
+        })
+    }
+
     fn buckets(&self) -> anyhow::Result<Option<BucketSizes>> {
         let Some(text) = &self.bucket else { return Ok(None) };
         let others = sizes::parse(text).context("--bucket")?;
@@ -443,6 +550,8 @@ impl Plan {
         let mut settings = Settings::new(self.shards);
         settings.buckets = self.buckets;
         settings.overlap = self.overlap;
+        settings.strategy = self.strategy;
+        settings.compression = self.compression.clone();
         settings
     }
 
@@ -457,7 +566,26 @@ impl Plan {
             ("shards", self.shards.to_string()),
             ("threads", self.threads.to_string()),
             ("optimizer", self.optimizer.to_string()),
+            ("strategy", self.strategy.to_string()),
+            ("codec", self.describe_codec()),
         ]
+    }
+
+    /// The codec with all that belongs to it.
+    pub fn describe_codec(&self) -> String {
+        let mut text = self.codec.to_string();
+        if let Some(compression) = &self.compression {
+            for rule in &compression.rules.exceptions {
+                text += &format!(", {rule}");
+            }
+            if compression.warm_up > 0 {
+                text += &format!(", from step {}", compression.warm_up);
+            }
+            if !compression.error_feedback {
+                text += ", without residuals";
+            }
+        }
+        text
     }
 
     /// The model and the data, for people.

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, bail, ensure};
 use unisono::Group;
-use unisono::cluster::checkpoint::{Checkpoints, Loaded};
+use unisono::cluster::checkpoint::{Checkpoints, Loaded, Snapshot};
 
 use super::args::Plan;
 use super::trainee::Trainee;
@@ -59,20 +59,13 @@ impl Saver {
         Ok(Some(checkpoint))
     }
 
-    /// Writes a checkpoint, unless this step has one.
-    pub fn save(&mut self, plan: &Plan, trainee: &dyn Trainee) -> anyhow::Result<()> {
-        let step = trainee.steps();
-        if self.saved == Some(step) {
-            return Ok(());
+    /// Writes a checkpoint.
+    fn write(&mut self, plan: &Plan, step: u64, mut snapshot: Snapshot<'_>) -> anyhow::Result<()> {
+        for (key, value) in plan.identity() {
+            snapshot.set(key, value);
         }
-        trainee.save(&mut |mut snapshot| {
-            for (key, value) in plan.identity() {
-                snapshot.set(key, value);
-            }
-            snapshot.set("position", step * plan.batch as u64);
-            self.checkpoints.save(step, &snapshot).context("writing a checkpoint")?;
-            Ok(())
-        })?;
+        snapshot.set("position", step * plan.batch as u64);
+        self.checkpoints.save(step, &snapshot).context("writing a checkpoint")?;
         self.saved = Some(step);
         Ok(())
     }
@@ -81,6 +74,26 @@ impl Saver {
     pub fn resumed(&mut self, step: u64) {
         self.saved = Some(step);
     }
+}
+
+/// Writes a checkpoint at rank 0, which has the saver, unless this step has one. All ranks must call
+/// it.
+pub fn save(
+    plan: &Plan,
+    trainee: &dyn Trainee,
+    mut saver: Option<&mut Saver>,
+    group: &Group,
+) -> anyhow::Result<()> {
+    let step = trainee.steps();
+    let mut is_saved = [u8::from(saver.as_ref().is_some_and(|saver| saver.saved == Some(step)))];
+    group.broadcast(&mut is_saved, 0)?;
+    if is_saved[0] == 1 {
+        return Ok(());
+    }
+    trainee.save(group, &mut |snapshot| match &mut saver {
+        Some(saver) => saver.write(plan, step, snapshot),
+        None => Ok(()),
+    })
 }
 
 /// Brings all workers to the checkpoint that rank 0 found, if it did. All ranks must call it.
@@ -94,8 +107,6 @@ pub fn resume(
     if found[0] == 0 {
         return Ok(());
     }
-    if let Some(checkpoint) = checkpoint {
-        trainee.restore(checkpoint).with_context(|| checkpoint.path().display().to_string())?;
-    }
-    trainee.broadcast(group)
+    let path = || checkpoint.map_or("--resume".to_owned(), |c| c.path().display().to_string());
+    trainee.restore(group, checkpoint).with_context(path)
 }

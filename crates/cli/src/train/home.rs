@@ -7,6 +7,8 @@ use anyhow::Context;
 use serde_json::json;
 use unisono::insight::folder::{FolderError, RunFolder};
 use unisono::insight::{Outcome, RunInfo, Scaling};
+use unisono::sync::Parameter;
+use unisono::sync::local::StrategySpec;
 use unisono::{Group, Job, Transport};
 
 use super::args::{Plan, TrainArgs, Work};
@@ -135,6 +137,8 @@ fn describe(plan: &Plan, job: &Job, trainee: &dyn Trainee) -> RunInfo {
     set("steps", number(plan.steps));
     set("accumulate", number(plan.accumulate as u64));
     set("overlap", plan.overlap.into());
+    set("strategy", plan.strategy.to_string().into());
+    set("codec", plan.describe_codec().into());
     set("bucket", plan.buckets.map_or("tuned".into(), |sizes| number(sizes.others as u64)));
     set("check_every", number(plan.check_every));
     if let Work::Replay { compute_ms: Some(ms), .. } = plan.work {
@@ -160,7 +164,12 @@ fn describe(plan: &Plan, job: &Job, trainee: &dyn Trainee) -> RunInfo {
         name,
         model,
         data,
-        strategy: trainee.synchronizer().strategy().to_owned(),
+        strategy: match plan.strategy {
+            StrategySpec::AllReduce => trainee.synchronizer().strategy(),
+            local => local.to_string(),
+        },
+        codec: plan.codec.to_string(),
+        dense_bytes_per_step: dense_bytes(trainee, group.size()),
         transport: match group.options().transport {
             _ if group.size() == 1 => "none",
             Transport::Tcp => "tcp",
@@ -175,6 +184,13 @@ fn describe(plan: &Plan, job: &Job, trainee: &dyn Trainee) -> RunInfo {
         settings,
         ..RunInfo::default()
     }
+}
+
+/// What all workers together would send in a step of an all-reduce without a codec.
+fn dense_bytes(trainee: &dyn Trainee, workers: usize) -> u64 {
+    let elements = trainee.synchronizer().parameters().iter().map(Parameter::elements);
+    // Each sends all but its own part of the sum, twice.
+    (elements.sum::<usize>() * 4 * 2 * (workers - 1)) as u64
 }
 
 /// The name of every rank's host. All ranks must call it. Hosts of one name, as containers are apt to

@@ -41,6 +41,7 @@ struct Kept {
     /// Absent if it is no number, for which JSON has no word.
     loss: Option<f64>,
     sent: u64,
+    agreed: bool,
     times: RankStep,
 }
 
@@ -61,7 +62,7 @@ impl Recorder {
         let since = sent - self.sent;
         self.sent = sent;
         let loss = Some(f64::from(outcome.loss)).filter(|loss| loss.is_finite());
-        self.kept.push(Kept { step, loss, sent: since, times });
+        self.kept.push(Kept { step, loss, sent: since, agreed: outcome.agreed, times });
     }
 
     /// Whether it is time to [hand in](Recorder::hand_in) the records; the same on all ranks.
@@ -94,9 +95,16 @@ impl Recorder {
         for _ in 0..steps {
             let all: Vec<Kept> = ranks.iter_mut().filter_map(Iterator::next).collect();
             let first = all.first().context("rank 0 has as many records as it noted")?;
+            // The same everywhere, or each worker's own.
+            let losses = all.iter().map(|kept| kept.loss.unwrap_or(f64::NAN));
+            let loss = match first.agreed {
+                true => first.loss.unwrap_or(f64::NAN),
+                false => losses.sum::<f64>() / all.len() as f64,
+            };
             records.push(StepRecord {
                 step: first.step,
-                loss: first.loss.unwrap_or(f64::NAN),
+                loss,
+                agreed: first.agreed,
                 samples: self.samples,
                 wire_bytes: all.iter().map(|kept| kept.sent).sum(),
                 ranks: all.into_iter().map(|kept| kept.times).collect(),
@@ -129,6 +137,7 @@ impl Recorder {
                     started: at(bucket.started),
                     ended: at(bucket.ended),
                     folding: bucket.folding.as_secs_f64(),
+                    coding: bucket.coding.as_secs_f64(),
                 })
                 .collect(),
         }

@@ -13,7 +13,7 @@ use unisono::sync::SyncError;
 use unisono::{Error, Group, Job, Options};
 
 use super::args::{Plan, TrainArgs};
-use super::checkpoint::resume;
+use super::checkpoint::{resume, save};
 use super::home::{Home, host_names};
 use super::recorder::Recorder;
 use super::trainee;
@@ -67,9 +67,9 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         }
         while trainee.shard(step, slowness)? {}
         let outcome = trainee.finish()?;
-        interrupted = outcome.stop;
-        // The same on all ranks, as the loss is.
-        diverged = !outcome.loss.is_finite();
+        // The same on all ranks, as the loss is if they have agreed on it.
+        interrupted = outcome.agreed && outcome.stop;
+        diverged = outcome.agreed && !outcome.loss.is_finite();
         recorder.note(trainee.steps(), &outcome, trainee.synchronizer().sent());
         if let Some(home) = &mut home {
             home.reporter.step(trainee.steps(), &outcome);
@@ -85,10 +85,9 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         if checks {
             trainee.check(group)?;
         }
-        if let Some(Home { saver: Some(saver), .. }) = &mut home
-            && saves
-        {
-            saver.save(&plan, &*trainee)?;
+        if saves {
+            let saver = home.as_mut().and_then(|home| home.saver.as_mut());
+            save(&plan, &*trainee, saver, group)?;
         }
         if hands_in {
             let records = recorder.hand_in(group)?;
@@ -104,6 +103,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
             trainee.synchronizer().begin_step();
         }
     }
+    trainee.settle()?;
     if let Some(home) = home {
         home.end(&plan, &*trainee, scaling, interrupted, args.json)?;
     }

@@ -9,11 +9,11 @@ fn rank(begin: f64, computed: f64, reduced: f64, end: f64) -> RankStep {
 }
 
 fn record(step: u64, ranks: Vec<RankStep>) -> StepRecord {
-    StepRecord { step, loss: 1.0, samples: 32, wire_bytes: 1000, ranks }
+    StepRecord { step, loss: 1.0, samples: 32, wire_bytes: 1000, ranks, agreed: true }
 }
 
 fn bucket(started: f64, ended: f64) -> BucketSpan {
-    BucketSpan { bytes: 4, ready: started, started, ended, folding: 0.0 }
+    BucketSpan { bytes: 4, ready: started, started, ended, folding: 0.0, coding: 0.0 }
 }
 
 fn close(a: f64, b: f64) -> bool {
@@ -164,6 +164,66 @@ fn no_steps_give_a_breakdown_of_nothing() {
     assert_eq!(run.straggler, None);
 }
 
+/// Every twentieth step ends in an agreement of 30 s, of which 6 are coding; the others take 5 s.
+fn run_with_local_steps(steps: u64) -> Vec<StepRecord> {
+    let mut begin = 0.0;
+    (0..steps)
+        .map(|step| {
+            let agreed = step % 20 == 19;
+            let computed = begin + 4.0;
+            let reduced = computed + if agreed { 30.0 } else { 0.0 };
+            let mut one = rank(begin, computed, reduced, reduced + 1.0);
+            if agreed {
+                let coded = |started, ended| BucketSpan { coding: 3.0, ..bucket(started, ended) };
+                one.buckets =
+                    vec![coded(computed, computed + 10.0), coded(computed + 10.0, reduced)];
+            }
+            begin = one.end;
+            let wire_bytes = if agreed { 2000 } else { 0 };
+            StepRecord { agreed, wire_bytes, ..record(step, vec![one.clone(), one]) }
+        })
+        .collect()
+}
+
+#[test]
+fn agreements_count_by_how_rare_they_are() {
+    let run = RunBreakdown::of(&RunInfo::default(), &run_with_local_steps(420));
+    assert_eq!((run.recorded, run.agreed), (420, 21));
+    assert!(run.has_local_steps());
+    assert!(close(run.parts.exposed, 30.0 / 20.0), "{:?}", run.parts);
+    assert!(close(run.parts.total(), 5.0 + 1.5));
+    assert!(close(run.comm, 1.5) && close(run.coding, 0.3), "{} {}", run.comm, run.coding);
+    assert!(close(run.coding_share().unwrap(), 0.2));
+    assert!(close(run.wire_bytes_per_step, 100.0));
+    assert_eq!(run.buckets, 2);
+}
+
+#[test]
+fn nobody_is_last_where_ranks_do_not_agree() {
+    let mut records = run_with_local_steps(420);
+    // Rank 1 is late wherever nobody waits for it, and rank 0 in agreements.
+    for record in &mut records {
+        record.ranks[usize::from(!record.agreed)].computed += 0.5;
+    }
+    let run = RunBreakdown::of(&RunInfo::default(), &records);
+    assert!(close(run.ranks[0].last_share, 1.0));
+    assert_eq!(run.ranks[1].last_share, 0.0);
+    assert_eq!(run.straggler, None, "half a second in twenty steps is not worth a word");
+}
+
+#[test]
+fn coding_is_a_part_of_communication() {
+    let mut coder = rank(0.0, 5.0, 8.0, 9.0);
+    coder.buckets = vec![BucketSpan { coding: 0.5, ..bucket(5.0, 7.0) }];
+    let mut idler = coder.clone();
+    idler.buckets = vec![BucketSpan { coding: 1.5, ..bucket(5.0, 8.0) }];
+    let step = StepBreakdown::of(&record(0, vec![idler, coder.clone()]));
+    assert_eq!((step.comm, step.coding), (2.0, 0.5));
+    coder.buckets[0].coding = 100.0;
+    let step = StepBreakdown::of(&record(0, vec![coder]));
+    assert_eq!((step.comm, step.coding), (2.0, 2.0));
+}
+
 /// Any float, with the ones that break arithmetic far more often than by chance.
 fn hostile() -> impl Strategy<Value = f64> {
     prop_oneof![
@@ -180,6 +240,7 @@ fn hostile_rank() -> impl Strategy<Value = RankStep> {
         started,
         ended,
         folding: ready,
+        coding: started,
     });
     let times = [(); 6].map(|()| hostile());
     (times, prop::collection::vec(bucket, 0..4)).prop_map(|(t, buckets)| {
@@ -232,6 +293,7 @@ proptest! {
             prop_assert!((parts.total() - whole).abs() <= 1e-12 * whole.max(1.0), "{parts:?} {whole}");
             prop_assert!(rank.lateness.is_finite() && rank.lateness >= 0.0);
             prop_assert!(rank.comm >= 0.0 && rank.comm <= whole * (1.0 + 1e-12));
+            prop_assert!(rank.coding >= 0.0 && rank.coding <= rank.comm);
             prop_assert!(rank.backward >= 0.0 && rank.backward <= parts.compute);
         }
         let run = RunBreakdown::of(&RunInfo::default(), &[record]);

@@ -1,6 +1,7 @@
 use tempfile::TempDir;
 
 use super::*;
+use crate::advice::Prediction;
 use crate::record::RankStep;
 
 fn info() -> RunInfo {
@@ -23,7 +24,8 @@ fn step(step: u64) -> StepRecord {
         backward: 0.2,
         buckets: vec![],
     };
-    StepRecord { step, loss: 1.0, samples: 8, wire_bytes: 16, ranks: vec![rank.clone(), rank] }
+    let ranks = vec![rank.clone(), rank];
+    StepRecord { step, loss: 1.0, samples: 8, wire_bytes: 16, ranks, agreed: true }
 }
 
 fn run_of(steps: u64) -> (TempDir, RunFolder) {
@@ -67,6 +69,32 @@ fn what_was_written_is_read_back() {
         fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     files.sort();
     assert_eq!(files, [REPORT, INFO, STEPS, SUMMARY, TRACE]);
+}
+
+#[test]
+fn advice_is_read_back_and_may_change() {
+    let (_dir, mut folder) = run_of(10);
+    let row =
+        Prediction { codec: "int8".into(), seconds: 0.5, coding_seconds: 0.1, wire_bytes: 400 };
+    let mut advice = Advice {
+        step: 3,
+        rows: vec![row],
+        chosen: "none".into(),
+        measured_dense_seconds: 1.0,
+        reason: "too little to gain".into(),
+    };
+    assert_eq!(RunFolder::open(folder.path()).unwrap().advice, None);
+    folder.advise(&advice).unwrap();
+    advice.chosen = "int8".into();
+    folder.advise(&advice).unwrap();
+    let run = RunFolder::open(folder.path()).unwrap();
+    assert_eq!(run.advice.as_ref(), Some(&advice));
+    let report = run.report().terminal(100);
+    assert!(report.contains("int8") && report.contains("too little to gain"), "{report}");
+
+    fs::write(folder.path().join(ADVICE), "[]").unwrap();
+    let text = refusal(RunFolder::open(folder.path()));
+    assert!(text.contains("advice.json:1: not the advice for a codec"), "{text}");
 }
 
 #[test]

@@ -145,7 +145,14 @@ mod tests {
                     }
                 };
                 let ranks = (0..world).map(rank).collect();
-                StepRecord { step, loss: step as f64, samples: 1, wire_bytes: 1, ranks }
+                StepRecord {
+                    step,
+                    loss: step as f64,
+                    samples: 1,
+                    wire_bytes: 1,
+                    ranks,
+                    agreed: true,
+                }
             })
             .collect()
     }

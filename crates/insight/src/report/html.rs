@@ -4,8 +4,8 @@
 
 use serde::Serialize;
 
-use super::Report;
 use super::bins::{Curves, HeatMap};
+use super::{Choice, Report};
 use crate::breakdown::Parts;
 use crate::units::{bytes, count, duration, percent};
 use crate::verdict::Verdict;
@@ -47,6 +47,7 @@ struct Page<'a> {
     measured: usize,
     step: Split,
     communication: Option<Communication>,
+    choice: Option<&'a Choice>,
     scaling: Option<Scaling>,
     curves: &'a Curves,
     heat_map: &'a HeatMap,
@@ -75,6 +76,7 @@ struct Split {
 struct Communication {
     total: f64,
     hidden: f64,
+    coding: f64,
     backward: f64,
 }
 
@@ -115,8 +117,10 @@ impl Page<'_> {
             communication: (run.comm > 0.0).then_some(Communication {
                 total: run.comm,
                 hidden: run.hidden,
+                coding: run.coding,
                 backward: run.backward,
             }),
+            choice: report.choice.as_ref(),
             scaling: scaling(report),
             curves: &report.curves,
             heat_map: &report.heat_map,
@@ -180,7 +184,14 @@ fn tiles(report: &Report) -> Vec<Tile> {
         tiles.push(Tile {
             label: "Sent per step",
             value: bytes(run.wire_bytes_per_step),
-            note: "by all ranks together".into(),
+            note: report.saving().unwrap_or("by all ranks together".into()),
+        });
+    }
+    if run.has_local_steps() {
+        tiles.push(Tile {
+            label: "Agreed",
+            value: count(run.agreed as f64),
+            note: format!("in {} of {} steps", run.agreed, run.recorded),
         });
     }
     if let Some(loss) = run.final_loss {
@@ -215,6 +226,7 @@ fn settings(report: &Report) -> Vec<(String, String)> {
         ("strategy".into(), info.strategy.clone()),
         ("algorithm".into(), info.algorithm.clone()),
         ("transport".into(), info.transport.clone()),
+        ("codec".into(), info.codec().unwrap_or("none").into()),
         ("workers".into(), info.workers.to_string()),
         ("shards".into(), info.shards.to_string()),
         ("hosts".into(), hosts(&info.hosts)),
@@ -258,7 +270,7 @@ mod tests {
     fn no_text_of_a_run_can_leave_the_data() {
         let name = "</script><!--<script>{{data}}{{style}} \"'&";
         let info = RunInfo { name: name.into(), ..RunInfo::default() };
-        let page = Report::new(&info, &[], None).html();
+        let page = Report::new(&info, &[], None, None).html();
         let (_, after) = page.split_once("<script id=\"data\" type=\"application/json\">").unwrap();
         let (data, _) = after.split_once("</script>").unwrap();
         let data: serde_json::Value = serde_json::from_str(data).unwrap();
@@ -267,7 +279,7 @@ mod tests {
 
     #[test]
     fn the_page_refers_to_nothing_outside_itself() {
-        let page = Report::new(&RunInfo::default(), &[], None).html();
+        let page = Report::new(&RunInfo::default(), &[], None, None).html();
         let elsewhere = page.replace("http://www.w3.org/2000/svg", "").replace("url(#", "");
         for reference in ["http:", "https:", "//cdn", "src=", "@import", "url(", "fetch("] {
             assert!(!elsewhere.contains(reference), "{reference}");
@@ -289,7 +301,7 @@ mod tests {
         let mut info = RunInfo { workers: 2, ..RunInfo::default() };
         info.settings =
             toml::from_str("workers = 9\nseed = 1\n[optimizer]\nname = \"sgd\"").unwrap();
-        let settings = settings(&Report::new(&info, &[], None));
+        let settings = settings(&Report::new(&info, &[], None, None));
         let value = |key: &str| {
             let found: Vec<&str> =
                 settings.iter().filter(|(k, _)| k == key).map(|(_, v)| v.as_str()).collect();

@@ -4,8 +4,12 @@ mod bins;
 mod html;
 mod terminal;
 
+use serde::Serialize;
+
+use crate::advice::{Advice, Measured, Prediction};
 use crate::breakdown::RunBreakdown;
 use crate::record::{RunInfo, StepRecord, Summary};
+use crate::units::{bytes, duration, percent, times_less};
 use crate::verdict::Verdict;
 use bins::{Curves, HeatMap};
 
@@ -20,13 +24,20 @@ pub struct Report {
     /// What that means.
     pub verdict: Verdict,
     summary: Option<Summary>,
+    choice: Option<Choice>,
     curves: Curves,
     heat_map: HeatMap,
 }
 
 impl Report {
-    /// Reports on a run; without a summary, on one that did not finish.
-    pub fn new(info: &RunInfo, steps: &[StepRecord], summary: Option<&Summary>) -> Report {
+    /// Reports on a run; without a summary, on one that did not finish; with advice, on one that
+    /// chose its codec.
+    pub fn new(
+        info: &RunInfo,
+        steps: &[StepRecord],
+        summary: Option<&Summary>,
+        advice: Option<&Advice>,
+    ) -> Report {
         let run = RunBreakdown::of(info, steps);
         let scaling = summary.and_then(Summary::scaling);
         Report {
@@ -34,6 +45,7 @@ impl Report {
             verdict: Verdict::of(&run, info, scaling.as_ref()),
             run,
             summary: summary.cloned(),
+            choice: advice.map(|advice| Choice::of(advice, steps)),
             curves: Curves::of(steps),
             heat_map: HeatMap::of(steps),
         }
@@ -49,6 +61,25 @@ impl Report {
         html::render(self)
     }
 
+    /// What a step sends, in comparison with one without codec and local steps: "1.2 MB a step, 30×
+    /// less than without a codec".
+    fn sent(&self) -> Option<String> {
+        let sent = self.run.wire_bytes_per_step;
+        (sent > 0.0).then(|| match self.saving() {
+            Some(saving) => format!("{} a step, {saving}", bytes(sent)),
+            None => format!("{} a step", bytes(sent)),
+        })
+    }
+
+    fn saving(&self) -> Option<String> {
+        let ratio = times_less(self.info.wire_ratio(self.run.wire_bytes_per_step)?);
+        match (self.run.has_local_steps(), self.info.codec()) {
+            (true, _) => Some(format!("{ratio} than a full exchange in every step")),
+            (false, Some(_)) => Some(format!("{ratio} than without a codec")),
+            (false, None) => None,
+        }
+    }
+
     /// The ranks worth showing one by one, in order: all of them, or the `at_most` latest ones.
     fn notable_ranks(&self, at_most: usize) -> Vec<usize> {
         let mut ranks: Vec<usize> = (0..self.run.ranks.len()).collect();
@@ -58,3 +89,84 @@ impl Report {
         ranks
     }
 }
+
+/// Candidates shown of a choice. No run considers more, but a file might hold any number.
+const CANDIDATES: usize = 32;
+
+/// The choice of a codec, in words.
+#[derive(Clone, Debug, Serialize)]
+struct Choice {
+    /// When it was made, and from what.
+    basis: String,
+    rows: Vec<Candidate>,
+    /// What came of it.
+    result: String,
+    reason: String,
+}
+
+/// One codec that was considered.
+#[derive(Clone, Debug, Serialize)]
+struct Candidate {
+    codec: String,
+    step: String,
+    coding: String,
+    bytes: String,
+    /// What a step took, for the chosen one, and how far off the prediction was; else empty.
+    measured: String,
+    error: String,
+    chosen: bool,
+}
+
+impl Choice {
+    fn of(advice: &Advice, steps: &[StepRecord]) -> Choice {
+        let measured = advice.measured(steps);
+        let candidate = |row: &Prediction| {
+            let chosen = row.codec == advice.chosen;
+            let measured = measured.filter(|_| chosen);
+            Candidate {
+                codec: row.codec.clone(),
+                step: duration(row.seconds),
+                coding: duration(row.coding_seconds),
+                bytes: bytes(row.wire_bytes as f64),
+                measured: measured.map(|m| duration(m.seconds)).unwrap_or_default(),
+                error: measured.and_then(|m| m.error).map(off).unwrap_or_default(),
+                chosen,
+            }
+        };
+        Choice {
+            basis: format!(
+                "decided at step {}, where a step without a codec took {}",
+                advice.step,
+                duration(advice.measured_dense_seconds)
+            ),
+            rows: advice.rows.iter().take(CANDIDATES).map(candidate).collect(),
+            result: result(advice, measured),
+            reason: advice.reason.clone(),
+        }
+    }
+}
+
+fn result(advice: &Advice, measured: Option<Measured>) -> String {
+    let chosen = match advice.chosen.as_str() {
+        "none" => "No codec was chosen",
+        codec => &format!("{codec} was chosen"),
+    };
+    match measured {
+        None => format!("{chosen}; there are too few steps since then to judge the prediction."),
+        Some(Measured { steps, seconds, error }) => {
+            let error = error.map(|error| format!(": the prediction was {}", off(error)));
+            let seconds = duration(seconds);
+            let error = error.unwrap_or_default();
+            format!("{chosen}; since then a step takes {seconds} (median of {steps}){error}.")
+        }
+    }
+}
+
+/// "4.8 % too short": a prediction that is off by this part of what was measured.
+fn off(error: f64) -> String {
+    let direction = if error < 0.0 { "too short" } else { "too long" };
+    format!("{} {direction}", percent(error.abs()))
+}
+
+#[cfg(test)]
+mod tests;

@@ -264,9 +264,9 @@ function drawBars(place, label, bars) {
 }
 
 function drawCommunication(place) {
-  const { total: all, hidden, backward } = data.communication;
+  const { total: all, hidden, coding, backward } = data.communication;
   const exposed = Math.max(0, all - hidden);
-  return drawBars(place, `Backward pass ${duration(backward)}, communication ${duration(all)}, hidden ${duration(hidden)}`, [
+  const bars = [
     { name: "Backward pass", text: duration(backward), segments: [{ value: backward, part: "compute", title: "Backward pass" }] },
     {
       name: "Communication", text: `${duration(hidden)} hidden, ${duration(exposed)} exposed`,
@@ -275,7 +275,14 @@ function drawCommunication(place) {
         { value: exposed, part: "exposed", title: "Exposed: " + duration(exposed) },
       ],
     },
-  ]);
+  ];
+  if (coding > 0) {
+    bars.push({
+      name: "of it coding", text: `${duration(coding)}, ${percent(coding / all)}`,
+      segments: [{ value: coding, part: "coding", title: "Encoding and decoding: " + duration(coding) }],
+    });
+  }
+  return drawBars(place, `Backward pass ${duration(backward)}, communication ${duration(all)}, hidden ${duration(hidden)}, coding ${duration(coding)}`, bars);
 }
 
 function drawScaling(place) {
@@ -375,6 +382,21 @@ function fillRanks() {
   }
 }
 
+function fillCodecs() {
+  byId("codec-card").hidden = !data.choice;
+  if (!data.choice) return;
+  const rows = data.choice.rows.map((row) => {
+    const number = (text) => element("td", { class: "number" }, unbroken(text));
+    const name = row.chosen ? element("b", {}, row.codec + " ← chosen") : row.codec;
+    return element("tr", row.chosen ? { class: "chosen" } : {}, element("td", {}, name), number(row.step), number(row.coding),
+      number(row.bytes), number(row.measured), element("td", {}, unbroken(row.error)));
+  });
+  document.querySelector("#codecs tbody").replaceChildren(...rows);
+  byId("codec-note").textContent = unbroken(data.choice.basis);
+  byId("codec-result").textContent = unbroken(data.choice.result);
+  byId("codec-reason").textContent = unbroken(data.choice.reason);
+}
+
 function fillText() {
   document.title = `${data.name} – Unisono run report`;
   byId("name").textContent = data.name;
@@ -409,6 +431,7 @@ function drawAll() {
 
 fillText();
 fillRanks();
+fillCodecs();
 drawAll();
 for (const button of document.querySelectorAll("[data-measure]")) {
   button.addEventListener("click", () => {

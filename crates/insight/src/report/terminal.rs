@@ -1,8 +1,8 @@
 //! The report as text: what `unisono report DIR` prints.
 
-use super::Report;
+use super::{Choice, Report};
 use crate::breakdown::Parts;
-use crate::units::{bytes, count, duration, percent};
+use crate::units::{count, duration, percent};
 
 /// Ranks shown one by one. More scroll the verdict's reasons out of sight.
 const RANKS: usize = 16;
@@ -35,6 +35,7 @@ pub(super) fn render(report: &Report, width: usize) -> String {
     if report.run.measured() > 0 {
         typical_step(report, &mut out);
         figures(report, &mut out);
+        choice(report, &mut out);
         if report.run.ranks.len() > 1 {
             ranks(report, &mut out);
         }
@@ -79,14 +80,21 @@ fn figures(report: &Report, out: &mut Text) {
         let hidden = format!("{} a step, {} of it hidden", duration(run.comm), percent(overlap));
         figure("communication", hidden);
     }
+    if let Some(share) = run.coding_share() {
+        let coding = format!("{} a step, {} of it", duration(run.coding), percent(share));
+        figure("  coding", coding);
+    }
     if let Some(hidden) = run.hidden_of_hideable() {
         figure(
             "overlap",
             format!("{} of the {} that can hide", percent(hidden), duration(run.hideable)),
         );
     }
-    if run.wire_bytes_per_step > 0.0 {
-        figure("sent by all ranks", format!("{} a step", bytes(run.wire_bytes_per_step)));
+    if let Some(sent) = report.sent() {
+        figure("sent by all ranks", sent);
+    }
+    if run.has_local_steps() {
+        figure("agreed", format!("in {} of {} steps", run.agreed, run.recorded));
     }
     if let Some(loss) = run.final_loss {
         figure("final loss", format!("{loss:.4}"));
@@ -99,6 +107,32 @@ fn figures(report: &Report, out: &mut Text) {
             figure("scaling", format!("{} of {} workers", percent(efficiency), summary.workers));
         }
     }
+}
+
+/// What was predicted of each codec, and of the chosen one what was measured.
+fn choice(report: &Report, out: &mut Text) {
+    let Some(Choice { basis, rows, result, reason }) = &report.choice else { return };
+    out.line("");
+    out.wrapped("", &format!("Codec: {basis}"));
+    let longest = rows.iter().map(|row| row.codec.chars().count()).max().unwrap_or(0);
+    let codecs = longest.clamp(8, 24) + 2;
+    out.line(&format!("    {:<codecs$}{:>9}{:>9}{:>10}", "codec", "step", "coding", "bytes"));
+    for row in rows {
+        let mark = if row.chosen { "→" } else { " " };
+        let mut line = format!(
+            "  {mark} {:<codecs$}{:>9}{:>9}{:>10}",
+            row.codec, row.step, row.coding, row.bytes
+        );
+        if !row.measured.is_empty() {
+            line += &format!("   measured {}", row.measured);
+        }
+        if !row.error.is_empty() {
+            line += &format!(", predicted {}", row.error);
+        }
+        out.line(&line);
+    }
+    out.wrapped("  ", result);
+    out.wrapped("  ", reason);
 }
 
 fn ranks(report: &Report, out: &mut Text) {

@@ -16,6 +16,7 @@ fn run(exposed: f64, straggler: f64, rest: f64) -> RunBreakdown {
     RunBreakdown {
         recorded: 120,
         warm_up: 20,
+        agreed: 120,
         parts: Parts { compute, straggler, exposed, rest },
         comm: exposed + 0.01,
         backward: 0.05,
@@ -129,6 +130,42 @@ fn a_handful_of_steps_proves_nothing() {
     assert_eq!(verdict.bottleneck, Bottleneck::Unknown);
     assert!(verdict.advice.is_empty());
     assert_eq!(judge(&RunBreakdown::default()).findings, Vec::<String>::new());
+}
+
+#[test]
+fn steps_without_an_exchange_change_what_would_help() {
+    let mut run = run(0.04, 0.0, 0.0);
+    run.agreed = 6;
+    run.comm = 0.06;
+    let verdict = judge(&run);
+    assert_eq!(verdict.bottleneck, Bottleneck::Synchronization);
+    assert!(verdict.findings.iter().any(|f| f.contains("agreed in 6 of 120 steps")));
+    let advice = verdict.advice.join("\n");
+    assert!(advice.contains("Agree less often"), "{advice}");
+    assert!(!advice.contains("bucket size") && !advice.contains("at best"), "{advice}");
+}
+
+#[test]
+fn coding_is_a_finding_and_too_much_of_it_a_reason_to_act() {
+    let mut run = run(0.04, 0.0, 0.0);
+    assert!(!judge(&run).findings.join("\n").contains("ncoding"));
+    run.coding = 0.4 * run.comm;
+    let verdict = judge(&run);
+    assert!(verdict.findings.iter().any(|f| f.contains("20.0 ms a step, 40 % of the comm")));
+    assert!(!verdict.advice.join("\n").contains("faster codec"));
+    run.coding = 0.6 * run.comm;
+    assert!(
+        judge(&run).advice.join("\n").contains("60 % of the communication: try a faster codec")
+    );
+}
+
+#[test]
+fn a_codec_is_suggested_only_where_there_is_none() {
+    let mut run = run(0.06, 0.0, 0.0);
+    run.comm = 0.08;
+    assert!(judge(&run).advice.join("\n").contains("--codec auto"));
+    let with = RunInfo { codec: "int8".into(), ..info() };
+    assert!(!Verdict::of(&run, &with, None).advice.join("\n").contains("--codec"));
 }
 
 #[test]

@@ -13,8 +13,8 @@ pub struct Alone {
 }
 
 impl Strategy for Alone {
-    fn name(&self) -> &'static str {
-        "none"
+    fn name(&self) -> String {
+        "none".to_owned()
     }
 
     fn submit(&mut self, mut gradients: Gradients) {

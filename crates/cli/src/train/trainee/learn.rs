@@ -120,12 +120,16 @@ impl Trainee for Learner {
 
     fn save(
         &self,
+        group: &Group,
         write: &mut dyn FnMut(Snapshot<'_>) -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
         let mut tensors = Vec::new();
-        self.replica.save(|name, shape, values| {
+        self.replica.save(group, |name, shape, values| {
             tensors.push((name, shape.to_vec(), values.to_vec()));
-        });
+        })?;
+        if group.rank() != 0 {
+            return Ok(());
+        }
         let mut snapshot = Snapshot::new();
         for (name, shape, values) in &tensors {
             snapshot.tensors.push(Tensor::from_f32(name.as_str(), shape.as_slice(), values));
@@ -133,12 +137,13 @@ impl Trainee for Learner {
         write(snapshot)
     }
 
-    fn restore(&mut self, checkpoint: &Loaded) -> anyhow::Result<()> {
-        let find = |name: &str| checkpoint.tensor(name).and_then(|tensor| tensor.to_f32());
-        Ok(self.replica.restore(checkpoint.step(), find)?)
+    fn restore(&mut self, group: &Group, checkpoint: Option<&Loaded>) -> anyhow::Result<()> {
+        let find = |name: &str| checkpoint?.tensor(name)?.to_f32();
+        let step = checkpoint.map_or(0, Loaded::step);
+        Ok(self.replica.restore(group, step, find)?)
     }
 
-    fn broadcast(&mut self, group: &Group) -> anyhow::Result<()> {
-        Ok(self.replica.broadcast(group)?)
+    fn settle(&mut self) -> anyhow::Result<()> {
+        Ok(self.replica.settle()?)
     }
 }

@@ -35,15 +35,18 @@ pub trait Trainee {
     /// Fails on all ranks if the replicas differ. All ranks must call it.
     fn check(&self, group: &Group) -> anyhow::Result<()>;
 
-    /// Calls `write` with the whole state.
-    fn save(&self, write: &mut dyn FnMut(Snapshot<'_>) -> anyhow::Result<()>)
-    -> anyhow::Result<()>;
+    /// Calls `write` with the whole state, at rank 0. All ranks must call it.
+    fn save(
+        &self,
+        group: &Group,
+        write: &mut dyn FnMut(Snapshot<'_>) -> anyhow::Result<()>,
+    ) -> anyhow::Result<()>;
 
-    /// Goes on from a checkpoint; this rank only.
-    fn restore(&mut self, checkpoint: &Loaded) -> anyhow::Result<()>;
+    /// Goes on from a checkpoint, which only rank 0 has. All ranks must call it.
+    fn restore(&mut self, group: &Group, checkpoint: Option<&Loaded>) -> anyhow::Result<()>;
 
-    /// Makes the state of all ranks equal to that of rank 0. All ranks must call it.
-    fn broadcast(&mut self, group: &Group) -> anyhow::Result<()>;
+    /// Ends training: makes the weights of all workers equal. All ranks must call it.
+    fn settle(&mut self) -> anyhow::Result<()>;
 }
 
 /// Makes this worker's part of the run.

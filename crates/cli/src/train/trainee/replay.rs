@@ -8,6 +8,7 @@ use anyhow::ensure;
 use unisono::Group;
 use unisono::cluster::checkpoint::{Loaded, Snapshot};
 use unisono::collective::fabric::available_memory;
+use unisono::sync::local::Weights;
 use unisono::sync::{Parameter, StepOutcome, Synchronizer};
 use unisono_workload::replay::Replay;
 
@@ -35,7 +36,7 @@ impl Replayer {
         let replay = Replay::load(spec)?;
         let parameter = |parameter: &unisono_workload::replay::Parameter| Parameter {
             name: parameter.name.clone(),
-            len: parameter.elements(),
+            shape: parameter.shape.clone(),
         };
         // A gradient, the buckets it is summed in, and what travels.
         let needed = replay.elements().saturating_mul(4 * 4) as u64;
@@ -47,11 +48,11 @@ impl Replayer {
             );
         }
         let parameters: Vec<Parameter> = replay.parameters().map(parameter).collect();
-        let longest = parameters.iter().map(|parameter| parameter.len).max().unwrap_or(0);
+        let longest = parameters.iter().map(Parameter::elements).max().unwrap_or(0);
         let synchronizer = Synchronizer::new(Some(group), parameters, plan.settings())?;
         let of_file = replay.compute.map(|compute| compute.as_secs_f64() * 1e3);
         let compute = Duration::from_secs_f64(Plan::replay_ms(compute_ms, of_file) / 1e3);
-        let gradient = vec![1e-3; longest];
+        let gradient = gradient(longest);
         Ok(Replayer { replay, synchronizer, compute, gradient, begun: 0, steps: 0 })
     }
 }
@@ -89,7 +90,9 @@ impl Trainee for Replayer {
     fn finish(&mut self) -> anyhow::Result<StepOutcome> {
         self.begun = 0;
         self.steps += 1;
-        Ok(self.synchronizer.finish(|_, _| ())?)
+        let mut outcome = self.synchronizer.finish(|_, _| ())?;
+        self.synchronizer.agree(&mut Pretended::of(&self.synchronizer, &self.gradient), &mut outcome)?;
+        Ok(outcome)
     }
 
     fn steps(&self) -> u64 {
@@ -112,15 +115,52 @@ impl Trainee for Replayer {
         Ok(())
     }
 
-    fn save(&self, _: &mut dyn FnMut(Snapshot<'_>) -> anyhow::Result<()>) -> anyhow::Result<()> {
+    fn save(
+        &self,
+        _group: &Group,
+        _write: &mut dyn FnMut(Snapshot<'_>) -> anyhow::Result<()>,
+    ) -> anyhow::Result<()> {
         Ok(())
     }
 
-    fn restore(&mut self, _checkpoint: &Loaded) -> anyhow::Result<()> {
+    fn restore(&mut self, _group: &Group, _checkpoint: Option<&Loaded>) -> anyhow::Result<()> {
         Ok(())
     }
 
-    fn broadcast(&mut self, _group: &Group) -> anyhow::Result<()> {
-        Ok(())
+    fn settle(&mut self) -> anyhow::Result<()> {
+        Ok(self.synchronizer.settle(&mut Pretended::of(&self.synchronizer, &self.gradient))?)
     }
+}
+
+/// Weights of a model that has none: whatever travels is taken from the gradient, and what comes back
+/// changes nothing.
+struct Pretended<'a> {
+    parameters: &'a [Parameter],
+    gradient: &'a [f32],
+}
+
+impl<'a> Pretended<'a> {
+    fn of(synchronizer: &'a Synchronizer, gradient: &'a [f32]) -> Pretended<'a> {
+        Pretended { parameters: synchronizer.parameters(), gradient }
+    }
+}
+
+impl Weights for Pretended<'_> {
+    fn read(&self, parameter: usize, with: &mut dyn FnMut(&[f32])) {
+        with(&self.gradient[..self.parameters[parameter].elements()]);
+    }
+
+    fn change(&mut self, parameter: usize, with: &mut dyn FnMut(&mut [f32])) {
+        with(&mut self.gradient[..self.parameters[parameter].elements()].to_vec());
+    }
+}
+
+/// Numbers like a gradient's: most are small, some are not, none are equal.
+fn gradient(elements: usize) -> Vec<f32> {
+    let mut state = 1u64;
+    let mut uniform = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f32 / (1 << 24) as f32 - 0.5
+    };
+    (0..elements).map(|_| uniform() * uniform() * uniform() * 0.01).collect()
 }

@@ -1,0 +1,487 @@
+//! `unisono bench codec`: how fast codecs are on one core, and how much they leave of a gradient.
+//!
+//! All codecs encode and decode the same gradient: one parameter of normally distributed numbers with
+//! a heavy tail. They take turns, and a copy of the gradient takes its turn among them, so that whatever
+//! disturbs the machine disturbs all alike. Every repetition starts from a fresh gradient, as one does
+//! that backward has just written.
+//!
+//! Encodings that are summed travel in a type of their own, so casting to it and back is part of them.
+
+mod products;
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail, ensure};
+use clap::Args;
+use half::{bf16, f16};
+use serde::Serialize;
+use unisono::collective::fabric::available_memory;
+use unisono_codec::topk::Selection;
+use unisono_codec::{
+    BadCodec, BadEncoding, Codec, CodecSpec, Key, Passage, RoundTrip, Rounding, Task, Wire,
+};
+
+use super::sizes;
+use products::Products;
+
+/// What is measured unless somebody asks for something else: every codec, as it is meant to be used.
+const CODECS: &str = "fp16,bf16,int8,int8:stochastic,int4,qsgd:4,sign,topk:1%,topk:1%,exact,\
+                      topk:1%+int8,randk:10%,dgc:0.1%,powersgd:2,powersgd:4";
+
+/// Rows of the parameter. Its columns follow from its size.
+const ROWS: usize = 4096;
+
+/// Fewer repetitions have no median to speak of.
+const FEWEST: usize = 5;
+
+/// Options of `unisono bench codec`.
+#[derive(Args, Clone)]
+pub struct CodecArgs {
+    /// The codecs, separated by commas.
+    #[arg(long, value_name = "LIST", default_value = CODECS)]
+    codecs: String,
+    /// The size of the gradient, in f32.
+    #[arg(long, default_value = "64MiB")]
+    size: String,
+    /// Seconds to spend on each codec.
+    #[arg(long, default_value_t = 1.0)]
+    seconds: f64,
+    /// Print one JSON object per codec instead of a table.
+    #[arg(long)]
+    json: bool,
+}
+
+/// One line of the report. Rates are bytes of f32 per second.
+#[derive(Serialize)]
+struct Row {
+    codec: String,
+    bytes: usize,
+    encoded_bytes: usize,
+    ratio: f64,
+    encode_gbs: f64,
+    decode_gbs: f64,
+    gbs: f64,
+    memcpy_gbs: f64,
+    of_memcpy: f64,
+    /// The length of what is lost in one round trip, as a part of the gradient's.
+    error: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    products_gbs: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    of_products: Option<f64>,
+}
+
+/// Measures all codecs.
+pub fn run(args: CodecArgs) -> anyhow::Result<ExitCode> {
+    let specs = parse_codecs(&args.codecs).context("--codecs")?;
+    let bytes = sizes::parse(&args.size).context("--size")?;
+    ensure!(
+        bytes > 0 && bytes.is_multiple_of(4 * ROWS),
+        "--size {}: the gradient is a matrix of {ROWS} rows of f32; use a multiple of {}",
+        args.size,
+        sizes::format(4 * ROWS)
+    );
+    ensure!(args.seconds >= 0.0, "--seconds {}: use 0 or more", args.seconds);
+    let shape = [ROWS, bytes / 4 / ROWS];
+    let codecs: Vec<(CodecSpec, Arc<dyn Codec>)> =
+        specs.into_iter().map(|spec| (spec.clone(), spec.build())).collect();
+    for (spec, codec) in &codecs {
+        ensure!(
+            codec.suits(&shape),
+            "{spec} does not make a matrix of {ROWS} × {} smaller; use a larger --size",
+            shape[1]
+        );
+    }
+    check_memory(&codecs, &shape)?;
+
+    // Long after any warm-up.
+    let task = Task { shape: &shape, parameter: 0, step: 1 << 20, seed: 1 };
+    let mut entries: Vec<Entry> =
+        codecs.iter().map(|(spec, codec)| Entry::new(spec, codec.as_ref(), task)).collect();
+    let memcpy = measure(&mut entries, bytes, args.seconds)?;
+    report(&entries, bytes, &memcpy, args.json)
+}
+
+/// The codecs of a list. Commas also separate the arguments of one codec: what is no codec by itself
+/// belongs to the one before.
+fn parse_codecs(list: &str) -> Result<Vec<CodecSpec>, BadCodec> {
+    let mut texts: Vec<String> = Vec::new();
+    for word in list.split(',') {
+        let begins = !matches!(word.parse::<CodecSpec>(), Err(BadCodec::Unknown { .. }));
+        match texts.last_mut() {
+            Some(text) if !begins => *text += &format!(",{word}"),
+            _ => texts.push(word.to_owned()),
+        }
+    }
+    texts.iter().map(|text| text.parse()).collect()
+}
+
+/// Refuses a gradient for which this machine has no memory: the system would end somebody.
+fn check_memory(codecs: &[(CodecSpec, Arc<dyn Codec>)], shape: &[usize; 2]) -> anyhow::Result<()> {
+    let Some(available) = available_memory() else { return Ok(()) };
+    // The gradient, the copy that is encoded, what is decoded, and the momentum of one codec.
+    let gradients = 4 * 4 * shape[0].saturating_mul(shape[1]);
+    let encodings: usize = codecs.iter().map(|(_, codec)| codec.encoded_bytes(shape)).sum();
+    let needed = gradients.saturating_add(encodings);
+    ensure!(
+        needed as u64 <= available,
+        "--size: this needs {} of memory, where {} are available; choose a smaller size",
+        sizes::about(needed),
+        sizes::about(available as usize)
+    );
+    Ok(())
+}
+
+/// Times all entries and, in between, a copy of the gradient, of which the times are returned.
+fn measure(entries: &mut [Entry], bytes: usize, seconds: f64) -> anyhow::Result<Times> {
+    let gradient = gradient(bytes / 4);
+    let (mut values, mut decoded) = (gradient.clone(), vec![0.0; gradient.len()]);
+    let mut memcpy = Times::default();
+    let deadline = Duration::try_from_secs_f64(seconds * entries.len() as f64)?;
+    let start = Instant::now();
+    while memcpy.0.len() < FEWEST || start.elapsed() < deadline {
+        values.copy_from_slice(&gradient);
+        memcpy.time(|| std::hint::black_box(&mut decoded).copy_from_slice(&values));
+        for entry in entries.iter_mut() {
+            values.copy_from_slice(&gradient);
+            entry.encode.time(|| entry.trip.encode(&mut values));
+            let outcome = entry.decode.time(|| entry.trip.decode(&mut decoded));
+            outcome.with_context(|| format!("{} cannot decode what it encoded", entry.spec))?;
+            entry.verify(&gradient, &decoded)?;
+            if let Some((products, times)) = &mut entry.products {
+                times.time(|| products.multiply(&gradient, &mut decoded));
+                products.verify(&gradient, &decoded)?;
+            }
+        }
+    }
+    Ok(memcpy)
+}
+
+fn report(entries: &[Entry], bytes: usize, memcpy: &Times, json: bool) -> anyhow::Result<ExitCode> {
+    let gbs = |seconds: f64| bytes as f64 / seconds / 1e9;
+    let memcpy_gbs = gbs(memcpy.median());
+    if !json {
+        println!(
+            "{} of f32 on one core, memcpy {memcpy_gbs:.2} GB/s; every result verified",
+            sizes::format(bytes)
+        );
+        println!(
+            "{:<18} {:>8} {:>12} {:>12} {:>10} {:>10} {:>9} {:>12}",
+            "codec",
+            "ratio",
+            "encode GB/s",
+            "decode GB/s",
+            "both GB/s",
+            "of memcpy",
+            "error",
+            "of products"
+        );
+    }
+    for entry in entries {
+        let (encode, decode) = (entry.encode.median(), entry.decode.median());
+        let products = entry.products.as_ref().map(|(_, times)| times.median());
+        let encoded_bytes = entry.trip.bytes();
+        let row = Row {
+            codec: entry.spec.to_string(),
+            bytes,
+            encoded_bytes,
+            ratio: bytes as f64 / encoded_bytes as f64,
+            encode_gbs: gbs(encode),
+            decode_gbs: gbs(decode),
+            gbs: gbs(encode + decode),
+            memcpy_gbs,
+            of_memcpy: gbs(encode + decode) / memcpy_gbs,
+            error: entry.error,
+            products_gbs: products.map(gbs),
+            of_products: products.map(|products| products / (encode + decode)),
+        };
+        print(&row, json)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn print(row: &Row, json: bool) -> anyhow::Result<()> {
+    if json {
+        println!("{}", serde_json::to_string(row)?);
+    } else {
+        let of_products = row.of_products.map_or(String::new(), |share| format!("{share:.3}"));
+        println!(
+            "{:<18} {:>8.2} {:>12.2} {:>12.2} {:>10.2} {:>10.3} {:>9.6} {of_products:>12}",
+            row.codec, row.ratio, row.encode_gbs, row.decode_gbs, row.gbs, row.of_memcpy, row.error
+        );
+    }
+    Ok(())
+}
+
+/// A codec that is measured.
+struct Entry<'a> {
+    spec: &'a CodecSpec,
+    trip: Trip<'a>,
+    encode: Times,
+    decode: Times,
+    /// The error of the first round trip: some codecs learn from those before.
+    error: f64,
+    /// The matrix products without which there is no such encoding, for codecs made of them.
+    products: Option<(Products, Times)>,
+}
+
+impl<'a> Entry<'a> {
+    fn new(spec: &'a CodecSpec, codec: &'a dyn Codec, task: Task<'a>) -> Entry<'a> {
+        let products = match spec {
+            CodecSpec::PowerSgd(rank, _) => {
+                Some((Products::new(task.shape[0], task.shape[1], *rank), Times::default()))
+            }
+            _ => None,
+        };
+        Entry {
+            spec,
+            trip: Trip::new(spec, codec, task),
+            encode: Times::default(),
+            decode: Times::default(),
+            error: f64::NAN,
+            products,
+        }
+    }
+
+    /// Refuses a result that this codec cannot have.
+    fn verify(&mut self, gradient: &[f32], decoded: &[f32]) -> anyhow::Result<()> {
+        let error = relative_error(gradient, decoded);
+        let bound = largest_error(self.spec);
+        // An error that is no number is above all bounds.
+        if !error.is_finite() || error > bound {
+            bail!("{} decoded with an error of {error}, where {bound} is the limit", self.spec);
+        }
+        if self.error.is_nan() {
+            self.error = error;
+        }
+        Ok(())
+    }
+}
+
+/// A codec and the casts to and from the type in which its encodings travel.
+struct Trip<'a> {
+    /// None where casting is all there is to do.
+    codec: Option<RoundTrip<'a>>,
+    wire: Cast,
+    /// As long as an encoding that is cast. Its values do not matter for how long that takes.
+    encoding: Vec<f32>,
+}
+
+impl<'a> Trip<'a> {
+    fn new(spec: &CodecSpec, codec: &'a dyn Codec, task: Task<'a>) -> Trip<'a> {
+        let wire = match codec.passage() {
+            Passage::Summed(summed) => summed.wire(),
+            Passage::Spans(_) | Passage::Gathered(_) => Wire::F32,
+        };
+        let is_cast = matches!(spec, CodecSpec::Fp16 | CodecSpec::Bf16);
+        let codec = (!is_cast).then(|| RoundTrip::new(codec, task));
+        let between = match (&codec, wire) {
+            (_, Wire::F32) => 0,
+            (Some(codec), _) => codec.bytes() / wire.bytes(),
+            (None, _) => task.elements(),
+        };
+        let encoding = if is_cast { Vec::new() } else { vec![1.0; between] };
+        Trip { codec, wire: Cast::new(wire, between), encoding }
+    }
+
+    fn encode(&mut self, values: &mut Vec<f32>) {
+        match &mut self.codec {
+            None => self.wire.narrow(values),
+            Some(codec) => {
+                codec.encode(values);
+                self.wire.narrow(&self.encoding);
+            }
+        }
+    }
+
+    fn decode(&mut self, into: &mut [f32]) -> Result<(), BadEncoding> {
+        match &mut self.codec {
+            None => {
+                self.wire.widen(into);
+                Ok(())
+            }
+            Some(codec) => {
+                self.wire.widen(&mut self.encoding);
+                codec.decode(into)
+            }
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        self.codec.as_ref().map_or_else(|| self.wire.bytes(), RoundTrip::bytes)
+    }
+}
+
+/// What travels, in its type.
+enum Cast {
+    No,
+    Fp16(Vec<f16>),
+    Bf16(Vec<bf16>),
+}
+
+impl Cast {
+    fn new(wire: Wire, elements: usize) -> Cast {
+        match wire {
+            Wire::F32 => Cast::No,
+            Wire::Fp16 => Cast::Fp16(vec![f16::ZERO; elements]),
+            Wire::Bf16 => Cast::Bf16(vec![bf16::ZERO; elements]),
+        }
+    }
+
+    fn narrow(&mut self, values: &[f32]) {
+        match self {
+            Cast::No => {}
+            Cast::Fp16(wire) => unisono_codec::fp16::encode(values, wire),
+            Cast::Bf16(wire) => unisono_codec::bf16::encode(values, wire),
+        }
+    }
+
+    fn widen(&self, into: &mut [f32]) {
+        match self {
+            Cast::No => {}
+            Cast::Fp16(wire) => unisono_codec::fp16::decode(wire, into),
+            Cast::Bf16(wire) => unisono_codec::bf16::decode(wire, into),
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        match self {
+            Cast::No => 0,
+            Cast::Fp16(wire) => size_of_val(&wire[..]),
+            Cast::Bf16(wire) => size_of_val(&wire[..]),
+        }
+    }
+}
+
+/// Seconds of every repetition.
+#[derive(Default)]
+struct Times(Vec<f64>);
+
+impl Times {
+    fn time<T>(&mut self, work: impl FnOnce() -> T) -> T {
+        let start = Instant::now();
+        let result = work();
+        self.0.push(start.elapsed().as_secs_f64());
+        result
+    }
+
+    fn median(&self) -> f64 {
+        let mut sorted = self.0.clone();
+        sorted.sort_by(f64::total_cmp);
+        sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
+    }
+}
+
+/// Numbers like those of a gradient: normally distributed, each with a standard deviation that is
+/// itself the exponential of a normally distributed number, so that few are far larger than most.
+fn gradient(elements: usize) -> Vec<f32> {
+    const DEVIATION: f64 = 0.01;
+    const SPREAD: f64 = 0.5;
+    let key = Key::new(0x0067_7261_6469_656e);
+    let element = |index: u64| {
+        let bits = key.at(index);
+        // Two evenly distributed numbers, the first above 0, give two normally distributed ones.
+        let unit = |bits: u32| f64::from(bits) / (1u64 << 32) as f64;
+        let length = (-2.0 * (1.0 - unit(bits as u32)).ln()).sqrt();
+        let (sine, cosine) = (unit((bits >> 32) as u32) * std::f64::consts::TAU).sin_cos();
+        (DEVIATION * length * sine * (SPREAD * length * cosine).exp()) as f32
+    };
+    (0..elements as u64).map(element).collect()
+}
+
+/// The largest error that one round trip of such a gradient can have, if the codec does what it says.
+fn largest_error(spec: &CodecSpec) -> f64 {
+    // A block's peak is at most some ten times its root mean square. Rounding to the nearest of so
+    // many levels below the peak is off by a third of their distance at most; by chance, by more.
+    let quantizer = |levels: u32, rounding| match rounding {
+        Rounding::Nearest => 4.0 / f64::from(levels),
+        Rounding::Stochastic => 8.0 / f64::from(levels),
+    };
+    match spec {
+        // Half the distance of neighbours, and what is too small for f16.
+        CodecSpec::Fp16 => 1.0 / 1024.0,
+        CodecSpec::Bf16 => 1.0 / 256.0,
+        CodecSpec::Int8(rounding) => quantizer(127, *rounding),
+        CodecSpec::Int4(rounding) => quantizer(7, *rounding),
+        CodecSpec::Qsgd(bits) => quantizer((1 << (bits - 1)) - 1, Rounding::Stochastic),
+        CodecSpec::Sign => 0.9,
+        // As many elements, chosen by chance, have this part of the energy.
+        CodecSpec::TopK(rate, Selection::Exact, _) => (1.0 - rate).sqrt(),
+        CodecSpec::TopK(rate, Selection::Sampled, _) => (1.0 - 0.75 * rate).sqrt(),
+        CodecSpec::Dgc(settings, _) => (1.0 - 0.75 * settings.rate).sqrt(),
+        CodecSpec::RandK(rate, _) => (1.0 - 0.5 * rate).sqrt(),
+        // A projection is no longer than what is projected; of noise it has next to nothing.
+        _ => 1.0,
+    }
+}
+
+/// The length of the difference, as a part of the gradient's; NaN if anything decoded is not finite.
+fn relative_error(gradient: &[f32], decoded: &[f32]) -> f64 {
+    let (mut lost, mut whole) = (0.0, 0.0);
+    for (gradient, decoded) in gradient.iter().zip(decoded) {
+        let (gradient, decoded) = (f64::from(*gradient), f64::from(*decoded));
+        lost += (gradient - decoded) * (gradient - decoded);
+        whole += gradient * gradient;
+    }
+    if lost.is_finite() { (lost / whole).sqrt() } else { f64::NAN }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_of_codecs_may_have_arguments_with_commas() {
+        let names = |list: &str| -> Vec<String> {
+            parse_codecs(list).unwrap().iter().map(ToString::to_string).collect()
+        };
+        assert_eq!(names("topk:1%,exact,int8"), ["topk:1%,exact", "int8"]);
+        assert_eq!(names("dgc:0.1%,momentum=0.9,nesterov+int8,sign").len(), 2);
+        assert_eq!(names(CODECS).len(), 14);
+        for wrong in ["", "zip", "int8,zip", "exact,topk", "topk:1%,,int8:up"] {
+            assert!(parse_codecs(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn every_codec_is_measured_and_verified() {
+        let shape = [ROWS, 16];
+        let task = Task { shape: &shape, parameter: 0, step: 1 << 20, seed: 1 };
+        let list = format!("{CODECS},powersgd:1+fp16,randk:25%+bf16,dgc:1%,momentum=0.5+int4");
+        let built: Vec<_> = parse_codecs(&list)
+            .unwrap()
+            .into_iter()
+            .map(|spec| (spec.clone(), spec.build()))
+            .collect();
+        let mut entries: Vec<Entry> =
+            built.iter().map(|(spec, codec)| Entry::new(spec, codec.as_ref(), task)).collect();
+        measure(&mut entries, 4 * ROWS * 16, 0.0).unwrap();
+        for entry in &entries {
+            assert_eq!(entry.encode.0.len(), FEWEST, "{}", entry.spec);
+            let expected = entry.spec.build().encoded_bytes(&shape) as f64;
+            let found = entry.trip.bytes() as f64;
+            assert!((found / expected - 1.0).abs() < 0.4, "{}: {found}, {expected}", entry.spec);
+            assert!(entry.error > 0.0, "{} lost nothing", entry.spec);
+        }
+    }
+
+    #[test]
+    fn wrong_results_are_noticed() {
+        let shape = [ROWS, 4];
+        let task = Task { shape: &shape, parameter: 0, step: 0, seed: 1 };
+        for spec in parse_codecs("fp16,int8,int4,sign,topk,randk").unwrap() {
+            let codec = spec.build();
+            let mut entry = Entry::new(&spec, codec.as_ref(), task);
+            let gradient = gradient(ROWS * 4);
+            assert!(entry.verify(&gradient, &gradient).is_ok());
+            let shifted: Vec<f32> = gradient.iter().skip(1).copied().chain([0.0]).collect();
+            assert!(entry.verify(&gradient, &shifted).is_err(), "{spec}");
+            assert!(entry.verify(&gradient, &vec![0.0; gradient.len()]).is_err(), "{spec}");
+            let mut broken = gradient.clone();
+            broken[77] = f32::NAN;
+            assert!(entry.verify(&gradient, &broken).is_err(), "{spec}");
+        }
+    }
+}

@@ -1,0 +1,517 @@
+//! Block-scaled quantization: what [`int8`](crate::int8), [`int4`](crate::int4) and
+//! [`qsgd`](crate::qsgd) share.
+//!
+//! A [`Quantizer`] has a number of *levels* on either side of zero. A block's *peak* is its largest
+//! magnitude, and its *scale* the distance between two levels, so that the last one is at the peak.
+//! A value becomes the nearest level. Its *code* is that level, counted from the lowest; of all
+//! codes of so many bits only the last, all ones, is not used. A block is encoded as its scale and
+//! its packed codes.
+//!
+//! The scale is a bf16, rounded up. Two bytes less for it buy blocks half as long for the same
+//! ratio, which are worth more than the bits it loses. It is NaN if any value of the block is
+//! infinite or NaN, and so is then everything decoded from it.
+//!
+//! To round stochastically, a *dither* is added before rounding to the nearest level. It is evenly
+//! distributed over the distance between two levels, so that the mean over all dithers is the value
+//! itself. It is a hash of the key, of the block's place in the parameter and of the element's in
+//! the block.
+//!
+//! The same loops are compiled for several instruction sets. Nothing in them is fused, and nothing
+//! is summed, so all of them write the same bytes.
+
+use crate::{BadEncoding, Key, Rounding};
+use multiversion::multiversion;
+
+/// How a block is quantized and packed.
+pub trait Quantizer: Copy {
+    /// The codec, in errors.
+    const NAME: &'static str;
+    /// Elements of a block: a multiple of 8, at most [`LARGEST`].
+    const BLOCK: usize;
+
+    /// Levels on either side of zero.
+    fn levels(self) -> u8;
+
+    /// Bytes of the packed codes of a block of as many elements.
+    fn packed(self, elements: usize) -> usize;
+
+    /// Packs the codes of a block of as many elements. `codes` is as long as a full block, with
+    /// zeros after the elements, and what is left in it does not matter.
+    fn pack(self, elements: usize, codes: &mut [u8], into: &mut [u8]);
+
+    /// Undoes [`Quantizer::pack`], whatever the bytes.
+    fn unpack(self, elements: usize, bytes: &[u8], codes: &mut [u8]);
+}
+
+impl Rounding {
+    /// Whether it needs a residual.
+    pub(crate) fn is_biased(self) -> bool {
+        self == Rounding::Nearest
+    }
+
+    /// What to dither with, if at all.
+    pub(crate) fn dither(self, key: Key) -> Option<Key> {
+        (self == Rounding::Stochastic).then_some(key)
+    }
+}
+
+/// Elements of the largest possible block. Its codes are on the stack, and should stay in the
+/// first-level cache beside its values.
+pub const LARGEST: usize = 512;
+
+/// Bytes of the encoding of as many elements.
+pub fn bytes<Q: Quantizer>(quantizer: Q, elements: usize) -> usize {
+    let rest = match elements % Q::BLOCK {
+        0 => 0,
+        rest => SCALE + quantizer.packed(rest),
+    };
+    elements / Q::BLOCK * (SCALE + quantizer.packed(Q::BLOCK)) + rest
+}
+
+/// Encodes a run of blocks from element `first` on, stochastically if there is a key to `dither`.
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"))]
+pub fn encode<Q: Quantizer>(
+    quantizer: Q,
+    dither: Option<Key>,
+    first: usize,
+    values: &[f32],
+    into: &mut [u8],
+) {
+    encode_blocks(quantizer, dither, first, values, into);
+}
+
+/// As [`encode`], and takes from `owed` what will be decoded.
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"))]
+pub fn encode_owed<Q: Quantizer>(
+    quantizer: Q,
+    dither: Option<Key>,
+    first: usize,
+    owed: &mut [f32],
+    into: &mut [u8],
+) {
+    encode_owed_blocks(quantizer, dither, first, owed, into);
+}
+
+/// Decodes a run of blocks.
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"))]
+pub fn decode<Q: Quantizer>(
+    quantizer: Q,
+    bytes: &[u8],
+    into: &mut [f32],
+) -> Result<(), BadEncoding> {
+    decode_blocks(quantizer, bytes, into)
+}
+
+#[inline(always)]
+fn encode_blocks<Q: Quantizer>(
+    quantizer: Q,
+    dither: Option<Key>,
+    first: usize,
+    values: &[f32],
+    into: &mut [u8],
+) {
+    assert_eq!(into.len(), bytes(quantizer, values.len()), "room for the encoding");
+    let mut codes = [0; LARGEST];
+    let codes = &mut codes[..Q::BLOCK];
+    let blocks = values.chunks(Q::BLOCK).zip(into.chunks_mut(stride(quantizer)));
+    for (number, (block, into)) in blocks.enumerate() {
+        let seed = dither.map(|key| key.at((first + number * Q::BLOCK) as u64));
+        // The same either way, but the first is compiled for a known length.
+        if block.len() == Q::BLOCK {
+            encode_block(quantizer, seed, &block[..Q::BLOCK], codes, into);
+        } else {
+            encode_block(quantizer, seed, block, codes, into);
+        }
+    }
+}
+
+#[inline(always)]
+fn encode_owed_blocks<Q: Quantizer>(
+    quantizer: Q,
+    dither: Option<Key>,
+    first: usize,
+    owed: &mut [f32],
+    into: &mut [u8],
+) {
+    assert_eq!(into.len(), bytes(quantizer, owed.len()), "room for the encoding");
+    let mut codes = [0; LARGEST];
+    let codes = &mut codes[..Q::BLOCK];
+    let blocks = owed.chunks_mut(Q::BLOCK).zip(into.chunks_mut(stride(quantizer)));
+    for (number, (block, into)) in blocks.enumerate() {
+        let seed = dither.map(|key| key.at((first + number * Q::BLOCK) as u64));
+        if block.len() == Q::BLOCK {
+            encode_owed_block(quantizer, seed, &mut block[..Q::BLOCK], codes, into);
+        } else {
+            encode_owed_block(quantizer, seed, block, codes, into);
+        }
+    }
+}
+
+#[inline(always)]
+fn decode_blocks<Q: Quantizer>(
+    quantizer: Q,
+    bytes: &[u8],
+    into: &mut [f32],
+) -> Result<(), BadEncoding> {
+    let expected = self::bytes(quantizer, into.len());
+    if bytes.len() != expected {
+        return Err(BadEncoding::Length { codec: Q::NAME, expected, found: bytes.len() });
+    }
+    let mut codes = [0; LARGEST];
+    let codes = &mut codes[..Q::BLOCK];
+    for (bytes, block) in bytes.chunks(stride(quantizer)).zip(into.chunks_mut(Q::BLOCK)) {
+        if block.len() == Q::BLOCK {
+            decode_block(quantizer, bytes, codes, &mut block[..Q::BLOCK])?;
+        } else {
+            decode_block(quantizer, bytes, codes, block)?;
+        }
+    }
+    Ok(())
+}
+
+#[inline(always)]
+fn encode_block<Q: Quantizer>(
+    quantizer: Q,
+    seed: Option<u64>,
+    block: &[f32],
+    codes: &mut [u8],
+    into: &mut [u8],
+) {
+    let scale = quantize(quantizer.levels(), seed, block, codes);
+    write(quantizer, scale, block.len(), codes, into);
+}
+
+#[inline(always)]
+fn encode_owed_block<Q: Quantizer>(
+    quantizer: Q,
+    seed: Option<u64>,
+    block: &mut [f32],
+    codes: &mut [u8],
+    into: &mut [u8],
+) {
+    let scale = quantize(quantizer.levels(), seed, block, codes);
+    for (owed, code) in block.iter_mut().zip(&*codes) {
+        *owed -= dequantize(quantizer.levels(), scale, *code);
+    }
+    write(quantizer, scale, block.len(), codes, into);
+}
+
+#[inline(always)]
+fn decode_block<Q: Quantizer>(
+    quantizer: Q,
+    bytes: &[u8],
+    codes: &mut [u8],
+    block: &mut [f32],
+) -> Result<(), BadEncoding> {
+    let scale = read(quantizer, block.len(), bytes, codes)?;
+    for (value, code) in block.iter_mut().zip(&*codes) {
+        *value = dequantize(quantizer.levels(), scale, *code);
+    }
+    Ok(())
+}
+
+/// Bytes of a scale.
+const SCALE: usize = 2;
+
+/// Bytes of a full block.
+#[inline(always)]
+fn stride<Q: Quantizer>(quantizer: Q) -> usize {
+    SCALE + quantizer.packed(Q::BLOCK)
+}
+
+/// Writes the codes of a block, with zeros behind them, and returns its scale.
+#[inline(always)]
+fn quantize(levels: u8, seed: Option<u64>, block: &[f32], codes: &mut [u8]) -> f32 {
+    let scale = scale(levels, peak(block));
+    let (codes, behind) = codes.split_at_mut(block.len());
+    behind.fill(0);
+    // Not every CPU makes the same NaN of the same operation, so none comes near a code.
+    if scale > 0.0 {
+        let inverse = 1.0 / scale;
+        let places = 0..block.len() as u32;
+        match seed {
+            None => {
+                for (value, code) in block.iter().zip(codes) {
+                    *code = nearest(levels, value * inverse);
+                }
+            }
+            Some(seed) => {
+                for ((value, code), place) in block.iter().zip(codes).zip(places) {
+                    *code = nearest(levels, value * inverse + dither_at(seed, place));
+                }
+            }
+        }
+    } else {
+        codes.fill(levels);
+    }
+    scale
+}
+
+/// The largest magnitude; a NaN counts more than infinity. The order of magnitudes is that of their
+/// bits, and the maximum of integers is the same in whatever order a CPU takes it.
+#[inline(always)]
+fn peak(block: &[f32]) -> f32 {
+    f32::from_bits(block.iter().fold(0, |peak, v| peak.max(v.to_bits() & 0x7fff_ffff)))
+}
+
+/// Blocks with a smaller peak become zeros: the inverse of their scale could be infinite. No
+/// optimizer can tell 10⁻³⁰ from zero.
+const FLOOR: f32 = 1.0 / (1u128 << 100) as f32;
+
+/// The one NaN that is ever a scale.
+const NAN: u32 = 0x7fc0_0000;
+
+/// The distance between two levels: a bf16, zero or NaN.
+#[inline(always)]
+fn scale(levels: u8, peak: f32) -> f32 {
+    if !peak.is_finite() {
+        f32::from_bits(NAN)
+    } else if peak < FLOOR {
+        0.0
+    } else {
+        let up = ((peak / f32::from(levels)).to_bits() + 0xffff) & 0xffff_0000;
+        f32::from_bits(up.min(largest_scale(levels)))
+    }
+}
+
+/// The bits of the largest scale whose last level is finite.
+#[inline(always)]
+fn largest_scale(levels: u8) -> u32 {
+    (f32::MAX / f32::from(levels)).to_bits() & 0xffff_0000
+}
+
+/// The code of the level nearest to `value`, which is in units of the scale.
+#[inline(always)]
+fn nearest(levels: u8, value: f32) -> u8 {
+    // 1.5·2²³: a float of this size has no bits for a fraction, so that adding it rounds to the
+    // nearest integer, and the last bits of the sum are that integer.
+    const ROUNDER: f32 = 12_582_912.0;
+    let level = (value + ROUNDER).to_bits().wrapping_sub(ROUNDER.to_bits()) as i32;
+    let levels = i32::from(levels);
+    (level + levels).clamp(0, 2 * levels) as u8
+}
+
+/// What a code stands for.
+#[inline(always)]
+fn dequantize(levels: u8, scale: f32, code: u8) -> f32 {
+    (i32::from(code) - i32::from(levels)) as f32 * scale
+}
+
+/// A number from −½ to ½ for one element of a block: a hash of its place and both halves of the
+/// block's seed. It is of 32 bits because vectors of those multiply fast.
+#[inline(always)]
+fn dither_at(seed: u64, place: u32) -> f32 {
+    let mut x = place.wrapping_mul(0x9e37_79b9) ^ seed as u32;
+    x = (x ^ (x >> 16)).wrapping_mul(0x7feb_352d) ^ (seed >> 32) as u32;
+    x = (x ^ (x >> 15)).wrapping_mul(0x846c_a68b);
+    x ^= x >> 16;
+    const UNIT: f32 = 1.0 / (1u64 << 32) as f32;
+    x as i32 as f32 * UNIT
+}
+
+/// Writes the encoding of a block of as many elements.
+#[inline(always)]
+fn write<Q: Quantizer>(
+    quantizer: Q,
+    scale: f32,
+    elements: usize,
+    codes: &mut [u8],
+    into: &mut [u8],
+) {
+    let (head, packed) = into.split_at_mut(SCALE);
+    head.copy_from_slice(&((scale.to_bits() >> 16) as u16).to_le_bytes());
+    quantizer.pack(elements, codes, packed);
+}
+
+/// Reads the codes of a block of as many elements, and returns its scale.
+#[inline(always)]
+fn read<Q: Quantizer>(
+    quantizer: Q,
+    elements: usize,
+    bytes: &[u8],
+    codes: &mut [u8],
+) -> Result<f32, BadEncoding> {
+    let bad = |field, found| BadEncoding::Field { codec: Q::NAME, field, found };
+    let (head, packed) = bytes.split_at(SCALE);
+    let scale = u32::from(u16::from_le_bytes([head[0], head[1]])) << 16;
+    if scale > largest_scale(quantizer.levels()) && scale != NAN {
+        return Err(bad("scale", u64::from(scale >> 16)));
+    }
+    quantizer.unpack(elements, packed, codes);
+    let highest = codes[..elements].iter().fold(0, |highest, code| highest.max(*code));
+    if highest > 2 * quantizer.levels() {
+        return Err(bad("code", u64::from(highest)));
+    }
+    Ok(f32::from_bits(scale))
+}
+
+#[cfg(test)]
+pub mod tests {
+    use super::*;
+    use crate::Spans;
+    use crate::int4::Int4;
+    use crate::int8::Int8;
+    use crate::qsgd::Qsgd;
+    use proptest::prelude::*;
+
+    /// What is decoded of what was encoded.
+    pub fn there_and_back(codec: &dyn Spans, key: Key, values: &[f32]) -> Vec<f32> {
+        let mut bytes = vec![0; codec.bytes(values.len())];
+        codec.encode(key, 0, values, &mut bytes);
+        let mut decoded = vec![0.0; values.len()];
+        codec.decode(&bytes, &mut decoded).expect("bytes from the encoder");
+        decoded
+    }
+
+    /// Asserts that nothing is farther away than some times the distance between the levels of
+    /// its block.
+    pub fn assert_near(codec: &dyn Spans, levels: u32, distances: f32, key: Key, values: &[f32]) {
+        let decoded = there_and_back(codec, key, values);
+        let blocks = values.chunks(codec.block()).zip(decoded.chunks(codec.block()));
+        for (values, decoded) in blocks {
+            let peak = values.iter().fold(0.0f32, |peak, v| peak.max(v.abs()));
+            // The scale is rounded up to 8 bits, and all else to 24.
+            let bound = peak / levels as f32 * distances * (1.0 + 1.0 / 128.0) + FLOOR;
+            for (value, decoded) in values.iter().zip(decoded) {
+                assert!((value - decoded).abs() <= bound, "{value:e} became {decoded:e}");
+            }
+        }
+    }
+
+    /// Asserts that the mean of what is decoded is what was encoded.
+    pub fn assert_right_on_average(codec: &dyn Spans) {
+        const ROUNDS: u32 = 4000;
+        let values: Vec<f32> = (-300..=300).map(|i| i as f32 / 300.0).collect();
+        let mut sums = vec![0.0f64; values.len()];
+        let mut squares = vec![0.0f64; values.len()];
+        for round in 0..ROUNDS {
+            let key = Key::new(1).with(u64::from(round));
+            let decoded = there_and_back(codec, key, &values);
+            for ((value, decoded), (sum, square)) in
+                values.iter().zip(decoded).zip(sums.iter_mut().zip(&mut squares))
+            {
+                let error = f64::from(decoded - value);
+                *sum += error;
+                *square += error * error;
+            }
+        }
+        let rounds = f64::from(ROUNDS);
+        for ((value, sum), square) in values.iter().zip(&sums).zip(&squares) {
+            // Of 600 means, none should be six standard deviations away.
+            let deviation = (square / rounds / rounds).sqrt();
+            let mean = sum / rounds;
+            assert!(mean.abs() <= 6.0 * deviation + 1e-6, "{value} has an error of {mean}");
+        }
+        // Nor their mean: neighbours have dithers of their own.
+        let all = sums.iter().sum::<f64>() / rounds / values.len() as f64;
+        let deviation = squares.iter().sum::<f64>().sqrt() / rounds / values.len() as f64;
+        assert!(all.abs() <= 6.0 * deviation, "the mean error is {all}, {deviation} expected");
+    }
+
+    /// Asserts that the loops for this CPU's instruction sets do what those for any CPU do.
+    fn assert_alike<Q: Quantizer>(quantizer: Q, dither: Option<Key>, first: usize, values: &[f32]) {
+        let mut bytes = vec![0; super::bytes(quantizer, values.len())];
+        let mut bytes_anywhere = bytes.clone();
+        encode(quantizer, dither, first, values, &mut bytes);
+        encode_blocks(quantizer, dither, first, values, &mut bytes_anywhere);
+        assert_eq!(bytes, bytes_anywhere);
+
+        let (mut owed, mut owed_anywhere) = (values.to_vec(), values.to_vec());
+        encode_owed(quantizer, dither, first, &mut owed, &mut bytes);
+        encode_owed_blocks(quantizer, dither, first, &mut owed_anywhere, &mut bytes_anywhere);
+        assert_eq!(bytes, bytes_anywhere);
+        let finite = values.iter().all(|value| value.is_finite());
+        assert!(owed == owed_anywhere || !finite);
+
+        let (mut decoded, mut decoded_anywhere) = (owed.clone(), owed);
+        decode(quantizer, &bytes, &mut decoded).unwrap();
+        decode_blocks(quantizer, &bytes, &mut decoded_anywhere).unwrap();
+        assert!(decoded == decoded_anywhere || !finite);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn all_instruction_sets_do_the_same(
+            bits in prop::collection::vec(any::<u32>(), 0..1500), seed: u64, bits_of_qsgd in 2..=8u32
+        ) {
+            let key = Some(Key::new(seed));
+            let wild: Vec<f32> = bits.iter().map(|&bits| f32::from_bits(bits)).collect();
+            let tame: Vec<f32> = bits.iter().map(|&bits| bits as i32 as f32).collect();
+            for values in [&wild, &tame] {
+                assert_alike(Int8::default(), None, 0, values);
+                assert_alike(Int8::default(), key, 512, values);
+                assert_alike(Int4::default(), None, 0, values);
+                assert_alike(Int4::default(), key, 512, values);
+                assert_alike(Qsgd::new(bits_of_qsgd), key, 512, values);
+            }
+        }
+    }
+
+    #[test]
+    fn scales_are_rounded_up_and_finite_to_the_last_level() {
+        for levels in [1, 3, 7, 15, 31, 63, 127] {
+            for peak in [FLOOR, 1e-20, 0.3, 1.0, 1e20, 1e38, f32::MAX] {
+                let scale = scale(levels, peak);
+                let last = scale * f32::from(levels);
+                assert!(last.is_finite());
+                assert_eq!(scale.to_bits() & 0xffff, 0, "a bf16");
+                // Beyond the largest scale, the last level is the nearest to the peak.
+                let short = if peak == f32::MAX { scale / 2.0 } else { 0.0 };
+                assert!(last >= peak * 0.999_999 - short && last <= peak * 1.01, "{levels} {peak}");
+            }
+            assert_eq!(scale(levels, FLOOR / 2.0), 0.0);
+            assert!(scale(levels, f32::INFINITY).is_nan() && scale(levels, f32::NAN).is_nan());
+        }
+    }
+
+    #[test]
+    fn dithers_are_even() {
+        // Over places, blocks and bits alike: a chi-squared test in 64 cells.
+        const COUNT: usize = 1 << 16;
+        let of_place = |i: usize| dither_at(0x0123_4567_89ab_cdef, i as u32);
+        let of_block = |i: usize| dither_at(Key::new(7).at(512 * i as u64), 3);
+        for dithers in [&of_place as &dyn Fn(usize) -> f32, &of_block] {
+            let mut cells = [0u32; 64];
+            for dither in (0..COUNT).map(dithers) {
+                assert!((-0.5..=0.5).contains(&dither));
+                cells[(((dither + 0.5) * 64.0) as usize).min(63)] += 1;
+            }
+            let expected = COUNT as f64 / 64.0;
+            let chi: f64 =
+                cells.iter().map(|&n| (f64::from(n) - expected).powi(2) / expected).sum();
+            // 63 degrees of freedom; more than 140 happens once in ten million times.
+            assert!((20.0..140.0).contains(&chi), "{chi}: {cells:?}");
+        }
+    }
+
+    #[test]
+    fn what_no_encoder_writes_is_refused() {
+        fn field(result: Result<(), BadEncoding>) -> &'static str {
+            match result {
+                Err(BadEncoding::Field { field, .. }) => field,
+                other => panic!("{other:?}"),
+            }
+        }
+        fn check<Q: Quantizer>(quantizer: Q) {
+            let mut into = [0.0; 3];
+            let mut good = vec![0; bytes(quantizer, 3)];
+            encode(quantizer, None, 0, &[1.0, -2.0, 0.5], &mut good);
+            assert_eq!(decode(quantizer, &good, &mut into), Ok(()));
+            // Negative, infinite, another NaN, larger than any.
+            let larger = (largest_scale(quantizer.levels()) >> 16) as u16 + 1;
+            for scale in [0x8000, 0x7f80, 0x7fff, larger] {
+                let mut bad = good.clone();
+                bad[..SCALE].copy_from_slice(&scale.to_le_bytes());
+                assert_eq!(field(decode(quantizer, &bad, &mut into)), "scale");
+            }
+            let mut bad = good;
+            bad[SCALE..].fill(0xff);
+            assert_eq!(field(decode(quantizer, &bad, &mut into)), "code");
+        }
+        check(Int8::default());
+        check(Int4::default());
+        (2..=8).for_each(|bits| check(Qsgd::new(bits)));
+    }
+}

@@ -1,0 +1,197 @@
+//! What is remembered from step to step, and how it is saved.
+//!
+//! Residuals belong to a shard, and those of a mean to its elements, whoever works on them. So they
+//! are saved under names that do not know the workers, and a run goes on with any number of them.
+
+use unisono_codec::{Memory, Passage};
+use unisono_collective::{Group, Reduction};
+
+use super::spans::share;
+use super::{Compressed, Find, Save};
+use crate::error::SyncError;
+
+/// What this worker remembers of one parameter.
+#[derive(Clone, Debug, Default)]
+pub struct State {
+    /// By shard, of those of this worker.
+    pub shards: Vec<Memory>,
+    /// What the encodings of the mean have left out, of this worker's share of the elements.
+    pub mean: Vec<f32>,
+    /// What all workers remember alike.
+    pub common: Vec<f32>,
+}
+
+/// Something that is saved.
+#[derive(Clone, Copy)]
+enum Part {
+    Residual { shard: usize },
+    Velocity { shard: usize },
+    Mean,
+    Common,
+}
+
+impl Compressed {
+    /// What is remembered of a parameter before the first step.
+    pub(super) fn state(&self, parameter: usize) -> State {
+        let mut state = State::default();
+        let Some(codec) = self.chosen[parameter] else { return state };
+        let codec = &*self.codecs[codec];
+        let (task, feeds_back) = (self.task(parameter, 0), self.feeds_back(codec));
+        let zeros = |wanted: bool| vec![0.0; if wanted { task.elements() } else { 0 }];
+        let (mut has_residual, mut has_velocity) = (feeds_back, false);
+        match codec.passage() {
+            Passage::Summed(summed) => state.common = summed.start(&task),
+            Passage::Spans(spans) => {
+                if feeds_back {
+                    let (rank, workers) = (self.combiner.group().rank(), self.workers());
+                    let own = share(spans, parameter, task.elements(), rank, workers);
+                    state.mean = vec![0.0; own.len()];
+                }
+            }
+            Passage::Gathered(gathered) => {
+                // It encodes from its residual, even if that is forgotten before every step.
+                has_residual = true;
+                has_velocity = gathered.has_velocity();
+            }
+        }
+        let memory = Memory { residual: zeros(has_residual), velocity: zeros(has_velocity) };
+        state.shards = vec![memory; self.own.len()];
+        state
+    }
+
+    pub(super) fn workers(&self) -> usize {
+        self.combiner.group().size()
+    }
+
+    pub(super) fn save_memory(&self, group: &Group, each: &mut Save<'_>) -> Result<(), SyncError> {
+        for (parameter, part) in self.parts() {
+            // Every rank adds what it has to zeros: bits, so that nothing is rounded.
+            let mut bits = vec![0i32; self.length(parameter, part)];
+            let (start, values) = self.held(parameter, part);
+            let held = &mut bits[start..start + values.len()];
+            held.iter_mut().zip(values).for_each(|(bits, value)| *bits = value.to_bits() as i32);
+            match part {
+                Part::Common => {}
+                _ => group.reduce_in_place(&mut bits, Reduction::Sum, 0)?,
+            }
+            if group.rank() == 0 {
+                let values: Vec<f32> = bits.iter().map(|b| f32::from_bits(*b as u32)).collect();
+                each(self.part_name(parameter, part), parameter, &values);
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn restore_memory(
+        &mut self,
+        group: &Group,
+        find: &Find<'_>,
+    ) -> Result<(), SyncError> {
+        for (parameter, part) in self.parts() {
+            let name = self.part_name(parameter, part);
+            let values = spread(group, &name, self.length(parameter, part), find)?;
+            let (start, held) = self.held(parameter, part);
+            let own = values[start..start + held.len()].to_vec();
+            let state = &mut self.states[parameter];
+            match part {
+                Part::Residual { shard } if self.own.contains(&shard) => {
+                    state.shards[shard - self.own.start].residual = own;
+                }
+                Part::Velocity { shard } if self.own.contains(&shard) => {
+                    state.shards[shard - self.own.start].velocity = own;
+                }
+                Part::Residual { .. } | Part::Velocity { .. } => {}
+                Part::Mean => state.mean = own,
+                Part::Common => state.common = own,
+            }
+        }
+        Ok(())
+    }
+
+    /// All that is remembered by anybody, in an order that all ranks know.
+    fn parts(&self) -> Vec<(usize, Part)> {
+        let mut parts = Vec::new();
+        for (parameter, codec) in self.chosen.iter().enumerate() {
+            let Some(codec) = codec.map(|codec| &*self.codecs[codec]) else { continue };
+            let feeds_back = self.feeds_back(codec);
+            for shard in 0..self.shards.count() {
+                if feeds_back {
+                    parts.push((parameter, Part::Residual { shard }));
+                }
+                if matches!(codec.passage(), Passage::Gathered(g) if g.has_velocity()) {
+                    parts.push((parameter, Part::Velocity { shard }));
+                }
+            }
+            match codec.passage() {
+                Passage::Spans(_) if feeds_back => parts.push((parameter, Part::Mean)),
+                Passage::Summed(_) if !self.states[parameter].common.is_empty() => {
+                    parts.push((parameter, Part::Common));
+                }
+                _ => {}
+            }
+        }
+        parts
+    }
+
+    /// The length of a part, of which every rank may hold a piece.
+    fn length(&self, parameter: usize, part: Part) -> usize {
+        match part {
+            Part::Common => self.states[parameter].common.len(),
+            _ => self.parameters[parameter].elements(),
+        }
+    }
+
+    /// What this rank holds of a part, and where in it.
+    fn held(&self, parameter: usize, part: Part) -> (usize, &[f32]) {
+        let state = &self.states[parameter];
+        let of = |shard: usize| {
+            let own = self.own.contains(&shard);
+            own.then(|| &state.shards[shard - self.own.start])
+        };
+        match part {
+            Part::Residual { shard } => (0, of(shard).map_or(&[], |memory| &memory.residual)),
+            Part::Velocity { shard } => (0, of(shard).map_or(&[], |memory| &memory.velocity)),
+            Part::Common => (0, &state.common),
+            Part::Mean => {
+                let codec = self.chosen[parameter].expect("only what is encoded has parts");
+                let Passage::Spans(spans) = self.codecs[codec].passage() else {
+                    unreachable!("only spans have a residual of the mean")
+                };
+                let elements = self.parameters[parameter].elements();
+                let rank = self.combiner.group().rank();
+                (share(spans, parameter, elements, rank, self.workers()).start, &state.mean)
+            }
+        }
+    }
+
+    fn part_name(&self, parameter: usize, part: Part) -> String {
+        let name = &self.parameters[parameter].name;
+        match part {
+            Part::Residual { shard } => format!("codec.residual.{shard}.{name}"),
+            Part::Velocity { shard } => format!("codec.velocity.{shard}.{name}"),
+            Part::Mean => format!("codec.mean.{name}"),
+            Part::Common => format!("codec.common.{name}"),
+        }
+    }
+}
+
+/// Gives all ranks what rank 0 finds by a name. All ranks must call it.
+pub fn spread(
+    group: &Group,
+    name: &str,
+    length: usize,
+    find: &Find<'_>,
+) -> Result<Vec<f32>, SyncError> {
+    let found = match group.rank() {
+        0 => find(name).filter(|values| values.len() == length),
+        _ => None,
+    };
+    let mut is_found = [u8::from(found.is_some())];
+    group.broadcast(&mut is_found, 0)?;
+    if is_found[0] == 0 {
+        return Err(SyncError::MissingState { name: name.to_owned() });
+    }
+    let mut values = found.unwrap_or_else(|| vec![0.0; length]);
+    group.broadcast(&mut values, 0)?;
+    Ok(values)
+}

@@ -1,0 +1,269 @@
+//! All workers wait for all, and send less: gradients travel encoded.
+//!
+//! Every shard's gradient of a parameter is encoded by itself, together with what the encodings of
+//! that shard have left out before. The shards' encodings then become one mean in the way that suits
+//! the codec: [summed](summed), [span by span](spans), or [gathered](gathered). What is encoded, in
+//! which order it is decoded and added, and where chance comes in, all depend on the shards and not on
+//! who computes them. So the mean, too, has the same bits for any number of workers.
+//!
+//! Biases and other parameters that are not worth it travel in one exact all-reduce per bucket,
+//! together with the counts that say which parameters had a gradient at all. One that had none
+//! anywhere is left out of the rest, and its residuals stay as they are.
+
+mod auto;
+mod gathered;
+mod machine;
+mod memory;
+mod probe;
+mod spans;
+mod summed;
+mod volume;
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use unisono_codec::{Codec, CodecSpec, Passage, Rules, Task};
+use unisono_collective::Group;
+
+use super::{Exchange, Find, Gradients, Save};
+use crate::advice::Advice;
+use crate::bucket::Layout;
+use crate::combine::{Combiner, alignment, fold_leaves};
+use crate::error::SyncError;
+use crate::shards::Shards;
+use crate::synchronizer::Parameter;
+use crate::times::StepTimes;
+use auto::{Choice, Observer};
+use memory::State;
+pub use memory::spread;
+
+/// What is compressed, and from when on.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Compression {
+    /// Which parameters are compressed, and how.
+    pub rules: Rules,
+    /// Whether the codec of the rules is chosen after some steps, by what is predicted to be fastest.
+    /// The rules have none before. Only where workers agree in every step; elsewhere none is chosen.
+    pub auto: bool,
+    /// Steps at the beginning in which nothing is.
+    pub warm_up: u64,
+    /// Whether residuals are kept. Without them, most codecs that are biased do not converge.
+    pub error_feedback: bool,
+    /// What chance depends on.
+    pub seed: u64,
+}
+
+impl Compression {
+    /// One codec for all parameters that are worth it, from the first step on.
+    pub fn new(codec: CodecSpec) -> Compression {
+        let rules = Rules::all(codec);
+        Compression { rules, auto: false, warm_up: 0, error_feedback: true, seed: 0 }
+    }
+}
+
+/// The synchronous strategy with fewer bytes.
+pub struct Compressed {
+    combiner: Combiner,
+    shards: Shards,
+    /// Those of this worker.
+    own: Range<usize>,
+    compression: Compression,
+    parameters: Vec<Parameter>,
+    codecs: Vec<Arc<dyn Codec>>,
+    /// The codec of every parameter that has one.
+    chosen: Vec<Option<usize>>,
+    states: Vec<State>,
+    scratch: Scratch,
+    coding: Duration,
+    /// The choice of a codec.
+    choice: Choice,
+}
+
+/// Memory that is kept from call to call; its content is not.
+#[derive(Default)]
+struct Scratch {
+    plain: Vec<Vec<f32>>,
+    summed: summed::Scratch,
+    outgoing: Vec<u8>,
+    incoming: Vec<u8>,
+    mine: Vec<u8>,
+    all: Vec<u8>,
+}
+
+impl Compressed {
+    /// Over the ranks of a group, which nobody else uses from now on.
+    pub fn new(
+        group: Group,
+        shards: Shards,
+        parameters: &[Parameter],
+        compression: Compression,
+    ) -> Compressed {
+        let own = shards.of(group.rank(), group.size());
+        let parameters = parameters.to_vec();
+        let mut compressed = Compressed {
+            combiner: Combiner::new(group, shards),
+            shards,
+            own,
+            compression,
+            codecs: Vec::new(),
+            chosen: Vec::new(),
+            states: Vec::new(),
+            parameters,
+            scratch: Scratch::default(),
+            coding: Duration::ZERO,
+            choice: Choice::Undecided(Observer::default()),
+        };
+        compressed.choose();
+        compressed
+    }
+
+    /// Uses other rules from now on. What was remembered for the earlier ones is forgotten.
+    pub fn set_rules(&mut self, rules: Rules) {
+        self.compression.rules = rules;
+        self.choose();
+    }
+
+    fn choose(&mut self) {
+        let mut specs: Vec<&CodecSpec> = Vec::new();
+        self.codecs.clear();
+        self.chosen.clear();
+        for parameter in &self.parameters {
+            let spec = self.compression.rules.codec(&parameter.name, &parameter.shape);
+            self.chosen.push(spec.map(|spec| {
+                specs.iter().position(|known| *known == spec).unwrap_or_else(|| {
+                    specs.push(spec);
+                    self.codecs.push(spec.build());
+                    specs.len() - 1
+                })
+            }));
+        }
+        self.states = (0..self.parameters.len()).map(|parameter| self.state(parameter)).collect();
+    }
+
+    fn task(&self, parameter: usize, step: u64) -> Task<'_> {
+        let shape = &self.parameters[parameter].shape;
+        Task { shape, parameter, step, seed: self.compression.seed }
+    }
+
+    /// Whether the residuals of a codec are kept.
+    fn feeds_back(&self, codec: &dyn Codec) -> bool {
+        self.compression.error_feedback && codec.is_biased()
+    }
+
+    /// Sums what is not compressed, exactly.
+    fn exchange_plain(&mut self, gradients: &mut Gradients) -> Result<(), SyncError> {
+        let layout = gradients.layout.clone();
+        let bucket = &layout.buckets()[gradients.bucket];
+        let plain = bucket.parameters.iter().filter(|p| self.chosen[**p].is_none());
+        let mut pieces: Vec<Range<usize>> = plain.map(|p| layout.span(*p)).collect();
+        let values: usize = pieces.iter().map(Range::len).sum();
+        pieces.push(bucket.gradients..bucket.len);
+
+        let leaves = &mut self.scratch.plain;
+        leaves.resize(gradients.filled, Vec::new());
+        for (leaf, slot) in leaves.iter_mut().zip(&gradients.slots) {
+            leaf.clear();
+            pieces.iter().for_each(|piece| leaf.extend_from_slice(&slot[piece.clone()]));
+            let align = alignment(self.shards, self.combiner.group().size());
+            leaf.resize(leaf.len().next_multiple_of(align), 0.0);
+        }
+        let subtrees = fold_leaves(self.shards, self.own.clone(), leaves);
+        self.combiner.sum(&mut leaves[..subtrees])?;
+        let shards = gradients.shards as f32;
+        leaves[0][..values].iter_mut().for_each(|x| *x /= shards);
+        let mut rest = &leaves[0][..];
+        for piece in pieces {
+            let (values, after) = rest.split_at(piece.len());
+            gradients.slots[0][piece].copy_from_slice(values);
+            rest = after;
+        }
+        Ok(())
+    }
+}
+
+impl Exchange for Compressed {
+    fn name(&self) -> String {
+        "all-reduce".to_owned()
+    }
+
+    fn wants_leaves(&self, step: u64) -> bool {
+        step >= self.compression.warm_up && !self.codecs.is_empty()
+    }
+
+    fn exchange(&mut self, gradients: &mut Gradients) -> Result<(), SyncError> {
+        let (folding, coding) = (self.combiner.folding(), self.coding);
+        if self.wants_leaves(gradients.step) {
+            debug_assert_eq!(gradients.filled, self.own.len(), "one slot per shard");
+            self.exchange_plain(gradients)?;
+            let layout = gradients.layout.clone();
+            for codec in 0..self.codecs.len() {
+                let bucket = layout.buckets()[gradients.bucket].parameters.iter().copied();
+                let used = |p: &usize| gradients.slots[0][layout.count(*p)] > 0.0;
+                let parameters: Vec<usize> =
+                    bucket.filter(|p| self.chosen[*p] == Some(codec)).filter(used).collect();
+                if parameters.is_empty() {
+                    continue;
+                }
+                let codec = self.codecs[codec].clone();
+                let feeds_back = self.feeds_back(&*codec);
+                match codec.passage() {
+                    Passage::Summed(summed) => {
+                        self.exchange_summed(summed, feeds_back, &parameters, gradients)?;
+                    }
+                    Passage::Spans(spans) => {
+                        self.exchange_spans(spans, feeds_back, &parameters, gradients)?;
+                    }
+                    Passage::Gathered(gathered) => {
+                        self.exchange_gathered(gathered, feeds_back, &parameters, gradients)?;
+                    }
+                }
+            }
+        } else {
+            self.combiner.sum(&mut gradients.slots[..gradients.filled])?;
+            gradients.divide();
+        }
+        gradients.folding = self.combiner.folding() - folding;
+        gradients.coding = self.coding - coding;
+        Ok(())
+    }
+
+    fn sent(&self) -> u64 {
+        self.combiner.sent()
+    }
+
+    fn is_settled(&self) -> bool {
+        !self.compression.auto || matches!(self.choice, Choice::Made(_))
+    }
+
+    fn observe(
+        &mut self,
+        step: u64,
+        layout: &Arc<Layout>,
+        times: &StepTimes,
+    ) -> Result<Option<Arc<Advice>>, SyncError> {
+        match self.is_settled() {
+            true => Ok(None),
+            false => self.observe_dense(step, layout, times),
+        }
+    }
+
+    fn save(&self, group: &Group, each: &mut Save<'_>) -> Result<(), SyncError> {
+        self.save_choice(group, each);
+        self.save_memory(group, each)
+    }
+
+    fn restore(&mut self, group: &Group, find: &Find<'_>) -> Result<(), SyncError> {
+        // What is remembered depends on it.
+        self.restore_choice(group, find)?;
+        self.restore_memory(group, find)
+    }
+}
+
+/// Adds the time that something took to a total.
+fn timed<R>(total: &mut Duration, action: impl FnOnce() -> R) -> R {
+    let start = Instant::now();
+    let result = action();
+    *total += start.elapsed();
+    result
+}
