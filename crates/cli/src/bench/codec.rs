@@ -4,10 +4,9 @@
 //! a heavy tail. They take turns, and a copy of the gradient takes its turn among them, so that whatever
 //! disturbs the machine disturbs all alike. Every repetition starts from a fresh gradient, as one does
 //! that backward has just written.
-//!
-//! Encodings that are summed travel in a type of their own, so casting to it and back is part of them.
 
 mod products;
+mod trip;
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -15,16 +14,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use clap::Args;
-use half::{bf16, f16};
 use serde::Serialize;
 use unisono::collective::fabric::available_memory;
 use unisono_codec::topk::Selection;
-use unisono_codec::{
-    BadCodec, BadEncoding, Codec, CodecSpec, Key, Passage, RoundTrip, Rounding, Task, Wire,
-};
+use unisono_codec::{BadCodec, Codec, CodecSpec, Key, Rounding, Task};
 
 use super::sizes;
 use products::Products;
+use trip::Trip;
 
 /// What is measured unless somebody asks for something else: every codec, as it is meant to be used.
 const CODECS: &str = "fp16,bf16,int8,int8:stochastic,int4,qsgd:4,sign,topk:1%,topk:1%,exact,\
@@ -87,6 +84,7 @@ pub fn run(args: CodecArgs) -> anyhow::Result<ExitCode> {
     let shape = [ROWS, bytes / 4 / ROWS];
     let codecs: Vec<(CodecSpec, Arc<dyn Codec>)> =
         specs.into_iter().map(|spec| (spec.clone(), spec.build())).collect();
+    check_memory(&codecs, &shape)?;
     for (spec, codec) in &codecs {
         ensure!(
             codec.suits(&shape),
@@ -94,7 +92,6 @@ pub fn run(args: CodecArgs) -> anyhow::Result<ExitCode> {
             shape[1]
         );
     }
-    check_memory(&codecs, &shape)?;
 
     // Long after any warm-up.
     let task = Task { shape: &shape, parameter: 0, step: 1 << 20, seed: 1 };
@@ -257,101 +254,6 @@ impl<'a> Entry<'a> {
             self.error = error;
         }
         Ok(())
-    }
-}
-
-/// A codec and the casts to and from the type in which its encodings travel.
-struct Trip<'a> {
-    /// None where casting is all there is to do.
-    codec: Option<RoundTrip<'a>>,
-    wire: Cast,
-    /// As long as an encoding that is cast. Its values do not matter for how long that takes.
-    encoding: Vec<f32>,
-}
-
-impl<'a> Trip<'a> {
-    fn new(spec: &CodecSpec, codec: &'a dyn Codec, task: Task<'a>) -> Trip<'a> {
-        let wire = match codec.passage() {
-            Passage::Summed(summed) => summed.wire(),
-            Passage::Spans(_) | Passage::Gathered(_) => Wire::F32,
-        };
-        let is_cast = matches!(spec, CodecSpec::Fp16 | CodecSpec::Bf16);
-        let codec = (!is_cast).then(|| RoundTrip::new(codec, task));
-        let between = match (&codec, wire) {
-            (_, Wire::F32) => 0,
-            (Some(codec), _) => codec.bytes() / wire.bytes(),
-            (None, _) => task.elements(),
-        };
-        let encoding = if is_cast { Vec::new() } else { vec![1.0; between] };
-        Trip { codec, wire: Cast::new(wire, between), encoding }
-    }
-
-    fn encode(&mut self, values: &mut Vec<f32>) {
-        match &mut self.codec {
-            None => self.wire.narrow(values),
-            Some(codec) => {
-                codec.encode(values);
-                self.wire.narrow(&self.encoding);
-            }
-        }
-    }
-
-    fn decode(&mut self, into: &mut [f32]) -> Result<(), BadEncoding> {
-        match &mut self.codec {
-            None => {
-                self.wire.widen(into);
-                Ok(())
-            }
-            Some(codec) => {
-                self.wire.widen(&mut self.encoding);
-                codec.decode(into)
-            }
-        }
-    }
-
-    fn bytes(&self) -> usize {
-        self.codec.as_ref().map_or_else(|| self.wire.bytes(), RoundTrip::bytes)
-    }
-}
-
-/// What travels, in its type.
-enum Cast {
-    No,
-    Fp16(Vec<f16>),
-    Bf16(Vec<bf16>),
-}
-
-impl Cast {
-    fn new(wire: Wire, elements: usize) -> Cast {
-        match wire {
-            Wire::F32 => Cast::No,
-            Wire::Fp16 => Cast::Fp16(vec![f16::ZERO; elements]),
-            Wire::Bf16 => Cast::Bf16(vec![bf16::ZERO; elements]),
-        }
-    }
-
-    fn narrow(&mut self, values: &[f32]) {
-        match self {
-            Cast::No => {}
-            Cast::Fp16(wire) => unisono_codec::fp16::encode(values, wire),
-            Cast::Bf16(wire) => unisono_codec::bf16::encode(values, wire),
-        }
-    }
-
-    fn widen(&self, into: &mut [f32]) {
-        match self {
-            Cast::No => {}
-            Cast::Fp16(wire) => unisono_codec::fp16::decode(wire, into),
-            Cast::Bf16(wire) => unisono_codec::bf16::decode(wire, into),
-        }
-    }
-
-    fn bytes(&self) -> usize {
-        match self {
-            Cast::No => 0,
-            Cast::Fp16(wire) => size_of_val(&wire[..]),
-            Cast::Bf16(wire) => size_of_val(&wire[..]),
-        }
     }
 }
 

@@ -517,6 +517,7 @@ impl TrainArgs {
             auto: *codec == CodecChoice::Auto,
             warm_up: self.codec_warmup,
             error_feedback: !self.no_error_feedback,
+            relative: None,
             seed: self.seed,
         })
     }

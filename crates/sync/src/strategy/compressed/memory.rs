@@ -6,6 +6,7 @@
 use unisono_codec::{Memory, Passage};
 use unisono_collective::{Group, Reduction};
 
+use super::scale::Scale;
 use super::spans::share;
 use super::{Compressed, Find, Save};
 use crate::error::SyncError;
@@ -19,6 +20,8 @@ pub struct State {
     pub mean: Vec<f32>,
     /// What all workers remember alike.
     pub common: Vec<f32>,
+    /// How large its gradient usually is, if that matters.
+    pub scale: Option<Scale>,
 }
 
 /// Something that is saved.
@@ -28,6 +31,7 @@ enum Part {
     Velocity { shard: usize },
     Mean,
     Common,
+    Scale,
 }
 
 impl Compressed {
@@ -54,6 +58,9 @@ impl Compressed {
                 has_velocity = gathered.has_velocity();
             }
         }
+        if self.compression.relative == Some(true) {
+            state.scale = Some(Scale::new(task.elements()));
+        }
         let memory = Memory { residual: zeros(has_residual), velocity: zeros(has_velocity) };
         state.shards = vec![memory; self.own.len()];
         state
@@ -71,7 +78,7 @@ impl Compressed {
             let held = &mut bits[start..start + values.len()];
             held.iter_mut().zip(values).for_each(|(bits, value)| *bits = value.to_bits() as i32);
             match part {
-                Part::Common => {}
+                Part::Common | Part::Scale => {}
                 _ => group.reduce_in_place(&mut bits, Reduction::Sum, 0)?,
             }
             if group.rank() == 0 {
@@ -103,6 +110,11 @@ impl Compressed {
                 Part::Residual { .. } | Part::Velocity { .. } => {}
                 Part::Mean => state.mean = own,
                 Part::Common => state.common = own,
+                Part::Scale => {
+                    if let Some(scale) = &mut state.scale {
+                        scale.restore(own);
+                    }
+                }
             }
         }
         Ok(())
@@ -121,6 +133,9 @@ impl Compressed {
                 if matches!(codec.passage(), Passage::Gathered(g) if g.has_velocity()) {
                     parts.push((parameter, Part::Velocity { shard }));
                 }
+            }
+            if self.states[parameter].scale.is_some() {
+                parts.push((parameter, Part::Scale));
             }
             match codec.passage() {
                 Passage::Spans(_) if feeds_back => parts.push((parameter, Part::Mean)),
@@ -152,6 +167,7 @@ impl Compressed {
             Part::Residual { shard } => (0, of(shard).map_or(&[], |memory| &memory.residual)),
             Part::Velocity { shard } => (0, of(shard).map_or(&[], |memory| &memory.velocity)),
             Part::Common => (0, &state.common),
+            Part::Scale => (0, state.scale.as_ref().map_or(&[], |scale| &scale.usual)),
             Part::Mean => {
                 let codec = self.chosen[parameter].expect("only what is encoded has parts");
                 let Passage::Spans(spans) = self.codecs[codec].passage() else {
@@ -171,6 +187,7 @@ impl Compressed {
             Part::Velocity { shard } => format!("codec.velocity.{shard}.{name}"),
             Part::Mean => format!("codec.mean.{name}"),
             Part::Common => format!("codec.common.{name}"),
+            Part::Scale => format!("codec.scale.{name}"),
         }
     }
 }

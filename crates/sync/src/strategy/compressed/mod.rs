@@ -15,6 +15,7 @@ mod gathered;
 mod machine;
 mod memory;
 mod probe;
+mod scale;
 mod spans;
 mod summed;
 mod volume;
@@ -50,6 +51,9 @@ pub struct Compression {
     pub warm_up: u64,
     /// Whether residuals are kept. Without them, most codecs that are biased do not converge.
     pub error_feedback: bool,
+    /// Whether errors count relative to the usual size of each element, as they do for adaptive
+    /// optimizers. `None` leaves that to whoever knows the optimizer, and else means no.
+    pub relative: Option<bool>,
     /// What chance depends on.
     pub seed: u64,
 }
@@ -58,7 +62,14 @@ impl Compression {
     /// One codec for all parameters that are worth it, from the first step on.
     pub fn new(codec: CodecSpec) -> Compression {
         let rules = Rules::all(codec);
-        Compression { rules, auto: false, warm_up: 0, error_feedback: true, seed: 0 }
+        Compression {
+            rules,
+            auto: false,
+            warm_up: 0,
+            error_feedback: true,
+            relative: None,
+            seed: 0,
+        }
     }
 }
 
@@ -151,6 +162,42 @@ impl Compressed {
         self.compression.error_feedback && codec.is_biased()
     }
 
+    fn divide_by_scale(&mut self, parameters: &[usize], gradients: &mut Gradients) {
+        let layout = &gradients.layout;
+        timed(&mut self.coding, || {
+            for &parameter in parameters {
+                let Some(scale) = &self.states[parameter].scale else { continue };
+                for slot in &mut gradients.slots[..gradients.filled] {
+                    scale.divide(&mut slot[layout.span(parameter)]);
+                }
+            }
+        });
+    }
+
+    fn multiply_by_scale(&mut self, parameters: &[usize], gradients: &mut Gradients) {
+        let layout = &gradients.layout;
+        timed(&mut self.coding, || {
+            for &parameter in parameters {
+                let Some(scale) = &self.states[parameter].scale else { continue };
+                scale.multiply(&mut gradients.slots[0][layout.span(parameter)]);
+            }
+        });
+    }
+
+    /// Takes note of the means that came out.
+    fn note_scale(&mut self, gradients: &Gradients) {
+        let (layout, mean) = (&gradients.layout, &gradients.slots[0]);
+        timed(&mut self.coding, || {
+            for &parameter in &layout.buckets()[gradients.bucket].parameters {
+                if mean[layout.count(parameter)] > 0.0
+                    && let Some(scale) = &mut self.states[parameter].scale
+                {
+                    scale.note(gradients.step, &mean[layout.span(parameter)]);
+                }
+            }
+        });
+    }
+
     /// Sums what is not compressed, exactly.
     fn exchange_plain(&mut self, gradients: &mut Gradients) -> Result<(), SyncError> {
         let layout = gradients.layout.clone();
@@ -207,6 +254,7 @@ impl Exchange for Compressed {
                 }
                 let codec = self.codecs[codec].clone();
                 let feeds_back = self.feeds_back(&*codec);
+                self.divide_by_scale(&parameters, gradients);
                 match codec.passage() {
                     Passage::Summed(summed) => {
                         self.exchange_summed(summed, feeds_back, &parameters, gradients)?;
@@ -218,11 +266,13 @@ impl Exchange for Compressed {
                         self.exchange_gathered(gathered, feeds_back, &parameters, gradients)?;
                     }
                 }
+                self.multiply_by_scale(&parameters, gradients);
             }
         } else {
             self.combiner.sum(&mut gradients.slots[..gradients.filled])?;
             gradients.divide();
         }
+        self.note_scale(gradients);
         gradients.folding = self.combiner.folding() - folding;
         gradients.coding = self.coding - coding;
         Ok(())
