@@ -39,6 +39,10 @@ impl<F: Format> Codec for F {
 }
 
 impl<F: Format> Summed for F {
+    fn is_identity(&self) -> bool {
+        true
+    }
+
     fn wire(&self) -> Wire {
         F::WIRE
     }

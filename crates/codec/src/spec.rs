@@ -113,7 +113,9 @@ impl CodecSpec {
                 Arc::new(TopK::new(*rate, *selection, values.build()))
             }
             CodecSpec::RandK(rate, wire) => Arc::new(RandK::new(*rate, *wire)),
-            CodecSpec::Dgc(settings, values) => Arc::new(Dgc::new(settings.clone(), values.build())),
+            CodecSpec::Dgc(settings, values) => {
+                Arc::new(Dgc::new(settings.clone(), values.build()))
+            }
             CodecSpec::PowerSgd(rank, wire) => Arc::new(PowerSgd::new(*rank, *wire)),
         }
     }
@@ -344,7 +346,11 @@ impl Words<'_> {
             Some("int8") => Values::Int8,
             Some("int4") => Values::Int4,
             Some(word) => {
-                return Err(bad(codec, word, "after + come fp16, bf16, int8 or int4, for its values"));
+                return Err(bad(
+                    codec,
+                    word,
+                    "after + come fp16, bf16, int8 or int4, for its values",
+                ));
             }
         })
     }
@@ -355,7 +361,9 @@ impl Words<'_> {
             Some("fp16") => Wire::Fp16,
             Some("bf16") => Wire::Bf16,
             // Anything else cannot be summed while encoded.
-            Some(word) => return Err(bad(codec, word, "after + come fp16 or bf16, for its values")),
+            Some(word) => {
+                return Err(bad(codec, word, "after + come fp16 or bf16, for its values"));
+            }
         })
     }
 }

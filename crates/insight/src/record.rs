@@ -180,6 +180,8 @@ impl Scaling {
 pub struct Outcome {
     /// On held-out data, 0 to 1, where the model has one.
     pub accuracy: Option<f64>,
+    /// The mean loss on held-out data, where the model has one.
+    pub held_out_loss: Option<f64>,
     /// Of the final weights.
     pub weights_hash: String,
 }
@@ -196,6 +198,9 @@ pub struct Summary {
     pub final_loss: f64,
     /// See [`Outcome::accuracy`].
     pub accuracy: Option<f64>,
+    /// See [`Outcome::held_out_loss`].
+    #[serde(default)]
+    pub held_out_loss: Option<f64>,
     /// See [`Outcome::weights_hash`].
     pub weights_hash: String,
     /// Samples per second of typical steps.
@@ -252,6 +257,7 @@ impl Summary {
             steps: run.recorded as u64,
             final_loss: run.final_loss.unwrap_or(f64::NAN),
             accuracy: outcome.accuracy,
+            held_out_loss: outcome.held_out_loss,
             weights_hash: outcome.weights_hash,
             samples_per_s: run.samples_per_s,
             step_ms: ms(run.parts.total()),

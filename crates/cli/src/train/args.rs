@@ -152,6 +152,10 @@ pub struct TrainArgs {
     /// Steps at the beginning in which nothing is encoded.
     #[arg(long, default_value_t = 0, value_name = "STEPS")]
     codec_warmup: u64,
+    /// Whether gradients are encoded in units of their usual size, so that small elements do not drown;
+    /// by default they are for int8, int4, qsgd and sign.
+    #[arg(long, value_name = "BOOL")]
+    codec_relative: Option<bool>,
     /// Forget what an encoding leaves out, instead of sending it later. To see what that does.
     #[arg(long)]
     no_error_feedback: bool,
@@ -517,7 +521,7 @@ impl TrainArgs {
             auto: *codec == CodecChoice::Auto,
             warm_up: self.codec_warmup,
             error_feedback: !self.no_error_feedback,
-            relative: None,
+            relative: self.codec_relative,
             seed: self.seed,
         })
     }
@@ -581,6 +585,9 @@ impl Plan {
             }
             if compression.warm_up > 0 {
                 text += &format!(", from step {}", compression.warm_up);
+            }
+            if let Some(relative) = compression.relative {
+                text += if relative { ", relative" } else { ", not relative" };
             }
             if !compression.error_feedback {
                 text += ", without residuals";

@@ -5,10 +5,11 @@ use std::path::PathBuf;
 
 use anyhow::Context;
 use serde_json::json;
+use unisono::insight::advice::{Advice, Prediction};
 use unisono::insight::folder::{FolderError, RunFolder};
 use unisono::insight::{Outcome, RunInfo, Scaling};
-use unisono::sync::Parameter;
 use unisono::sync::local::StrategySpec;
+use unisono::sync::{Parameter, advice as sync};
 use unisono::{Group, Job, Transport};
 
 use super::args::{Plan, TrainArgs, Work};
@@ -52,6 +53,26 @@ impl Home {
         Ok(())
     }
 
+    /// Records which codec was chosen, and why.
+    pub fn advise(&mut self, step: u64, advice: &sync::Advice) -> anyhow::Result<()> {
+        let prediction = |row: &sync::Prediction| Prediction {
+            codec: row.codec.clone(),
+            seconds: row.seconds,
+            coding_seconds: row.coding_seconds,
+            wire_bytes: row.wire_bytes,
+        };
+        let chosen = advice.chosen.as_ref().map_or("none".to_owned(), ToString::to_string);
+        eprintln!("unisono: codec {chosen}: {}", advice.reason);
+        let advice = Advice {
+            step,
+            rows: advice.rows.iter().map(prediction).collect(),
+            chosen,
+            measured_dense_seconds: advice.measured_dense_seconds,
+            reason: advice.reason.clone(),
+        };
+        Ok(self.folder().advise(&advice)?)
+    }
+
     pub fn folder(&mut self) -> &mut RunFolder {
         self.folder.as_mut().expect("made before the first step")
     }
@@ -65,8 +86,12 @@ impl Home {
         interrupted: bool,
         json: bool,
     ) -> anyhow::Result<()> {
-        let outcome =
-            Outcome { accuracy: trainee.accuracy()?, weights_hash: trainee.weights_hash() };
+        let judgement = trainee.judge()?;
+        let outcome = Outcome {
+            accuracy: judgement.map(|judgement| judgement.accuracy),
+            held_out_loss: judgement.map(|judgement| judgement.loss),
+            weights_hash: trainee.weights_hash(),
+        };
         let folder = self.folder.take().expect("made before the first step");
         let run = folder.finish(outcome, scaling)?;
         let summary = run.summary.as_ref().context("a finished run has a summary")?;

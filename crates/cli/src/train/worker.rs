@@ -71,6 +71,9 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         interrupted = outcome.agreed && outcome.stop;
         diverged = outcome.agreed && !outcome.loss.is_finite();
         recorder.note(trainee.steps(), &outcome, trainee.synchronizer().sent());
+        if let (Some(home), Some(advice)) = (&mut home, &outcome.advice) {
+            home.advise(trainee.steps(), advice)?;
+        }
         if let Some(home) = &mut home {
             home.reporter.step(trainee.steps(), &outcome);
         }

@@ -53,7 +53,8 @@ fn refusal(result: Result<Run, FolderError>) -> String {
 fn what_was_written_is_read_back() {
     let (_dir, folder) = run_of(10);
     let path = folder.path().to_path_buf();
-    let outcome = Outcome { accuracy: Some(0.975), weights_hash: "abc".into() };
+    let outcome =
+        Outcome { accuracy: Some(0.975), held_out_loss: Some(0.08), weights_hash: "abc".into() };
     let scaling = Scaling { one_worker_samples_per_s: 5.0 };
     let finished = folder.finish(outcome, Some(scaling)).unwrap();
 

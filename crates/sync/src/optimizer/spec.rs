@@ -56,11 +56,6 @@ impl OptimizerSpec {
         }
     }
 
-    /// Whether it divides every element of a gradient by that element's usual size.
-    pub fn is_adaptive(&self) -> bool {
-        matches!(self, OptimizerSpec::AdamW { .. })
-    }
-
     /// The learning rate.
     pub fn learning_rate(&self) -> LearningRate {
         match self {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 use unisono_collective::{Error, Group};
-use unisono_sync::local::{StrategySpec, Weights};
+use unisono_sync::local::Weights;
 use unisono_sync::optimizer::{BadOptimizer, Optimizer, OptimizerSpec, WrongState};
 use unisono_sync::strategy::spread;
 use unisono_sync::{Parameter, Settings, StepOutcome, SyncError, Synchronizer, replica};
@@ -64,10 +64,9 @@ impl Replica {
     pub fn new(
         group: &Group,
         parameters: &Parameters,
-        mut settings: Settings,
+        settings: Settings,
         optimizer: OptimizerSpec,
     ) -> Result<Replica, ReplicaError> {
-        let is_adaptive = optimizer.is_adaptive();
         let entries = parameters.entries();
         let trained: Vec<usize> = (0..entries.len()).filter(|i| !entries[*i].frozen).collect();
         let parameter = |&i: &usize| {
@@ -77,11 +76,6 @@ impl Replica {
         let list: Vec<Parameter> = trained.iter().map(parameter).collect();
         let lengths: Vec<usize> = list.iter().map(Parameter::elements).collect();
         let optimizer = optimizer.build(&lengths)?;
-        if let Some(compression) = &mut settings.compression {
-            // The outer optimizer of local steps is not adaptive, whatever the inner one is.
-            let relative = is_adaptive && settings.strategy == StrategySpec::AllReduce;
-            compression.relative.get_or_insert(relative);
-        }
         let synchronizer = Arc::new(Synchronizer::new(Some(group), list, settings)?);
         let mut replica =
             Replica { entries, trained, synchronizer, optimizer, steps: 0, shards_begun: 0 };

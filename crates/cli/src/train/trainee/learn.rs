@@ -14,7 +14,7 @@ use unisono_workload::init::initialize;
 use unisono_workload::model::{Model, ModelSpec, accuracy};
 
 use super::super::args::Plan;
-use super::{Trainee, slow_down};
+use super::{Judgement, Trainee, slow_down};
 
 /// Samples judged at once. More: more memory. Fewer: slower.
 const JUDGED: usize = 256;
@@ -92,7 +92,7 @@ impl Trainee for Learner {
         self.replica.synchronizer()
     }
 
-    fn accuracy(&self) -> anyhow::Result<Option<f64>> {
+    fn judge(&self) -> anyhow::Result<Option<Judgement>> {
         let most = match self.data.kind() {
             Kind::Classification { .. } => self.data.test_len(),
             Kind::Sequence { context, .. } => {
@@ -101,13 +101,16 @@ impl Trainee for Learner {
         };
         // Spread over all of the held-out part.
         let indices: Vec<usize> = (0..most).map(|i| i * self.data.test_len() / most).collect();
-        let (mut right, mut all) = (0, 0);
+        let (mut right, mut all, mut loss) = (0, 0, 0.0);
         for indices in indices.chunks(JUDGED) {
-            let (hits, answers) = accuracy(&*self.model, &self.data.batch(Split::Test, indices)?)?;
+            let batch = self.data.batch(Split::Test, indices)?;
+            let (hits, answers) = accuracy(&*self.model, &batch)?;
             right += hits;
             all += answers;
+            loss += f64::from(self.model.loss(&batch)?.to_scalar::<f32>()?) * answers as f64;
         }
-        Ok(Some(right as f64 / all as f64))
+        let all = all as f64;
+        Ok(Some(Judgement { accuracy: right as f64 / all, loss: loss / all }))
     }
 
     fn weights_hash(&self) -> String {

@@ -26,8 +26,8 @@ pub trait Trainee {
     /// What keeps it in step with the others.
     fn synchronizer(&self) -> &Synchronizer;
 
-    /// The share of right answers on held-out data, if that is known.
-    fn accuracy(&self) -> anyhow::Result<Option<f64>>;
+    /// How good the model is on held-out data, if that is known.
+    fn judge(&self) -> anyhow::Result<Option<Judgement>>;
 
     /// The hash of the weights.
     fn weights_hash(&self) -> String;
@@ -47,6 +47,15 @@ pub trait Trainee {
 
     /// Ends training: makes the weights of all workers equal. All ranks must call it.
     fn settle(&mut self) -> anyhow::Result<()>;
+}
+
+/// How good a model is.
+#[derive(Clone, Copy, Debug)]
+pub struct Judgement {
+    /// The share of right answers.
+    pub accuracy: f64,
+    /// The mean loss.
+    pub loss: f64,
 }
 
 /// Makes this worker's part of the run.

@@ -13,7 +13,7 @@ use unisono::sync::{Parameter, StepOutcome, Synchronizer};
 use unisono_workload::replay::Replay;
 
 use super::super::args::Plan;
-use super::Trainee;
+use super::{Judgement, Trainee};
 
 /// A replayed model.
 pub struct Replayer {
@@ -91,7 +91,8 @@ impl Trainee for Replayer {
         self.begun = 0;
         self.steps += 1;
         let mut outcome = self.synchronizer.finish(|_, _| ())?;
-        self.synchronizer.agree(&mut Pretended::of(&self.synchronizer, &self.gradient), &mut outcome)?;
+        self.synchronizer
+            .agree(&mut Pretended::of(&self.synchronizer, &self.gradient), &mut outcome)?;
         Ok(outcome)
     }
 
@@ -103,7 +104,7 @@ impl Trainee for Replayer {
         &self.synchronizer
     }
 
-    fn accuracy(&self) -> anyhow::Result<Option<f64>> {
+    fn judge(&self) -> anyhow::Result<Option<Judgement>> {
         Ok(None)
     }
 
@@ -159,7 +160,8 @@ impl Weights for Pretended<'_> {
 fn gradient(elements: usize) -> Vec<f32> {
     let mut state = 1u64;
     let mut uniform = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 40) as f32 / (1 << 24) as f32 - 0.5
     };
     (0..elements).map(|_| uniform() * uniform() * uniform() * 0.01).collect()

@@ -3,11 +3,13 @@
 //! Residuals belong to a shard, and those of a mean to its elements, whoever works on them. So they
 //! are saved under names that do not know the workers, and a run goes on with any number of them.
 
+use std::borrow::Cow;
+
 use unisono_codec::{Memory, Passage};
 use unisono_collective::{Group, Reduction};
 
 use super::scale::Scale;
-use super::spans::share;
+use super::spans::{is_encoded_twice, share};
 use super::{Compressed, Find, Save};
 use crate::error::SyncError;
 
@@ -46,7 +48,7 @@ impl Compressed {
         match codec.passage() {
             Passage::Summed(summed) => state.common = summed.start(&task),
             Passage::Spans(spans) => {
-                if feeds_back {
+                if feeds_back && is_encoded_twice(self.shards.count()) {
                     let (rank, workers) = (self.combiner.group().rank(), self.workers());
                     let own = share(spans, parameter, task.elements(), rank, workers);
                     state.mean = vec![0.0; own.len()];
@@ -58,8 +60,8 @@ impl Compressed {
                 has_velocity = gathered.has_velocity();
             }
         }
-        if self.compression.relative == Some(true) {
-            state.scale = Some(Scale::new(task.elements()));
+        if self.compression.is_relative(codec) {
+            state.scale = Some(Scale::new(task.shape));
         }
         let memory = Memory { residual: zeros(has_residual), velocity: zeros(has_velocity) };
         state.shards = vec![memory; self.own.len()];
@@ -76,7 +78,7 @@ impl Compressed {
             let mut bits = vec![0i32; self.length(parameter, part)];
             let (start, values) = self.held(parameter, part);
             let held = &mut bits[start..start + values.len()];
-            held.iter_mut().zip(values).for_each(|(bits, value)| *bits = value.to_bits() as i32);
+            held.iter_mut().zip(&*values).for_each(|(bits, value)| *bits = value.to_bits() as i32);
             match part {
                 Part::Common | Part::Scale => {}
                 _ => group.reduce_in_place(&mut bits, Reduction::Sum, 0)?,
@@ -112,7 +114,7 @@ impl Compressed {
                 Part::Common => state.common = own,
                 Part::Scale => {
                     if let Some(scale) = &mut state.scale {
-                        scale.restore(own);
+                        scale.restore(&values);
                     }
                 }
             }
@@ -138,7 +140,9 @@ impl Compressed {
                 parts.push((parameter, Part::Scale));
             }
             match codec.passage() {
-                Passage::Spans(_) if feeds_back => parts.push((parameter, Part::Mean)),
+                Passage::Spans(_) if feeds_back && is_encoded_twice(self.shards.count()) => {
+                    parts.push((parameter, Part::Mean))
+                }
                 Passage::Summed(_) if !self.states[parameter].common.is_empty() => {
                     parts.push((parameter, Part::Common));
                 }
@@ -152,22 +156,27 @@ impl Compressed {
     fn length(&self, parameter: usize, part: Part) -> usize {
         match part {
             Part::Common => self.states[parameter].common.len(),
+            Part::Scale => self.states[parameter].scale.as_ref().map_or(0, Scale::len),
             _ => self.parameters[parameter].elements(),
         }
     }
 
     /// What this rank holds of a part, and where in it.
-    fn held(&self, parameter: usize, part: Part) -> (usize, &[f32]) {
+    fn held(&self, parameter: usize, part: Part) -> (usize, Cow<'_, [f32]>) {
         let state = &self.states[parameter];
         let of = |shard: usize| {
             let own = self.own.contains(&shard);
             own.then(|| &state.shards[shard - self.own.start])
         };
         match part {
-            Part::Residual { shard } => (0, of(shard).map_or(&[], |memory| &memory.residual)),
-            Part::Velocity { shard } => (0, of(shard).map_or(&[], |memory| &memory.velocity)),
-            Part::Common => (0, &state.common),
-            Part::Scale => (0, state.scale.as_ref().map_or(&[], |scale| &scale.usual)),
+            Part::Residual { shard } => {
+                (0, of(shard).map_or(&[][..], |memory| &memory.residual).into())
+            }
+            Part::Velocity { shard } => {
+                (0, of(shard).map_or(&[][..], |memory| &memory.velocity).into())
+            }
+            Part::Common => (0, (&state.common).into()),
+            Part::Scale => (0, state.scale.as_ref().map_or(Vec::new(), Scale::known).into()),
             Part::Mean => {
                 let codec = self.chosen[parameter].expect("only what is encoded has parts");
                 let Passage::Spans(spans) = self.codecs[codec].passage() else {
@@ -175,7 +184,8 @@ impl Compressed {
                 };
                 let elements = self.parameters[parameter].elements();
                 let rank = self.combiner.group().rank();
-                (share(spans, parameter, elements, rank, self.workers()).start, &state.mean)
+                let own = share(spans, parameter, elements, rank, self.workers());
+                (own.start, (&state.mean).into())
             }
         }
     }

@@ -51,8 +51,9 @@ pub struct Compression {
     pub warm_up: u64,
     /// Whether residuals are kept. Without them, most codecs that are biased do not converge.
     pub error_feedback: bool,
-    /// Whether errors count relative to the usual size of each element, as they do for adaptive
-    /// optimizers. `None` leaves that to whoever knows the optimizer, and else means no.
+    /// Whether gradients are encoded in units of their usual size, so that small elements do not
+    /// drown. By default they are if every block has a scale of its own, which its largest elements
+    /// decide about.
     pub relative: Option<bool>,
     /// What chance depends on.
     pub seed: u64,
@@ -69,6 +70,18 @@ impl Compression {
             error_feedback: true,
             relative: None,
             seed: 0,
+        }
+    }
+}
+
+impl Compression {
+    /// Whether a codec gets gradients in units of their usual size.
+    fn is_relative(&self, codec: &dyn Codec) -> bool {
+        match codec.passage() {
+            Passage::Spans(_) => self.relative.unwrap_or(true),
+            // Floats are relative by nature.
+            Passage::Summed(summed) if summed.is_identity() => false,
+            _ => self.relative.unwrap_or(false),
         }
     }
 }
@@ -184,20 +197,6 @@ impl Compressed {
         });
     }
 
-    /// Takes note of the means that came out.
-    fn note_scale(&mut self, gradients: &Gradients) {
-        let (layout, mean) = (&gradients.layout, &gradients.slots[0]);
-        timed(&mut self.coding, || {
-            for &parameter in &layout.buckets()[gradients.bucket].parameters {
-                if mean[layout.count(parameter)] > 0.0
-                    && let Some(scale) = &mut self.states[parameter].scale
-                {
-                    scale.note(gradients.step, &mean[layout.span(parameter)]);
-                }
-            }
-        });
-    }
-
     /// Sums what is not compressed, exactly.
     fn exchange_plain(&mut self, gradients: &mut Gradients) -> Result<(), SyncError> {
         let layout = gradients.layout.clone();
@@ -206,12 +205,21 @@ impl Compressed {
         let mut pieces: Vec<Range<usize>> = plain.map(|p| layout.span(*p)).collect();
         let values: usize = pieces.iter().map(Range::len).sum();
         pieces.push(bucket.gradients..bucket.len);
+        // Those whose usual size is measured in this step.
+        let is_due = scale::is_due(gradients.step, self.compression.warm_up);
+        let measured = |p: &&usize| is_due && self.states[**p].scale.is_some();
+        let measured: Vec<usize> = bucket.parameters.iter().filter(measured).copied().collect();
 
         let leaves = &mut self.scratch.plain;
         leaves.resize(gradients.filled, Vec::new());
         for (leaf, slot) in leaves.iter_mut().zip(&gradients.slots) {
             leaf.clear();
             pieces.iter().for_each(|piece| leaf.extend_from_slice(&slot[piece.clone()]));
+            for &parameter in &measured {
+                let scale = self.states[parameter].scale.as_ref();
+                let scale = scale.expect("only those that have one are measured");
+                scale.measure(&slot[layout.span(parameter)], leaf);
+            }
             let align = alignment(self.shards, self.combiner.group().size());
             leaf.resize(leaf.len().next_multiple_of(align), 0.0);
         }
@@ -224,6 +232,16 @@ impl Compressed {
             let (values, after) = rest.split_at(piece.len());
             gradients.slots[0][piece].copy_from_slice(values);
             rest = after;
+        }
+        for parameter in measured {
+            let scale = self.states[parameter].scale.as_mut();
+            let scale = scale.expect("only those that have one are measured");
+            let (sums, after) = rest.split_at(scale.len());
+            rest = after;
+            if gradients.slots[0][layout.count(parameter)] > 0.0 {
+                let mean: Vec<f32> = sums.iter().map(|sum| sum / shards).collect();
+                scale.note(&mean);
+            }
         }
         Ok(())
     }
@@ -272,7 +290,6 @@ impl Exchange for Compressed {
             self.combiner.sum(&mut gradients.slots[..gradients.filled])?;
             gradients.divide();
         }
-        self.note_scale(gradients);
         gradients.folding = self.combiner.folding() - folding;
         gradients.coding = self.coding - coding;
         Ok(())

@@ -1,74 +1,148 @@
 //! Gradients in units of their usual size.
 //!
-//! An adaptive optimizer divides every element of a gradient by how large that element usually is. An
-//! error that is small against the largest element of a block may then be large against its own, and
-//! what a codec takes for the most important elements is not what the optimizer does. So gradients
-//! for such an optimizer are divided before they are encoded, and multiplied after they are decoded,
-//! by the root of a running mean square of the means that came out so far. These are equal on all
-//! workers, so the scale is, too, and does not travel. Residuals are kept in these units.
+//! The elements of a gradient differ in size by orders of magnitude: rare words have small ones, some
+//! layers large ones. To a codec that gives every element of a block the same error, the small ones
+//! drown, and an adaptive optimizer, which divides every element by its usual size, makes the noise
+//! that is left of them as large as the others. So a gradient is divided by the usual size of its
+//! elements before it is encoded, and multiplied after it is decoded. Residuals are kept in these
+//! units.
+//!
+//! The usual size of the element in row `i` and column `j` of a matrix is taken to be
+//! `√(rows[i] · columns[j] / all)`, by the mean squares of that row, that column, and all elements.
+//! These are so few that they can travel as they are, now and then, and be averaged exactly.
+//! Measured on the gradients before they are encoded, they do not depend on what the codec makes
+//! of them.
 
-/// The factor by which the past fades per step. Larger: slower to notice a change. Smaller: follows the
-/// noise of single steps.
-const FADES: f32 = 0.99;
+/// Steps between two measurements. More: slower to notice a change. Fewer: more to send.
+const INTERVAL: u64 = 16;
 
-/// The smallest unit, as a share of the parameter's typical one. Elements that have hardly had a
-/// gradient yet would otherwise be worth more than all others.
-const LEAST: f32 = 0.01;
+/// How much of the earlier measurements each new one leaves. More: less noise. Less: sooner forgotten.
+const FADES: f32 = 0.8;
+
+/// The smallest mean square of a row or column, as a share of that of all elements. Those that have
+/// hardly had a gradient yet would otherwise be worth more than all others.
+const LEAST: f32 = 1e-4;
 
 /// How large the elements of a parameter's gradient usually are.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Scale {
-    /// By element: the root of the mean square.
-    pub usual: Vec<f32>,
-    least: f32,
+    rows: usize,
+    columns: usize,
+    /// The running mean squares of the rows, then of the columns; empty before the first measurement.
+    squares: Vec<f32>,
+    /// What the elements of each row, and of each column, are divided by.
+    units: Vec<f32>,
+}
+
+/// Whether the size of gradients is measured in a step.
+pub fn is_due(step: u64, first: u64) -> bool {
+    step == first || step.is_multiple_of(INTERVAL)
 }
 
 impl Scale {
-    /// Nothing is known yet of as many elements.
-    pub fn new(elements: usize) -> Scale {
-        Scale { usual: vec![0.0; elements], least: 1.0 }
+    /// Nothing is known yet of a parameter of this shape.
+    pub fn new(shape: &[usize]) -> Scale {
+        let rows = shape.first().copied().unwrap_or(1).max(1);
+        let columns = shape.iter().skip(1).product::<usize>();
+        let squares = Vec::new();
+        Scale { rows, columns, squares, units: vec![1.0; rows + columns] }
+    }
+
+    /// Numbers of a measurement.
+    pub fn len(&self) -> usize {
+        self.rows + self.columns
+    }
+
+    /// What is known, to be saved; zeros if nothing is.
+    pub fn known(&self) -> Vec<f32> {
+        match self.squares.is_empty() {
+            true => vec![0.0; self.len()],
+            false => self.squares.clone(),
+        }
     }
 
     /// Goes on with what was known.
-    pub fn restore(&mut self, usual: Vec<f32>) {
-        self.usual = usual;
-        self.find_least();
+    pub fn restore(&mut self, known: &[f32]) {
+        self.squares.clear();
+        if known.iter().any(|square| *square != 0.0) {
+            self.squares.extend_from_slice(known);
+        }
+        self.find_units();
+    }
+
+    /// Appends the mean squares of a gradient's rows and columns.
+    pub fn measure(&self, gradient: &[f32], into: &mut Vec<f32>) {
+        let rows = into.len();
+        into.resize(rows + self.len(), 0.0);
+        let (rows, columns) = into[rows..].split_at_mut(self.rows);
+        for (row, square) in gradient.chunks_exact(self.columns.max(1)).zip(rows) {
+            let mut lanes = [0f32; 16];
+            let ((values, rest), (sums, last)) =
+                (row.as_chunks::<16>(), columns.as_chunks_mut::<16>());
+            for (values, sums) in values.iter().zip(sums) {
+                for i in 0..16 {
+                    let square = values[i] * values[i];
+                    lanes[i] += square;
+                    sums[i] += square;
+                }
+            }
+            for (i, (value, sum)) in rest.iter().zip(last).enumerate() {
+                lanes[i] += value * value;
+                *sum += value * value;
+            }
+            *square = lanes.iter().sum::<f32>() / self.columns as f32;
+        }
+        columns.iter_mut().for_each(|square| *square /= self.rows as f32);
+    }
+
+    /// Takes note of a measurement, the mean over all shards.
+    pub fn note(&mut self, measured: &[f32]) {
+        if self.squares.is_empty() {
+            self.squares.extend_from_slice(measured);
+        } else {
+            for (square, measured) in self.squares.iter_mut().zip(measured) {
+                *square = FADES * *square + (1.0 - FADES) * measured;
+            }
+        }
+        self.find_units();
+    }
+
+    fn find_units(&mut self) {
+        self.units.fill(1.0);
+        if self.squares.is_empty() {
+            return;
+        }
+        let (rows, columns) = self.squares.split_at(self.rows);
+        let all = rows.iter().sum::<f32>() / self.rows as f32;
+        // Without any gradient so far, there is nothing to be relative to; and what is no number
+        // must not spread.
+        if !(all > f32::MIN_POSITIVE && all.is_finite()) {
+            return;
+        }
+        let least = (all * LEAST).max(f32::MIN_POSITIVE);
+        let (row_units, column_units) = self.units.split_at_mut(self.rows);
+        for (unit, square) in row_units.iter_mut().zip(rows) {
+            *unit = square.max(least).sqrt();
+        }
+        for (unit, square) in column_units.iter_mut().zip(columns) {
+            *unit = (square.max(least) / all).sqrt();
+        }
     }
 
     /// Divides a gradient by the usual.
     pub fn divide(&self, gradient: &mut [f32]) {
-        let least = self.least;
-        gradient.iter_mut().zip(&self.usual).for_each(|(g, usual)| *g /= usual.max(least));
+        let (rows, columns) = self.units.split_at(self.rows);
+        for (row, unit) in gradient.chunks_exact_mut(self.columns.max(1)).zip(rows) {
+            row.iter_mut().zip(columns).for_each(|(g, column)| *g /= unit * column);
+        }
     }
 
     /// Multiplies by the usual what was divided by it.
     pub fn multiply(&self, gradient: &mut [f32]) {
-        let least = self.least;
-        gradient.iter_mut().zip(&self.usual).for_each(|(g, usual)| *g *= usual.max(least));
-    }
-
-    /// Takes note of the mean gradient of a step, counted from 0.
-    pub fn note(&mut self, step: u64, mean: &[f32]) {
-        // At first, a plain mean over the steps so far.
-        let fades = FADES.min(step as f32 / (step + 1) as f32);
-        for (usual, mean) in self.usual.iter_mut().zip(mean) {
-            *usual = (fades * *usual * *usual + (1.0 - fades) * mean * mean).sqrt();
+        let (rows, columns) = self.units.split_at(self.rows);
+        for (row, unit) in gradient.chunks_exact_mut(self.columns.max(1)).zip(rows) {
+            row.iter_mut().zip(columns).for_each(|(g, column)| *g *= unit * column);
         }
-        self.find_least();
-    }
-
-    fn find_least(&mut self) {
-        let mut lanes = [0f32; 16];
-        let (chunks, rest) = self.usual.as_chunks::<16>();
-        for chunk in chunks {
-            for (lane, usual) in lanes.iter_mut().zip(chunk) {
-                *lane += usual * usual;
-            }
-        }
-        let sum = lanes.iter().sum::<f32>() + rest.iter().map(|usual| usual * usual).sum::<f32>();
-        let typical = (sum / self.usual.len().max(1) as f32).sqrt();
-        // Without any gradient so far, there is nothing to be relative to.
-        self.least = if typical > 0.0 { typical * LEAST } else { 1.0 };
     }
 }
 
@@ -76,33 +150,62 @@ impl Scale {
 mod tests {
     use super::*;
 
+    /// A gradient whose elements have sizes of rank one.
+    fn gradient(rows: usize, columns: usize) -> Vec<f32> {
+        let size = |i: usize, j: usize| 10f32.powi(i as i32 % 3) * 2f32.powi(j as i32 % 5);
+        let sign = |i: usize, j: usize| if (i * 7 + j * 3) % 2 == 0 { 1.0 } else { -1.0 };
+        (0..rows * columns)
+            .map(|e| size(e / columns, e % columns) * sign(e / columns, e % columns))
+            .collect()
+    }
+
+    fn measured(scale: &Scale, gradient: &[f32]) -> Vec<f32> {
+        let mut into = Vec::new();
+        scale.measure(gradient, &mut into);
+        into
+    }
+
     #[test]
     fn elements_become_alike_and_come_back() {
-        let mut scale = Scale::new(3);
-        let mut first = [5.0, -2.0, 0.0];
-        scale.divide(&mut first);
-        assert_eq!(first, [5.0, -2.0, 0.0], "nothing is known at first");
-        for step in 0..50 {
-            scale.note(step, &[100.0, -0.1, 0.0]);
-        }
-        let mut gradient = [50.0, 0.2, 1e-3];
-        let least = scale.least;
-        scale.divide(&mut gradient);
-        assert!((gradient[0] - 0.5).abs() < 1e-3, "{gradient:?}");
-        assert_eq!(gradient[1], 0.2 / least, "small ones count as the least");
-        scale.multiply(&mut gradient);
-        for (back, value) in gradient.iter().zip([50.0, 0.2, 1e-3]) {
-            assert!((back - value).abs() <= value * 1e-6);
+        for (rows, columns) in [(1, 1), (3, 5), (6, 40), (9, 100)] {
+            let mut scale = Scale::new(&[rows, columns]);
+            let original = gradient(rows, columns);
+            let mut values = original.clone();
+            scale.divide(&mut values);
+            assert_eq!(values, original, "nothing is known at first");
+            scale.note(&measured(&scale, &original));
+            scale.divide(&mut values);
+            for value in &values {
+                assert!((value.abs() - 1.0).abs() < 1e-4, "{rows}×{columns}: {value}");
+            }
+            scale.multiply(&mut values);
+            for (back, value) in values.iter().zip(&original) {
+                assert!((back - value).abs() <= value.abs() * 1e-6);
+            }
         }
     }
 
     #[test]
     fn what_is_restored_is_what_was() {
-        let mut scale = Scale::new(100);
-        let mean: Vec<f32> = (0..100).map(|i| i as f32).collect();
-        scale.note(0, &mean);
-        let mut other = Scale::new(100);
-        other.restore(scale.usual.clone());
-        assert_eq!((other.usual, other.least), (scale.usual, scale.least));
+        let mut scale = Scale::new(&[8, 2, 3]);
+        scale.note(&measured(&scale, &gradient(8, 6)));
+        let mut other = Scale::new(&[8, 2, 3]);
+        other.restore(&scale.known());
+        assert_eq!(other.units, scale.units);
+        let mut fresh = Scale::new(&[8, 2, 3]);
+        fresh.restore(&Scale::new(&[8, 2, 3]).known());
+        fresh.note(&measured(&scale, &gradient(8, 6)));
+        assert_eq!(fresh.units, scale.units, "nothing known is restored as nothing known");
+    }
+
+    #[test]
+    fn zeros_and_what_is_no_number_change_nothing() {
+        for value in [0.0, f32::NAN, f32::INFINITY] {
+            let mut scale = Scale::new(&[2, 3]);
+            scale.note(&measured(&scale, &[value; 6]));
+            let mut gradient = [1.0; 6];
+            scale.divide(&mut gradient);
+            assert_eq!(gradient, [1.0; 6]);
+        }
     }
 }

@@ -5,10 +5,13 @@
 //! and encodes the mean, for which it keeps a residual of its own. All gather the encoded means, and
 //! decode them. Each worker sends and receives as many bytes as an all-reduce of the encodings would,
 //! had they been summable.
+//!
+//! Between two shards nothing is gained by encoding the mean: each worker gets the other's encoding
+//! as it is, for as many bytes and without a second loss.
 
 use std::ops::Range;
 
-use unisono_codec::Spans;
+use unisono_codec::{Key, Spans};
 
 use super::{Compressed, timed};
 use crate::accumulate::Accumulation;
@@ -20,6 +23,14 @@ use crate::strategy::Gradients;
 /// to them.
 const AT_ONCE: usize = 2048;
 
+/// The most shards whose encodings all workers get.
+const GATHERED: usize = 2;
+
+/// Whether the mean of so many shards is encoded again.
+pub fn is_encoded_twice(shards: usize) -> bool {
+    shards > GATHERED
+}
+
 impl Compressed {
     pub(super) fn exchange_spans(
         &mut self,
@@ -28,6 +39,9 @@ impl Compressed {
         parameters: &[usize],
         gradients: &mut Gradients,
     ) -> Result<(), SyncError> {
+        if !is_encoded_twice(self.shards.count()) {
+            return self.exchange_whole(spans, feeds_back, parameters, gradients);
+        }
         let (me, workers) = (self.combiner.group().rank(), self.workers());
         let (layout, step) = (gradients.layout.clone(), gradients.step);
         let elements: Vec<usize> = self.parameters.iter().map(|p| p.elements()).collect();
@@ -57,20 +71,9 @@ impl Compressed {
                         rest = after;
                         let gradient = &gradients.slots[i][layout.span(parameter)][span.clone()];
                         let key = self.task(parameter, step).key(shard);
-                        if feeds_back {
-                            let state = &mut self.states[parameter].shards[i];
-                            let owed = &mut state.residual[span.clone()];
-                            for at in pieces(spans, span.len()) {
-                                let owed = &mut owed[at.clone()];
-                                owed.iter_mut()
-                                    .zip(&gradient[at.clone()])
-                                    .for_each(|(owed, g)| *owed += g);
-                                let into = &mut into[spans.bytes(at.start)..spans.bytes(at.end)];
-                                spans.encode_owed(key, span.start + at.start, owed, into);
-                            }
-                        } else {
-                            spans.encode(key, span.start, gradient, into);
-                        }
+                        let residual = &mut self.states[parameter].shards[i].residual;
+                        let owed = feeds_back.then(|| &mut residual[span.clone()]);
+                        encode(spans, key, span.start, gradient, owed, into);
                     }
                 }
             }
@@ -139,6 +142,88 @@ impl Compressed {
         self.scratch.mine = mine;
         self.coding = coding;
         Ok(())
+    }
+}
+
+impl Compressed {
+    /// Gives all encodings to all workers, who average them by themselves.
+    fn exchange_whole(
+        &mut self,
+        spans: &dyn Spans,
+        feeds_back: bool,
+        parameters: &[usize],
+        gradients: &mut Gradients,
+    ) -> Result<(), SyncError> {
+        let (layout, step, workers) = (gradients.layout.clone(), gradients.step, self.workers());
+        let bytes = |parameter: usize| spans.bytes(self.parameters[parameter].elements());
+        let lengths: Vec<usize> = parameters.iter().map(|p| bytes(*p)).collect();
+        let one: usize = lengths.iter().sum();
+        let (mut coding, mut mine) = (self.coding, std::mem::take(&mut self.scratch.mine));
+        mine.resize(one * self.own.len(), 0);
+        timed(&mut coding, || {
+            let mut rest = &mut mine[..];
+            for (i, shard) in self.own.clone().enumerate() {
+                for (&parameter, length) in parameters.iter().zip(&lengths) {
+                    let (into, after) = rest.split_at_mut(*length);
+                    rest = after;
+                    let gradient = &gradients.slots[i][layout.span(parameter)];
+                    let key = self.task(parameter, step).key(shard);
+                    let residual = &mut self.states[parameter].shards[i].residual;
+                    let owed = feeds_back.then_some(&mut residual[..]);
+                    encode(spans, key, 0, gradient, owed, into);
+                }
+            }
+        });
+        let shards = self.shards.count();
+        let mut all = std::mem::take(&mut self.scratch.all);
+        all.resize(one * shards, 0);
+        let counts: Vec<usize> =
+            (0..workers).map(|rank| self.shards.of(rank, workers).len() * one).collect();
+        self.combiner.group().all_gather_unequal(&mine, &mut all, &counts)?;
+        timed(&mut coding, || -> Result<(), SyncError> {
+            let sum = Accumulation::new(shards, 0..shards);
+            let (mut slots, mut leaf) = (vec![Vec::new(); sum.slots()], Vec::new());
+            let mut first = 0;
+            for (&parameter, length) in parameters.iter().zip(&lengths) {
+                let into = &mut gradients.slots[0][layout.span(parameter)];
+                for at in pieces(spans, into.len()) {
+                    let encoded = first + spans.bytes(at.start)..first + spans.bytes(at.end);
+                    leaf.resize(at.len(), 0.0);
+                    slots.iter_mut().for_each(|slot: &mut Vec<f32>| slot.resize(at.len(), 0.0));
+                    for (shard, bytes) in all.chunks_exact(one).enumerate() {
+                        let decoded = spans.decode(&bytes[encoded.clone()], &mut leaf);
+                        decoded.map_err(|source| SyncError::Encoding { shard, source })?;
+                        sum.add(shard, &mut slots, 0..at.len(), &leaf.as_slice());
+                    }
+                    let mean = into[at].iter_mut().zip(&slots[0]);
+                    mean.for_each(|(mean, sum)| *mean = sum / shards as f32);
+                }
+                first += length;
+            }
+            Ok(())
+        })?;
+        self.scratch.mine = mine;
+        self.scratch.all = all;
+        self.coding = coding;
+        Ok(())
+    }
+}
+
+/// Encodes a run of blocks of one shard, with what is owed if it is remembered.
+fn encode(
+    spans: &dyn Spans,
+    key: Key,
+    first: usize,
+    gradient: &[f32],
+    owed: Option<&mut [f32]>,
+    into: &mut [u8],
+) {
+    let Some(owed) = owed else { return spans.encode(key, first, gradient, into) };
+    for at in pieces(spans, gradient.len()) {
+        let owed = &mut owed[at.clone()];
+        owed.iter_mut().zip(&gradient[at.clone()]).for_each(|(owed, g)| *owed += g);
+        let into = &mut into[spans.bytes(at.start)..spans.bytes(at.end)];
+        spans.encode_owed(key, first + at.start, owed, into);
     }
 }
 
