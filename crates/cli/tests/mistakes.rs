@@ -130,6 +130,57 @@ fn numbers_that_do_not_fit_together() {
 }
 
 #[test]
+fn settings_that_contradict_each_other() {
+    let desk = Desk::new();
+    each(
+        &desk,
+        &[
+            (
+                "train --strategy local:8 --codec auto",
+                &["--codec auto", "--strategy local:8", "name a codec", "leave it out"],
+            ),
+            (
+                "train --optimizer momentum --codec dgc:1%,momentum=0.9",
+                &["--codec dgc", "--optimizer momentum", "use --optimizer sgd"],
+            ),
+        ],
+    );
+}
+
+/// What is no value at all, the parser of the command line says in its own words, before anything
+/// else is looked at.
+#[test]
+fn values_that_are_not_understood() {
+    let desk = Desk::new();
+    let mistakes: &[(&str, &[&str])] = &[
+        ("--codec zip", &["'--codec <CODEC>'", "no codec zip", "choose fp16"]),
+        ("--codec topk:0%", &["'--codec <CODEC>'", "0%", "such as 1%"]),
+        ("--codec int8:5", &["'--codec <CODEC>'", "nearest or stochastic"]),
+        ("--codec topk+zip", &["'--codec <CODEC>'", "zip", "after + come fp16"]),
+        ("--codec powersgd:0", &["'--codec <CODEC>'", "powersgd"]),
+        ("--codec-rule int8", &["'--codec-rule <PATTERN=CODEC>'", "write PATTERN=CODEC"]),
+        ("--codec-rule *=zip", &["'--codec-rule <PATTERN=CODEC>'", "no codec zip"]),
+        ("--codec-relative maybe", &["'--codec-relative <BOOL>'"]),
+        ("--codec-warmup -1", &["-1"]),
+        ("--strategy often", &["'--strategy <STRATEGY>'", "often", "write all-reduce"]),
+        ("--strategy diloco:0", &["'--strategy <STRATEGY>'", "diloco:0", "from 1"]),
+        ("--strategy local:5..2", &["'--strategy <STRATEGY>'", "MAX must not be below H"]),
+        ("--strategy diloco:4,streams=9", &["'--strategy <STRATEGY>'", "streams"]),
+    ];
+    for (arguments, words) in mistakes {
+        let ended = desk.run(&format!("train {arguments}"));
+        assert_eq!(ended.status.code(), Some(2), "{arguments}: {}", ended.stderr);
+        assert_eq!(ended.stdout, "", "{arguments}");
+        let line = ended.stderr.lines().next().unwrap_or_default();
+        assert!(line.starts_with("error: "), "{arguments}: {line}");
+        for word in *words {
+            assert!(line.contains(word), "no {word:?} in the answer to {arguments}: {line}");
+        }
+    }
+    assert!(!desk.path("runs").exists(), "a run that was refused left a folder");
+}
+
+#[test]
 fn models_to_replay_that_are_not_understood() {
     let desk = Desk::new();
     desk.write("model", "layer first 1 2\nfirst.weight 10x64\nlayer second 1\n");

@@ -409,7 +409,7 @@ mod tests {
             assert_eq!(spec.to_string().parse(), Ok(spec));
         }
         assert_eq!("topk:0.01".parse::<CodecSpec>().unwrap().to_string(), "topk:1%");
-        assert_eq!("powersgd".parse::<CodecSpec>().unwrap().to_string(), "powersgd:2");
+        assert_eq!("powersgd".parse::<CodecSpec>().unwrap().to_string(), "powersgd:4");
     }
 
     #[test]

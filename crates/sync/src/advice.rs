@@ -19,7 +19,7 @@ use unisono_codec::CodecSpec;
 /// What is considered, from the gentlest to the coarsest. Codecs that converge with their default
 /// settings wherever dense gradients do: not `dgc`, which takes the momentum out of the optimizer's
 /// hands, and not `randk`, which needs a rate and a learning rate that suit each other.
-pub const CANDIDATES: [&str; 6] = ["fp16", "int8", "int4", "sign", "topk:1%", "powersgd:2"];
+pub const CANDIDATES: [&str; 6] = ["fp16", "int8", "int4", "sign", "topk:1%", "powersgd:4"];
 
 /// What a codec must save of a step to be chosen. Less: the choice may be an error of the prediction,
 /// and costs precision for nothing. More: gains are left.

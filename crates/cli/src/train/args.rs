@@ -45,6 +45,9 @@ const MOST_MS: f64 = 3_600_000.0;
 /// The most that a worker can be slowed down.
 const MOST_SLOWNESS: f64 = 1000.0;
 
+/// The most steps that are not encoded if nobody says how many.
+const MOST_WARM_UP: u64 = 1000;
+
 /// Milliseconds that a worker replays for a shard if nothing else is known.
 const REPLAY_MS: f64 = 50.0;
 
@@ -149,9 +152,10 @@ pub struct TrainArgs {
     /// The first that fits decides.
     #[arg(long, value_name = "PATTERN=CODEC")]
     codec_rule: Vec<Rule>,
-    /// Steps at the beginning in which nothing is encoded.
-    #[arg(long, default_value_t = 0, value_name = "STEPS")]
-    codec_warmup: u64,
+    /// Steps at the beginning in which nothing is encoded; by default a twentieth of all, at most 1000,
+    /// for codecs that leave most out (sign, topk, randk, dgc, powersgd), and none for others.
+    #[arg(long, value_name = "STEPS")]
+    codec_warmup: Option<u64>,
     /// Whether gradients are encoded in units of their usual size, so that small elements do not drown;
     /// by default they are for int8, int4, qsgd and sign.
     #[arg(long, value_name = "BOOL")]
@@ -492,6 +496,12 @@ impl TrainArgs {
 
     /// The codec. One with momentum takes it over from the optimizer.
     fn codec(&self, optimizer: &mut OptimizerSpec) -> anyhow::Result<CodecChoice> {
+        ensure!(
+            self.codec != CodecChoice::Auto || self.strategy == StrategySpec::AllReduce,
+            "--codec auto predicts runs that synchronize in every step, and --strategy {} does not; \
+             name a codec such as int8, or leave it out",
+            self.strategy
+        );
         let mut codec = self.codec.clone();
         if let CodecChoice::Fixed(CodecSpec::Dgc(settings, _)) = &mut codec
             && self.strategy == StrategySpec::AllReduce
@@ -511,6 +521,22 @@ impl TrainArgs {
         Ok(codec)
     }
 
+    /// At the beginning gradients change fastest, and what is sent late is worth little.
+    fn usual_warm_up(&self, codec: &CodecChoice) -> u64 {
+        let is_harsh = |codec: &CodecSpec| {
+            let harsh = ["sign", "topk", "randk", "dgc", "powersgd"];
+            harsh.contains(&codec.name())
+        };
+        match codec {
+            CodecChoice::Fixed(codec)
+                if is_harsh(codec) && self.strategy == StrategySpec::AllReduce =>
+            {
+                (self.steps / 20).min(MOST_WARM_UP)
+            }
+            _ => 0,
+        }
+    }
+
     fn compression(&self, codec: &CodecChoice) -> Option<Compression> {
         let fixed = match codec {
             CodecChoice::Fixed(codec) => Some(codec.clone()),
@@ -519,7 +545,7 @@ impl TrainArgs {
         self.encodes().then(|| Compression {
             rules: Rules { codec: fixed, exceptions: self.codec_rule.clone() },
             auto: *codec == CodecChoice::Auto,
-            warm_up: self.codec_warmup,
+            warm_up: self.codec_warmup.unwrap_or(self.usual_warm_up(codec)),
             error_feedback: !self.no_error_feedback,
             relative: self.codec_relative,
             seed: self.seed,

@@ -62,6 +62,11 @@ impl Desk {
         self.write(name, (0..words).map(word).collect::<String>());
     }
 
+    /// How many commands were started here so far.
+    pub fn count(&self) -> u32 {
+        self.jobs.load(Ordering::Relaxed)
+    }
+
     /// `unisono` with these arguments, separated by spaces.
     pub fn command(&self, arguments: &str) -> Command {
         self.command_by(|program| Command::new(program), arguments)

@@ -35,7 +35,7 @@ pub struct PowerSgd {
 
 impl PowerSgd {
     /// The usual rank. A larger one keeps more of a gradient, in proportionally more bytes.
-    pub const RANK: usize = 2;
+    pub const RANK: usize = 4;
 
     /// The ranks there are. With more, encodings of most parameters are no smaller than the gradient.
     pub const RANKS: RangeInclusive<usize> = 1..=32;

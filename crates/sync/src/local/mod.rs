@@ -152,7 +152,7 @@ impl LocalSteps {
         let due = self.schedule.after(step);
         let mut outcome = Outcome::default();
         if let Some(group) = due.submit {
-            self.submit(group, step - 1, weights, loss);
+            self.submit(group, step - 1, weights, loss, false);
         }
         if let Some(group) = due.apply {
             self.apply(group, step, weights, &mut outcome)?;
@@ -164,7 +164,8 @@ impl LocalSteps {
     ///
     /// What is under way is applied. Then the agreed weights become the mean of the workers'. That is
     /// plain averaging: an outer optimizer's momentum would carry the weights as far as after a whole
-    /// period. What was synchronized after this very step is left alone.
+    /// period. No codec is used: nobody would pay later for what it leaves out. What was synchronized
+    /// after this very step is left alone.
     pub fn settle(&mut self, step: u64, weights: &mut dyn Weights) -> Result<Outcome, SyncError> {
         let mut outcome = Outcome::default();
         for group in 0..self.flights.len() {
@@ -175,7 +176,7 @@ impl LocalSteps {
         let is_equal = |group| due.submit == Some(group) && due.apply == Some(group);
         let rest: Vec<usize> = (0..self.flights.len()).filter(|group| !is_equal(*group)).collect();
         for group in &rest {
-            self.submit(*group, step, weights, 0.0);
+            self.submit(*group, step, weights, 0.0, true);
         }
         for group in rest {
             let mean = self.collect(group, &mut outcome)?;
@@ -210,8 +211,8 @@ impl LocalSteps {
         self.strategy.sent()
     }
 
-    /// Lets the pseudo-gradient of a group go.
-    fn submit(&mut self, group: usize, step: u64, weights: &dyn Weights, loss: f32) {
+    /// Lets the pseudo-gradient of a group go, in full if it must be exact.
+    fn submit(&mut self, group: usize, step: u64, weights: &dyn Weights, loss: f32, exact: bool) {
         let flight = std::mem::replace(&mut self.flights[group], Flight::UnderWay);
         let Flight::Idle(mut slots) = flight else {
             panic!("steps come one after the other: group {group} is not yet applied");
@@ -237,7 +238,9 @@ impl LocalSteps {
         numbers[STOP] = if std::mem::take(&mut self.vote) { 1.0 } else { 0.0 };
         slots[0][bucket.scalars.clone()].copy_from_slice(&numbers);
         let layout = self.layout.clone();
-        self.strategy.submit(Gradients::new(group, layout, step, slots, 1, self.workers));
+        let mut gradients = Gradients::new(group, layout, step, slots, 1, self.workers);
+        gradients.exact = exact;
+        self.strategy.submit(gradients);
     }
 
     /// Applies the mean pseudo-gradient of a group, if it is in flight. One that was due may have

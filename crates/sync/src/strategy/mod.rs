@@ -120,6 +120,8 @@ pub struct Gradients {
     pub layout: Arc<Layout>,
     /// The step, counted from 0.
     pub step: u64,
+    /// Whether it must not be encoded, whatever the strategy.
+    pub exact: bool,
     /// What this rank has: one buffer for every subtree that it has summed, or, if the strategy
     /// [wants them](Strategy::wants_leaves), for every shard. What comes back is the mean over all
     /// shards, in the first. The strategy leaves the others alone.
@@ -157,6 +159,7 @@ impl Gradients {
             bucket,
             layout,
             step,
+            exact: false,
             slots,
             filled,
             shards,

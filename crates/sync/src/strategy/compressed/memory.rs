@@ -8,6 +8,7 @@ use std::borrow::Cow;
 use unisono_codec::{Memory, Passage};
 use unisono_collective::{Group, Reduction};
 
+use super::momentum::Momentum;
 use super::scale::Scale;
 use super::spans::{is_encoded_twice, share};
 use super::{Compressed, Find, Save};
@@ -22,6 +23,8 @@ pub struct State {
     pub mean: Vec<f32>,
     /// What all workers remember alike.
     pub common: Vec<f32>,
+    /// The momentum of its mean while it is not encoded, if the codec has one; empty if it is zero.
+    pub velocity: Vec<f32>,
     /// How large its gradient usually is, if that matters.
     pub scale: Option<Scale>,
 }
@@ -34,6 +37,7 @@ enum Part {
     Mean,
     Common,
     Scale,
+    Momentum,
 }
 
 impl Compressed {
@@ -80,7 +84,7 @@ impl Compressed {
             let held = &mut bits[start..start + values.len()];
             held.iter_mut().zip(&*values).for_each(|(bits, value)| *bits = value.to_bits() as i32);
             match part {
-                Part::Common | Part::Scale => {}
+                Part::Common | Part::Scale | Part::Momentum => {}
                 _ => group.reduce_in_place(&mut bits, Reduction::Sum, 0)?,
             }
             if group.rank() == 0 {
@@ -112,6 +116,9 @@ impl Compressed {
                 Part::Residual { .. } | Part::Velocity { .. } => {}
                 Part::Mean => state.mean = own,
                 Part::Common => state.common = own,
+                // Zeros are as good as nothing.
+                Part::Momentum if values.iter().all(|x| *x == 0.0) => state.velocity.clear(),
+                Part::Momentum => state.velocity = values,
                 Part::Scale => {
                     if let Some(scale) = &mut state.scale {
                         scale.restore(&values);
@@ -125,7 +132,11 @@ impl Compressed {
     /// All that is remembered by anybody, in an order that all ranks know.
     fn parts(&self) -> Vec<(usize, Part)> {
         let mut parts = Vec::new();
+        let has_momentum = Momentum::of(&self.compression.rules).is_some();
         for (parameter, codec) in self.chosen.iter().enumerate() {
+            if has_momentum {
+                parts.push((parameter, Part::Momentum));
+            }
             let Some(codec) = codec.map(|codec| &*self.codecs[codec]) else { continue };
             let feeds_back = self.feeds_back(codec);
             for shard in 0..self.shards.count() {
@@ -156,7 +167,7 @@ impl Compressed {
     fn length(&self, parameter: usize, part: Part) -> usize {
         match part {
             Part::Common => self.states[parameter].common.len(),
-            Part::Scale => self.states[parameter].scale.as_ref().map_or(0, Scale::len),
+            Part::Scale => self.states[parameter].scale.as_ref().map_or(0, Scale::known_len),
             _ => self.parameters[parameter].elements(),
         }
     }
@@ -176,6 +187,7 @@ impl Compressed {
                 (0, of(shard).map_or(&[][..], |memory| &memory.velocity).into())
             }
             Part::Common => (0, (&state.common).into()),
+            Part::Momentum => (0, (&state.velocity).into()),
             Part::Scale => (0, state.scale.as_ref().map_or(Vec::new(), Scale::known).into()),
             Part::Mean => {
                 let codec = self.chosen[parameter].expect("only what is encoded has parts");
@@ -198,6 +210,7 @@ impl Compressed {
             Part::Mean => format!("codec.mean.{name}"),
             Part::Common => format!("codec.common.{name}"),
             Part::Scale => format!("codec.scale.{name}"),
+            Part::Momentum => format!("codec.momentum.{name}"),
         }
     }
 }

@@ -14,6 +14,7 @@ mod auto;
 mod gathered;
 mod machine;
 mod memory;
+mod momentum;
 mod probe;
 mod scale;
 mod spans;
@@ -38,6 +39,7 @@ use crate::times::StepTimes;
 use auto::{Choice, Observer};
 use memory::State;
 pub use memory::spread;
+use scale::Scale;
 
 /// What is compressed, and from when on.
 #[derive(Clone, Debug, PartialEq)]
@@ -206,8 +208,8 @@ impl Compressed {
         let values: usize = pieces.iter().map(Range::len).sum();
         pieces.push(bucket.gradients..bucket.len);
         // Those whose usual size is measured in this step.
-        let is_due = scale::is_due(gradients.step, self.compression.warm_up);
-        let measured = |p: &&usize| is_due && self.states[**p].scale.is_some();
+        let is_due = |scale: &Scale| scale.is_due(gradients.step);
+        let measured = |p: &&usize| self.states[**p].scale.as_ref().is_some_and(is_due);
         let measured: Vec<usize> = bucket.parameters.iter().filter(measured).copied().collect();
 
         let leaves = &mut self.scratch.plain;
@@ -240,7 +242,7 @@ impl Compressed {
             rest = after;
             if gradients.slots[0][layout.count(parameter)] > 0.0 {
                 let mean: Vec<f32> = sums.iter().map(|sum| sum / shards).collect();
-                scale.note(&mean);
+                scale.note(gradients.step, &mean);
             }
         }
         Ok(())
@@ -258,7 +260,8 @@ impl Exchange for Compressed {
 
     fn exchange(&mut self, gradients: &mut Gradients) -> Result<(), SyncError> {
         let (folding, coding) = (self.combiner.folding(), self.coding);
-        if self.wants_leaves(gradients.step) {
+        let encoded = self.wants_leaves(gradients.step) && !gradients.exact;
+        if encoded {
             debug_assert_eq!(gradients.filled, self.own.len(), "one slot per shard");
             self.exchange_plain(gradients)?;
             let layout = gradients.layout.clone();
@@ -272,6 +275,7 @@ impl Exchange for Compressed {
                 }
                 let codec = self.codecs[codec].clone();
                 let feeds_back = self.feeds_back(&*codec);
+                self.hand_over_velocity(&parameters);
                 self.divide_by_scale(&parameters, gradients);
                 match codec.passage() {
                     Passage::Summed(summed) => {
@@ -290,6 +294,7 @@ impl Exchange for Compressed {
             self.combiner.sum(&mut gradients.slots[..gradients.filled])?;
             gradients.divide();
         }
+        self.apply_momentum(gradients, encoded);
         gradients.folding = self.combiner.folding() - folding;
         gradients.coding = self.coding - coding;
         Ok(())

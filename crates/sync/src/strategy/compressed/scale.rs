@@ -32,11 +32,8 @@ pub struct Scale {
     squares: Vec<f32>,
     /// What the elements of each row, and of each column, are divided by.
     units: Vec<f32>,
-}
-
-/// Whether the size of gradients is measured in a step.
-pub fn is_due(step: u64, first: u64) -> bool {
-    step == first || step.is_multiple_of(INTERVAL)
+    /// The interval of the next measurement, at the earliest.
+    next: u64,
 }
 
 impl Scale {
@@ -45,7 +42,12 @@ impl Scale {
         let rows = shape.first().copied().unwrap_or(1).max(1);
         let columns = shape.iter().skip(1).product::<usize>();
         let squares = Vec::new();
-        Scale { rows, columns, squares, units: vec![1.0; rows + columns] }
+        Scale { rows, columns, squares, units: vec![1.0; rows + columns], next: 0 }
+    }
+
+    /// Whether the size is to be measured in a step.
+    pub fn is_due(&self, step: u64) -> bool {
+        step / INTERVAL >= self.next
     }
 
     /// Numbers of a measurement.
@@ -53,20 +55,31 @@ impl Scale {
         self.rows + self.columns
     }
 
-    /// What is known, to be saved; zeros if nothing is.
+    /// What is known, to be saved: a measurement, zeros if there is none, and when the next is due.
     pub fn known(&self) -> Vec<f32> {
-        match self.squares.is_empty() {
-            true => vec![0.0; self.len()],
-            false => self.squares.clone(),
-        }
+        let mut known = self.squares.clone();
+        known.resize(self.len(), 0.0);
+        known.push(self.next as f32);
+        known
+    }
+
+    /// Numbers of what is known.
+    pub fn known_len(&self) -> usize {
+        self.len() + 1
     }
 
     /// Goes on with what was known.
+    ///
+    /// # Panics
+    /// If it has another length.
     pub fn restore(&mut self, known: &[f32]) {
+        assert_eq!(known.len(), self.known_len(), "what is known of a parameter of this shape");
+        let (squares, next) = known.split_at(self.len());
         self.squares.clear();
-        if known.iter().any(|square| *square != 0.0) {
-            self.squares.extend_from_slice(known);
+        if squares.iter().any(|square| *square != 0.0) {
+            self.squares.extend_from_slice(squares);
         }
+        self.next = next[0] as u64;
         self.find_units();
     }
 
@@ -95,8 +108,9 @@ impl Scale {
         columns.iter_mut().for_each(|square| *square /= self.rows as f32);
     }
 
-    /// Takes note of a measurement, the mean over all shards.
-    pub fn note(&mut self, measured: &[f32]) {
+    /// Takes note of a step's measurement, the mean over all shards.
+    pub fn note(&mut self, step: u64, measured: &[f32]) {
+        self.next = step / INTERVAL + 1;
         if self.squares.is_empty() {
             self.squares.extend_from_slice(measured);
         } else {
@@ -153,7 +167,7 @@ mod tests {
     /// A gradient whose elements have sizes of rank one.
     fn gradient(rows: usize, columns: usize) -> Vec<f32> {
         let size = |i: usize, j: usize| 10f32.powi(i as i32 % 3) * 2f32.powi(j as i32 % 5);
-        let sign = |i: usize, j: usize| if (i * 7 + j * 3) % 2 == 0 { 1.0 } else { -1.0 };
+        let sign = |i: usize, j: usize| if (i * 7 + j * 3).is_multiple_of(2) { 1.0 } else { -1.0 };
         (0..rows * columns)
             .map(|e| size(e / columns, e % columns) * sign(e / columns, e % columns))
             .collect()
@@ -173,7 +187,7 @@ mod tests {
             let mut values = original.clone();
             scale.divide(&mut values);
             assert_eq!(values, original, "nothing is known at first");
-            scale.note(&measured(&scale, &original));
+            scale.note(0, &measured(&scale, &original));
             scale.divide(&mut values);
             for value in &values {
                 assert!((value.abs() - 1.0).abs() < 1e-4, "{rows}×{columns}: {value}");
@@ -188,13 +202,14 @@ mod tests {
     #[test]
     fn what_is_restored_is_what_was() {
         let mut scale = Scale::new(&[8, 2, 3]);
-        scale.note(&measured(&scale, &gradient(8, 6)));
+        scale.note(40, &measured(&scale, &gradient(8, 6)));
+        assert!(!scale.is_due(47) && scale.is_due(48));
         let mut other = Scale::new(&[8, 2, 3]);
         other.restore(&scale.known());
-        assert_eq!(other.units, scale.units);
+        assert_eq!((&other.units, other.next), (&scale.units, scale.next));
         let mut fresh = Scale::new(&[8, 2, 3]);
         fresh.restore(&Scale::new(&[8, 2, 3]).known());
-        fresh.note(&measured(&scale, &gradient(8, 6)));
+        fresh.note(40, &measured(&scale, &gradient(8, 6)));
         assert_eq!(fresh.units, scale.units, "nothing known is restored as nothing known");
     }
 
@@ -202,7 +217,7 @@ mod tests {
     fn zeros_and_what_is_no_number_change_nothing() {
         for value in [0.0, f32::NAN, f32::INFINITY] {
             let mut scale = Scale::new(&[2, 3]);
-            scale.note(&measured(&scale, &[value; 6]));
+            scale.note(0, &measured(&scale, &[value; 6]));
             let mut gradient = [1.0; 6];
             scale.divide(&mut gradient);
             assert_eq!(gradient, [1.0; 6]);
