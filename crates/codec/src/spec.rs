@@ -74,8 +74,8 @@ pub enum Values {
 pub enum BadCodec {
     /// There is no such codec.
     #[error(
-        "there is no codec {name}; choose fp16, bf16, int8, int4, qsgd, sign, topk, randk, dgc or \
-         powersgd"
+        "there is no codec {name}; choose fp16, bf16, int8, int4, qsgd, sign, topk, randk, dgc, powersgd, \
+         or none"
     )]
     Unknown {
         /// What was asked for.

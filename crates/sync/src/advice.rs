@@ -274,7 +274,7 @@ fn refusal(none: &Prediction, best: &Prediction, idle: f64, saves: f64) -> Strin
              {instead}"
         );
     }
-    if best.coding_seconds >= saves {
+    if best.coding_seconds >= saves && best.seconds >= none.seconds {
         let (coding, saves) = (duration(best.coding_seconds), duration(saves.max(0.0)));
         return format!(
             "encoding takes longer ({coding}) than sending saves ({saves}): with {codec} the step \

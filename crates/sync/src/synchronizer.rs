@@ -175,16 +175,16 @@ impl Synchronizer {
         let alone = workers == 1 || plan.is_some();
         let (strategy, local, shards, leaves) = match plan {
             None => {
-                let strategy = strategy::build(group, shards, &parameters, compression)?;
+                let strategy = strategy::build(group, shards, false, &parameters, compression)?;
                 (strategy, None, shards, own.clone())
             }
             Some(plan) => {
                 let replicas = Shards::new(workers, workers)?;
-                let outer = strategy::build(group, replicas, &parameters, compression)?;
+                let outer = strategy::build(group, replicas, true, &parameters, compression)?;
                 let local = LocalSteps::new(outer, workers, &parameters, plan);
                 // By itself, a worker steps by the mean of its own shards.
                 let shards = Shards::new(own.len(), 1)?;
-                let inner = strategy::build(None, shards, &parameters, None)?;
+                let inner = strategy::build(None, shards, false, &parameters, None)?;
                 (inner, Some(local), shards, 0..own.len())
             }
         };

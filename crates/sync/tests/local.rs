@@ -381,7 +381,7 @@ fn a_run_goes_on_from_any_step_with_the_same_bits() {
 #[test]
 fn a_state_that_lacks_something_is_refused_on_all_ranks() {
     let spec = "diloco:8,streams=2,delay=3";
-    for lacking in ["agreed.p1", "outer.p2", "flight.p2", "submitted.1.p2", "numbers.p0"] {
+    for lacking in ["agreed.p1", "outer.p2", "flight.p2", "submitted.0.p2", "numbers.p0"] {
         on_workers(2, Transport::Auto, |group| {
             let mut worker = Worker::new(group, spec, "sgd", None);
             (1..=5).for_each(|step| drop(worker.step(step)));

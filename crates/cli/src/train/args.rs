@@ -45,8 +45,9 @@ const MOST_MS: f64 = 3_600_000.0;
 /// The most that a worker can be slowed down.
 const MOST_SLOWNESS: f64 = 1000.0;
 
-/// The most steps that are not encoded if nobody says how many.
-const MOST_WARM_UP: u64 = 1000;
+/// Steps that are not encoded if nobody says how many. Not a share of all, which a run that is resumed
+/// may have more of.
+const WARM_UP: u64 = 100;
 
 /// Milliseconds that a worker replays for a shard if nothing else is known.
 const REPLAY_MS: f64 = 50.0;
@@ -152,8 +153,8 @@ pub struct TrainArgs {
     /// The first that fits decides.
     #[arg(long, value_name = "PATTERN=CODEC")]
     codec_rule: Vec<Rule>,
-    /// Steps at the beginning in which nothing is encoded; by default a twentieth of all, at most 1000,
-    /// for codecs that leave most out (sign, topk, randk, dgc, powersgd), and none for others.
+    /// Steps at the beginning in which nothing is encoded; by default 100 for codecs that leave most out
+    /// (sign, topk, randk, dgc, powersgd), and none for others.
     #[arg(long, value_name = "STEPS")]
     codec_warmup: Option<u64>,
     /// Whether gradients are encoded in units of their usual size, so that small elements do not drown;
@@ -531,7 +532,7 @@ impl TrainArgs {
             CodecChoice::Fixed(codec)
                 if is_harsh(codec) && self.strategy == StrategySpec::AllReduce =>
             {
-                (self.steps / 20).min(MOST_WARM_UP)
+                WARM_UP
             }
             _ => 0,
         }

@@ -72,7 +72,11 @@ impl Report {
     }
 
     fn saving(&self) -> Option<String> {
-        let ratio = times_less(self.info.wire_ratio(self.run.wire_bytes_per_step)?);
+        let ratio = match self.info.wire_ratio(self.run.wire_bytes_per_step)? {
+            // The counts and numbers of a step come on top of its gradients.
+            ratio if (0.98..1.02).contains(&ratio) => "no less".to_owned(),
+            ratio => times_less(ratio),
+        };
         match (self.run.has_local_steps(), self.info.codec()) {
             (true, _) => Some(format!("{ratio} than a full exchange in every step")),
             (false, Some(_)) => Some(format!("{ratio} than without a codec")),

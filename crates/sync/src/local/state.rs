@@ -137,7 +137,8 @@ fn spread(
     Ok(true)
 }
 
-/// Gives every rank the vector that rank 0 finds by the rank's name.
+/// Gives every rank the vector that rank 0 finds by the rank's name. If there were fewer workers, some
+/// get that of another, where they begin as well.
 fn deal(
     group: &Group,
     find: &Find<'_>,
@@ -146,17 +147,15 @@ fn deal(
 ) -> Result<(), SyncError> {
     let (is_first, length) = (group.rank() == 0, values.len());
     let mut all = Vec::new();
-    // The first rank whose vector is not there.
-    let mut lacking = [group.size() as i64];
-    for worker in 0..if is_first { group.size() } else { 0 } {
-        match find(&name(worker)).filter(|found| found.len() == length) {
-            Some(found) => all.extend(found),
-            None => lacking[0] = lacking[0].min(worker as i64),
-        }
+    if is_first {
+        let found = |worker| find(&name(worker)).filter(|found| found.len() == length);
+        let saved: Vec<Vec<f32>> = (0..group.size()).map_while(found).collect();
+        all.extend(saved.iter().cycle().take(group.size()).flatten());
     }
-    group.broadcast(&mut lacking, 0)?;
-    if lacking[0] < group.size() as i64 {
-        return Err(SyncError::MissingState { name: name(lacking[0] as usize) });
+    let mut is_found = [u8::from(!all.is_empty() || length == 0)];
+    group.broadcast(&mut is_found, 0)?;
+    if is_found[0] == 0 {
+        return Err(SyncError::MissingState { name: name(0) });
     }
     Ok(group.scatter(is_first.then_some(&all[..]), values, 0)?)
 }

@@ -81,10 +81,12 @@ pub trait Strategy: Send {
     }
 }
 
-/// What makes one mean of the gradients of a group; without one, of a single worker.
+/// What makes one mean of the gradients of a group; without one, of a single worker. The shards may
+/// be parts of a batch, or the workers themselves.
 pub fn build(
     group: Option<&Group>,
     shards: Shards,
+    are_workers: bool,
     parameters: &[Parameter],
     compression: Option<Compression>,
 ) -> Result<Box<dyn Strategy>, SyncError> {
@@ -100,7 +102,10 @@ pub fn build(
         None => Box::new(Background::new(AllReduce::new(group, shards))),
         Some(compression) => {
             let compressed = Compressed::new(group, shards, parameters, compression);
-            Box::new(Background::new(compressed))
+            Box::new(Background::new(match are_workers {
+                true => compressed.of_replicas(),
+                false => compressed,
+            }))
         }
     })
 }

@@ -102,7 +102,16 @@ impl Compressed {
     ) -> Result<(), SyncError> {
         for (parameter, part) in self.parts() {
             let name = self.part_name(parameter, part);
-            let values = spread(group, &name, self.length(parameter, part), find)?;
+            let length = self.length(parameter, part);
+            let values = spread(group, &name, length, &|name| match part {
+                _ if !self.shards_change => find(name),
+                Part::Residual { shard } | Part::Velocity { shard } => {
+                    self.inherit(parameter, part, shard, length, find)
+                }
+                // There is none where so few shards were left that the mean was not encoded.
+                Part::Mean => find(name).or_else(|| Some(vec![0.0; length])),
+                _ => find(name),
+            })?;
             let (start, held) = self.held(parameter, part);
             let own = values[start..start + held.len()].to_vec();
             let state = &mut self.states[parameter];
@@ -127,6 +136,34 @@ impl Compressed {
             }
         }
         Ok(())
+    }
+
+    /// What a shard takes over where there were as many shards as there were workers: its own, and
+    /// that of those who are gone. New ones begin with nothing.
+    fn inherit(
+        &self,
+        parameter: usize,
+        part: Part,
+        shard: usize,
+        length: usize,
+        find: &Find<'_>,
+    ) -> Option<Vec<f32>> {
+        let of = |shard: usize| match part {
+            Part::Residual { .. } => Part::Residual { shard },
+            _ => Part::Velocity { shard },
+        };
+        let saved = |shard: usize| find(&self.part_name(parameter, of(shard)));
+        // With nothing at all, it is the state of something else.
+        saved(0)?;
+        let mut sum = vec![0.0; length];
+        for shard in (shard..).step_by(self.shards.count()) {
+            let Some(values) = saved(shard) else { break };
+            if values.len() != length {
+                return None;
+            }
+            sum.iter_mut().zip(values).for_each(|(sum, value)| *sum += value);
+        }
+        Some(sum)
     }
 
     /// All that is remembered by anybody, in an order that all ranks know.

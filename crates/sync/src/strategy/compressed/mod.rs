@@ -92,6 +92,8 @@ impl Compression {
 pub struct Compressed {
     combiner: Combiner,
     shards: Shards,
+    /// Whether there are as many as workers, whose number may change when a run is resumed.
+    shards_change: bool,
     /// Those of this worker.
     own: Range<usize>,
     compression: Compression,
@@ -130,6 +132,7 @@ impl Compressed {
         let mut compressed = Compressed {
             combiner: Combiner::new(group, shards),
             shards,
+            shards_change: false,
             own,
             compression,
             codecs: Vec::new(),
@@ -142,6 +145,13 @@ impl Compressed {
         };
         compressed.choose();
         compressed
+    }
+
+    /// For replicas of which each is a shard: a run may go on with more or fewer.
+    #[must_use]
+    pub fn of_replicas(mut self) -> Compressed {
+        self.shards_change = true;
+        self
     }
 
     /// Uses other rules from now on. What was remembered for the earlier ones is forgotten.
