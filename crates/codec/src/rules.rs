@@ -58,6 +58,11 @@ impl Rule {
         Rule { pattern: pattern.into(), codec }
     }
 
+    /// The codec of parameters that fit.
+    pub fn codec(&self) -> Option<&CodecSpec> {
+        self.codec.as_ref()
+    }
+
     fn fits(&self, name: &str) -> bool {
         let mut parts = self.pattern.split('*');
         let first = parts.next().unwrap_or_default();

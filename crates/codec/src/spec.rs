@@ -294,6 +294,7 @@ impl Words<'_> {
                 word => rate = share(word).ok_or_else(|| bad("topk", word, RATE))?,
             }
         }
+        self.at_most(2, "topk", RATE)?;
         Ok(CodecSpec::TopK(rate, selection, self.sparse_values("topk")?))
     }
 
@@ -302,6 +303,7 @@ impl Words<'_> {
         for word in &self.arguments {
             rate = share(word).ok_or_else(|| bad("randk", word, RATE))?;
         }
+        self.at_most(1, "randk", RATE)?;
         Ok(CodecSpec::RandK(rate, self.wire("randk")?))
     }
 
@@ -335,7 +337,21 @@ impl Words<'_> {
             let parsed = word.parse().ok().filter(|rank| (1..=32).contains(rank));
             rank = parsed.ok_or_else(|| bad("powersgd", word, "give a rank of 1 to 32"))?;
         }
+        self.at_most(1, "powersgd", "give a rank of 1 to 32")?;
         Ok(CodecSpec::PowerSgd(rank, self.wire("powersgd")?))
+    }
+
+    /// Refuses words beyond so many.
+    fn at_most(
+        &self,
+        count: usize,
+        codec: &'static str,
+        usage: &'static str,
+    ) -> Result<(), BadCodec> {
+        match self.arguments.get(count) {
+            Some(word) => Err(bad(codec, word, usage)),
+            None => Ok(()),
+        }
     }
 
     fn sparse_values(&self, codec: &'static str) -> Result<Values, BadCodec> {
@@ -429,6 +445,7 @@ mod tests {
             ("dgc:0.1%,momentum=1", "momentum=0.9"),
             ("dgc:0.1%,clip=-1", "clip=NORM"),
             ("powersgd:0", "1 to 32"),
+            ("powersgd:2,8", "1 to 32"),
         ] {
             let error = text.parse::<CodecSpec>().unwrap_err().to_string();
             assert!(error.contains(part), "{text}: {error}");

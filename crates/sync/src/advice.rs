@@ -270,8 +270,7 @@ fn refusal(none: &Prediction, best: &Prediction, idle: f64, saves: f64) -> Strin
     let (codec, instead) = (&best.codec, instead(best, none));
     if idle > none.seconds * (1.0 - WORTH_IT) {
         return format!(
-            "communication is hidden behind the backward pass: with {codec} the step would take \
-             {instead}"
+            "hardly anything waits for communication: with {codec} the step would take {instead}"
         );
     }
     if best.coding_seconds >= saves && best.seconds >= none.seconds {

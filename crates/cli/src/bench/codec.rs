@@ -80,7 +80,7 @@ pub fn run(args: CodecArgs) -> anyhow::Result<ExitCode> {
         args.size,
         sizes::format(4 * ROWS)
     );
-    ensure!(args.seconds >= 0.0, "--seconds {}: use 0 or more", args.seconds);
+    ensure!((0.0..=3600.0).contains(&args.seconds), "--seconds {}: use 0 to 3600", args.seconds);
     let shape = [ROWS, bytes / 4 / ROWS];
     let codecs: Vec<(CodecSpec, Arc<dyn Codec>)> =
         specs.into_iter().map(|spec| (spec.clone(), spec.build())).collect();

@@ -55,8 +55,10 @@ const REPLAY_MS: f64 = 50.0;
 /// What `unisono train` takes.
 #[derive(Args, Clone)]
 #[command(after_help = "\
-The weights depend on the model, the data, --seed, --batch, --shards, --steps, --threads and the
-optimizer, and on nothing else: not on the number of workers, the transport, the algorithm or the buckets.
+The weights depend on the model, the data, --seed, --batch, --shards, --steps, --threads, the optimizer,
+the strategy and the codec, and on nothing else: not on the transport, the algorithm or the buckets, and
+not on the number of workers, unless it decides about the shards (see --shards), workers step by
+themselves (--strategy local or diloco), or the codec is chosen by measurements (--codec auto).
 
 Under `unisono run`, torchrun, mpirun or srun every process is a worker, and --workers is not needed:
   unisono run -n 4 --nnodes 2 --node-rank 0 --rendezvous node-a:29400 -- unisono train")]
@@ -95,7 +97,7 @@ pub struct TrainArgs {
     #[arg(long, default_value_t = 2)]
     workers: usize,
     /// Parts of the global batch: the unit of reproducibility; by default 8, or one per worker for a
-    /// replayed model.
+    /// replayed model and with a codec, which encodes each by itself.
     #[arg(long)]
     shards: Option<usize>,
     /// Samples per step, over all workers; by default 64, or a few more for a replayed model whose
@@ -519,6 +521,14 @@ impl TrainArgs {
             settings.nesterov = nesterov;
             *optimizer = OptimizerSpec::Sgd { learning_rate, weight_decay };
         }
+        let has_momentum = |rule: &Rule| matches!(rule.codec(), Some(CodecSpec::Dgc(settings, _)) if settings.momentum > 0.0);
+        if let Some(rule) = self.codec_rule.iter().find(|rule| has_momentum(rule)) {
+            ensure!(
+                !matches!(optimizer, OptimizerSpec::Momentum { .. }),
+                "--codec-rule {rule} and --optimizer momentum have a momentum each; use --optimizer \
+                 sgd, or leave it out of the rule"
+            );
+        }
         Ok(codec)
     }
 
@@ -601,6 +611,18 @@ impl Plan {
             ("strategy", self.strategy.to_string()),
             ("codec", self.describe_codec()),
         ]
+    }
+
+    /// The codec, for people: rules too, if there is nothing else.
+    pub fn codec_name(&self) -> String {
+        match &self.compression {
+            Some(compression) if self.codec == CodecChoice::None => {
+                let rules: Vec<String> =
+                    compression.rules.exceptions.iter().map(ToString::to_string).collect();
+                rules.join(", ")
+            }
+            _ => self.codec.to_string(),
+        }
     }
 
     /// The codec with all that belongs to it.

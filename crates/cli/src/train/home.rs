@@ -9,6 +9,7 @@ use unisono::insight::advice::{Advice, Prediction};
 use unisono::insight::folder::{FolderError, RunFolder};
 use unisono::insight::{Outcome, RunInfo, Scaling};
 use unisono::sync::local::StrategySpec;
+use unisono::sync::shards::Shards;
 use unisono::sync::{Parameter, advice as sync};
 use unisono::{Group, Job, Transport};
 
@@ -193,8 +194,8 @@ fn describe(plan: &Plan, job: &Job, trainee: &dyn Trainee) -> RunInfo {
             StrategySpec::AllReduce => trainee.synchronizer().strategy(),
             local => local.to_string(),
         },
-        codec: plan.codec.to_string(),
-        dense_bytes_per_step: dense_bytes(trainee, group.size()),
+        codec: plan.codec_name(),
+        dense_bytes_per_step: dense_bytes(plan, trainee, group.size()),
         transport: match group.options().transport {
             _ if group.size() == 1 => "none",
             Transport::Tcp => "tcp",
@@ -212,10 +213,13 @@ fn describe(plan: &Plan, job: &Job, trainee: &dyn Trainee) -> RunInfo {
 }
 
 /// What all workers together would send in a step of an all-reduce without a codec.
-fn dense_bytes(trainee: &dyn Trainee, workers: usize) -> u64 {
+fn dense_bytes(plan: &Plan, trainee: &dyn Trainee, workers: usize) -> u64 {
     let elements = trainee.synchronizer().parameters().iter().map(Parameter::elements);
-    // Each sends all but its own part of the sum, twice.
-    (elements.sum::<usize>() * 4 * 2 * (workers - 1)) as u64
+    let shards = Shards::new(plan.shards, workers).expect("the plan was made for as many workers");
+    let subtrees: usize = shards.subtrees(workers).iter().map(Vec::len).sum();
+    // Of every subtree, all but the part that its worker sums, and of the sum all but that part.
+    let parts = (subtrees + workers) * (workers - 1) / workers;
+    (elements.sum::<usize>() * 4 * parts) as u64
 }
 
 /// The name of every rank's host. All ranks must call it. Hosts of one name, as containers are apt to

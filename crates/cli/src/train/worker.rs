@@ -70,6 +70,13 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         // The same on all ranks, as the loss is if they have agreed on it.
         interrupted = outcome.agreed && outcome.stop;
         diverged = outcome.agreed && !outcome.loss.is_finite();
+        // A worker by itself cannot tell the others but by giving up.
+        ensure!(
+            outcome.agreed || outcome.loss.is_finite(),
+            "the loss is no longer a number since step {}; lower --learning-rate, or resume from an \
+             earlier checkpoint with other data",
+            trainee.steps()
+        );
         recorder.note(trainee.steps(), &outcome, trainee.synchronizer().sent());
         if let (Some(home), Some(advice)) = (&mut home, &outcome.advice) {
             home.advise(trainee.steps(), advice)?;
@@ -168,6 +175,8 @@ fn measure_alone(plan: &Plan, group: &Group) -> anyhow::Result<Option<Scaling>> 
     let mut scaling = None;
     if group.rank() == 0 {
         let alone = Group::local(1, &Options::default())?.remove(0);
+        // Alone, it would send nothing, and not encode it either.
+        let plan = &Plan { compression: None, strategy: Default::default(), ..plan.clone() };
         let mut trainee = trainee::build(plan, &alone)?;
         let mut start = Instant::now();
         for step in 0..2 * SCALING_STEPS {

@@ -76,7 +76,7 @@ fn what_is_hidden_needs_no_compression() {
     let observed = observed(rate(10e9));
     let advice = advise(&observed, &dense(), &[candidate("int8", MIB / 4.0, 1e-3)]);
     assert_eq!(advice.chosen, None);
-    assert!(advice.reason.contains("hidden behind the backward pass"), "{}", advice.reason);
+    assert!(advice.reason.contains("hardly anything waits for communication"), "{}", advice.reason);
     assert!((advice.rows[0].seconds - observed.seconds).abs() < 1e-6);
     assert_eq!((advice.rows[0].codec.as_str(), advice.rows[0].wire_bytes), ("none", 8 << 20));
 }
@@ -250,7 +250,9 @@ proptest! {
             processors: Processors { cores, busy, coders },
             ..observed(byte)
         };
-        let volumes: Vec<Volume> = buckets.iter().map(|(_, volume, _)| *volume).collect();
+        // Without coding, which a slower link can push out of the way of the backward pass.
+        let dense = |volume: &Volume| Volume { coding: 0.0, ..*volume };
+        let volumes: Vec<Volume> = buckets.iter().map(|(_, volume, _)| dense(volume)).collect();
         let step = |factor| replay(&observed, &volumes, &Link { call: 1e-5, byte }.scaled(factor));
         prop_assert!(step(slower) >= step(1.0) - 1e-9, "{} {}", step(1.0), step(slower));
     }

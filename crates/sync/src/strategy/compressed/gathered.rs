@@ -6,7 +6,7 @@
 
 use unisono_codec::{BadEncoding, Gathered};
 
-use super::{Compressed, timed};
+use super::{Compressed, task, timed};
 use crate::error::SyncError;
 use crate::strategy::Gradients;
 
@@ -22,14 +22,13 @@ impl Compressed {
         gradients: &mut Gradients,
     ) -> Result<(), SyncError> {
         let (layout, step, shards) = (gradients.layout.clone(), gradients.step, gradients.shards);
-        let (mut coding, seed) = (self.coding, self.compression.seed);
+        let mut coding = self.coding;
         let mut mine = std::mem::take(&mut self.scratch.mine);
         mine.clear();
         timed(&mut coding, || {
             for (i, shard) in self.own.clone().enumerate() {
                 for &parameter in parameters {
-                    let shape = &self.parameters[parameter].shape;
-                    let task = unisono_codec::Task { shape, parameter, step, seed };
+                    let task = task(&self.parameters, &self.compression, parameter, step);
                     let memory = &mut self.states[parameter].shards[i];
                     if !feeds_back {
                         memory.residual.fill(0.0);
@@ -68,12 +67,21 @@ impl Compressed {
             for &parameter in parameters {
                 gradients.slots[0][layout.span(parameter)].fill(0.0);
             }
-            let mut rest = &all[..];
-            for shard in 0..shards {
-                for &parameter in parameters {
-                    let into = &mut gradients.slots[0][layout.span(parameter)];
-                    let taken = take(&mut rest).and_then(|bytes| gathered.decode(bytes, into));
-                    taken.map_err(|source| SyncError::Encoding { shard, source })?;
+            let (mut unread, workers) = (&all[..], lengths.len());
+            for (rank, length) in lengths.iter().enumerate() {
+                let (mut rest, after) = unread.split_at(*length);
+                unread = after;
+                for shard in self.shards.of(rank, workers) {
+                    let damaged = |source| SyncError::Encoding { shard, source };
+                    for &parameter in parameters {
+                        let into = &mut gradients.slots[0][layout.span(parameter)];
+                        let taken = take(&mut rest).and_then(|bytes| gathered.decode(bytes, into));
+                        taken.map_err(damaged)?;
+                    }
+                    if shard + 1 == self.shards.of(rank, workers).end && !rest.is_empty() {
+                        let (expected, found) = (length - rest.len(), *length);
+                        return Err(damaged(BadEncoding::Length { codec: CODEC, expected, found }));
+                    }
                 }
             }
             for &parameter in parameters {

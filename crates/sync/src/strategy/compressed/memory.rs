@@ -155,13 +155,16 @@ impl Compressed {
         let saved = |shard: usize| find(&self.part_name(parameter, of(shard)));
         // With nothing at all, it is the state of something else.
         saved(0)?;
+        // Of a mean over fewer, each is a larger part.
+        let before = (0..).take_while(|shard| saved(*shard).is_some()).count();
+        let share = self.shards.count() as f32 / before as f32;
         let mut sum = vec![0.0; length];
         for shard in (shard..).step_by(self.shards.count()) {
             let Some(values) = saved(shard) else { break };
             if values.len() != length {
                 return None;
             }
-            sum.iter_mut().zip(values).for_each(|(sum, value)| *sum += value);
+            sum.iter_mut().zip(values).for_each(|(sum, value)| *sum += value * share);
         }
         Some(sum)
     }
@@ -227,16 +230,20 @@ impl Compressed {
             Part::Momentum => (0, (&state.velocity).into()),
             Part::Scale => (0, state.scale.as_ref().map_or(Vec::new(), Scale::known).into()),
             Part::Mean => {
-                let codec = self.chosen[parameter].expect("only what is encoded has parts");
-                let Passage::Spans(spans) = self.codecs[codec].passage() else {
-                    unreachable!("only spans have a residual of the mean")
-                };
-                let elements = self.parameters[parameter].elements();
-                let rank = self.combiner.group().rank();
-                let own = share(spans, parameter, elements, rank, self.workers());
-                (own.start, (&state.mean).into())
+                let (first, mean) = self.mean_span(parameter);
+                (first, mean.into())
             }
         }
+    }
+
+    /// The residual of the mean that this rank holds of a parameter, and where it begins.
+    pub(super) fn mean_span(&self, parameter: usize) -> (usize, &[f32]) {
+        let codec = self.chosen[parameter].map(|codec| self.codecs[codec].passage());
+        let Some(Passage::Spans(spans)) = codec else { return (0, &[]) };
+        let elements = self.parameters[parameter].elements();
+        let rank = self.combiner.group().rank();
+        let own = share(spans, parameter, elements, rank, self.workers());
+        (own.start, &self.states[parameter].mean)
     }
 
     fn part_name(&self, parameter: usize, part: Part) -> String {

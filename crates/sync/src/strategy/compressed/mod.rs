@@ -144,6 +144,13 @@ impl Compressed {
             choice: Choice::Undecided(Observer::default()),
         };
         compressed.choose();
+        let wants = !compressed.compression.rules.are_none();
+        if wants && compressed.codecs.is_empty() && compressed.combiner.group().rank() == 0 {
+            log::warn!(
+                "nothing is encoded: no parameter fits the rules, has two dimensions and 1024 \
+                 elements, and becomes smaller by its codec"
+            );
+        }
         compressed
     }
 
@@ -178,13 +185,26 @@ impl Compressed {
     }
 
     fn task(&self, parameter: usize, step: u64) -> Task<'_> {
-        let shape = &self.parameters[parameter].shape;
-        Task { shape, parameter, step, seed: self.compression.seed }
+        task(&self.parameters, &self.compression, parameter, step)
     }
 
     /// Whether the residuals of a codec are kept.
     fn feeds_back(&self, codec: &dyn Codec) -> bool {
         self.compression.error_feedback && codec.is_biased()
+    }
+
+    /// Converts what is owed of a parameter from earlier units to new ones.
+    fn convert(&mut self, parameter: usize, before: &Scale, after: &Scale) {
+        let (first, _) = self.mean_span(parameter);
+        let state = &mut self.states[parameter];
+        for memory in &mut state.shards {
+            for owed in [&mut memory.residual, &mut memory.velocity] {
+                before.multiply_from(0, owed);
+                after.divide_from(0, owed);
+            }
+        }
+        before.multiply_from(first, &mut state.mean);
+        after.divide_from(first, &mut state.mean);
     }
 
     fn divide_by_scale(&mut self, parameters: &[usize], gradients: &mut Gradients) {
@@ -222,7 +242,7 @@ impl Compressed {
         let measured = |p: &&usize| self.states[**p].scale.as_ref().is_some_and(is_due);
         let measured: Vec<usize> = bucket.parameters.iter().filter(measured).copied().collect();
 
-        let leaves = &mut self.scratch.plain;
+        let mut leaves = std::mem::take(&mut self.scratch.plain);
         leaves.resize(gradients.filled, Vec::new());
         for (leaf, slot) in leaves.iter_mut().zip(&gradients.slots) {
             leaf.clear();
@@ -235,7 +255,7 @@ impl Compressed {
             let align = alignment(self.shards, self.combiner.group().size());
             leaf.resize(leaf.len().next_multiple_of(align), 0.0);
         }
-        let subtrees = fold_leaves(self.shards, self.own.clone(), leaves);
+        let subtrees = fold_leaves(self.shards, self.own.clone(), &mut leaves);
         self.combiner.sum(&mut leaves[..subtrees])?;
         let shards = gradients.shards as f32;
         leaves[0][..values].iter_mut().for_each(|x| *x /= shards);
@@ -252,9 +272,13 @@ impl Compressed {
             rest = after;
             if gradients.slots[0][layout.count(parameter)] > 0.0 {
                 let mean: Vec<f32> = sums.iter().map(|sum| sum / shards).collect();
+                let before = scale.clone();
                 scale.note(gradients.step, &mean);
+                let after = scale.clone();
+                self.convert(parameter, &before, &after);
             }
         }
+        self.scratch.plain = leaves;
         Ok(())
     }
 }
@@ -304,7 +328,9 @@ impl Exchange for Compressed {
             self.combiner.sum(&mut gradients.slots[..gradients.filled])?;
             gradients.divide();
         }
-        self.apply_momentum(gradients, encoded);
+        if !gradients.exact {
+            self.apply_momentum(gradients, encoded);
+        }
         gradients.folding = self.combiner.folding() - folding;
         gradients.coding = self.coding - coding;
         Ok(())
@@ -340,6 +366,17 @@ impl Exchange for Compressed {
         self.restore_choice(group, find)?;
         self.restore_memory(group, find)
     }
+}
+
+/// What is encoded of a parameter. A codec counts steps from the end of the warm-up.
+fn task<'a>(
+    parameters: &'a [Parameter],
+    compression: &Compression,
+    parameter: usize,
+    step: u64,
+) -> Task<'a> {
+    let step = step.saturating_sub(compression.warm_up);
+    Task { shape: &parameters[parameter].shape, parameter, step, seed: compression.seed }
 }
 
 /// Adds the time that something took to a total.

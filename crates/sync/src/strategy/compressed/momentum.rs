@@ -55,6 +55,9 @@ impl Compressed {
             }
             for memory in state.shards.iter_mut().filter(|memory| !memory.velocity.is_empty()) {
                 memory.velocity.copy_from_slice(&velocity);
+                if let Some(scale) = &state.scale {
+                    scale.divide(&mut memory.velocity);
+                }
             }
         }
     }

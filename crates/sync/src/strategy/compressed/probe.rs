@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use half::{bf16, f16};
 use unisono_codec::{Codec, Gathered, Memory, Passage, Spans, Summed, Task, Wire};
 
+use super::spans::is_encoded_twice;
 use super::spans::pieces;
 use super::summed::Narrow;
 use super::timed;
@@ -140,10 +141,14 @@ impl<'a> Trial<'a> {
             }
             Passage::Spans(spans) => {
                 let parts = self.spans(spans, feeds_back, gradient);
-                // A worker averages a share, and encodes that as it does a gradient.
-                (own + 1.0 / workers) * parts.own.as_secs_f64()
-                    + shards / workers * parts.any.as_secs_f64()
-                    + parts.mean.as_secs_f64()
+                if is_encoded_twice(world.shards.count()) {
+                    // A worker averages a share, and encodes that as it does a gradient.
+                    (own + 1.0 / workers) * parts.own.as_secs_f64()
+                        + shards / workers * parts.any.as_secs_f64()
+                        + parts.mean.as_secs_f64()
+                } else {
+                    own * parts.own.as_secs_f64() + shards * parts.any.as_secs_f64()
+                }
             }
             Passage::Gathered(gathered) => {
                 let parts = self.gathered(gathered, gradient);

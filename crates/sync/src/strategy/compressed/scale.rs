@@ -75,11 +75,11 @@ impl Scale {
     pub fn restore(&mut self, known: &[f32]) {
         assert_eq!(known.len(), self.known_len(), "what is known of a parameter of this shape");
         let (squares, next) = known.split_at(self.len());
+        self.next = next[0] as u64;
         self.squares.clear();
-        if squares.iter().any(|square| *square != 0.0) {
+        if self.next > 0 {
             self.squares.extend_from_slice(squares);
         }
-        self.next = next[0] as u64;
         self.find_units();
     }
 
@@ -151,6 +151,20 @@ impl Scale {
         }
     }
 
+    /// As [`Scale::divide`], for a part of the elements that begins with the number `first`.
+    pub fn divide_from(&self, first: usize, part: &mut [f32]) {
+        part.iter_mut().enumerate().for_each(|(i, x)| *x /= self.unit(first + i));
+    }
+
+    /// As [`Scale::multiply`], for a part of the elements that begins with the number `first`.
+    pub fn multiply_from(&self, first: usize, part: &mut [f32]) {
+        part.iter_mut().enumerate().for_each(|(i, x)| *x *= self.unit(first + i));
+    }
+
+    fn unit(&self, element: usize) -> f32 {
+        self.units[element / self.columns] * self.units[self.rows + element % self.columns]
+    }
+
     /// Multiplies by the usual what was divided by it.
     pub fn multiply(&self, gradient: &mut [f32]) {
         let (rows, columns) = self.units.split_at(self.rows);
@@ -192,7 +206,12 @@ mod tests {
             for value in &values {
                 assert!((value.abs() - 1.0).abs() < 1e-4, "{rows}×{columns}: {value}");
             }
+            let mut parts = values.clone();
+            let (left, right) = parts.split_at_mut(rows * columns / 3);
+            scale.multiply_from(0, left);
+            scale.multiply_from(left.len(), right);
             scale.multiply(&mut values);
+            assert_eq!(parts, values, "parts are multiplied alike");
             for (back, value) in values.iter().zip(&original) {
                 assert!((back - value).abs() <= value.abs() * 1e-6);
             }

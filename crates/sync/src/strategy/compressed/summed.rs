@@ -8,7 +8,7 @@ use half::{bf16, f16};
 use unisono_codec::{Summed, Wire};
 use unisono_collective::{Element, Error};
 
-use super::{Compressed, timed};
+use super::{Compressed, task, timed};
 use crate::combine::{Combiner, alignment, fold_leaves};
 use crate::error::SyncError;
 use crate::shards::Shards;
@@ -120,9 +120,7 @@ impl Compressed {
                     into.copy_from_slice(means[0]);
                     continue;
                 }
-                let shape = &self.parameters[parameter].shape;
-                let seed = self.compression.seed;
-                let task = unisono_codec::Task { shape, parameter, step, seed };
+                let task = task(&self.parameters, &self.compression, parameter, step);
                 let state = &mut self.states[parameter];
                 summed.decode(&task, &means, &mut state.common, into);
                 if feeds_back {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use unisono_codec::{Codec, CodecSpec, Passage, Rules};
 
+use super::spans::is_encoded_twice;
 use crate::advice::Volume;
 use crate::bucket::{Bucket, Layout};
 use crate::shards::Shards;
@@ -108,6 +109,9 @@ impl World {
 
     /// Encodings of as many bytes per shard, of which everybody gets a share, and its mean.
     fn spans(&self, bytes: usize) -> Volume {
+        if !is_encoded_twice(self.shards.count()) {
+            return Volume { calls: 1.0, ..self.gathered(bytes) };
+        }
         let bytes = bytes as f64 * self.others();
         Volume {
             calls: 2.0,
