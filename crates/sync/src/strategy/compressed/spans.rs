@@ -87,29 +87,19 @@ impl Compressed {
         let mut mine = std::mem::take(&mut self.scratch.mine);
         mine.resize(bytes[me], 0);
         timed(&mut coding, || -> Result<(), SyncError> {
-            let shards = self.shards.count();
-            let sum = Accumulation::new(shards, 0..shards);
-            let (mut slots, mut leaf) = (Vec::new(), Vec::new());
+            let mut average = Average::new(self.shards.count());
             let mut first = 0;
             for &parameter in parameters {
                 let span = share(parameter, me);
-                let key = self.task(parameter, step).key(shards);
+                let key = self.task(parameter, step).key(self.shards.count());
                 for at in pieces(spans, span.len()) {
                     let encoded = first + spans.bytes(at.start)..first + spans.bytes(at.end);
-                    leaf.resize(at.len(), 0.0);
-                    slots.resize(sum.slots(), Vec::new());
-                    slots.iter_mut().for_each(|slot: &mut Vec<f32>| slot.resize(at.len(), 0.0));
-                    for (shard, bytes) in incoming.chunks_exact(bytes[me]).enumerate() {
-                        let decoded = spans.decode(&bytes[encoded.clone()], &mut leaf);
-                        decoded.map_err(|source| SyncError::Encoding { shard, source })?;
-                        sum.add(shard, &mut slots, 0..at.len(), &leaf.as_slice());
-                    }
-                    let mean = &mut slots[0];
-                    mean.iter_mut().for_each(|x| *x /= shards as f32);
+                    let shards = incoming.chunks_exact(bytes[me]).map(|all| &all[encoded.clone()]);
+                    let mean = average.of(spans, shards, at.len())?;
                     let (into, place) = (&mut mine[encoded], span.start + at.start);
                     if feeds_back {
                         let owed = &mut self.states[parameter].mean[at];
-                        owed.iter_mut().zip(&*mean).for_each(|(owed, mean)| *owed += mean);
+                        owed.iter_mut().zip(mean).for_each(|(owed, mean)| *owed += mean);
                         spans.encode_owed(key, place, owed, into);
                     } else {
                         spans.encode(key, place, mean, into);
@@ -181,22 +171,15 @@ impl Compressed {
             (0..workers).map(|rank| self.shards.of(rank, workers).len() * one).collect();
         self.combiner.group().all_gather_unequal(&mine, &mut all, &counts)?;
         timed(&mut coding, || -> Result<(), SyncError> {
-            let sum = Accumulation::new(shards, 0..shards);
-            let (mut slots, mut leaf) = (vec![Vec::new(); sum.slots()], Vec::new());
+            let mut average = Average::new(shards);
             let mut first = 0;
             for (&parameter, length) in parameters.iter().zip(&lengths) {
                 let into = &mut gradients.slots[0][layout.span(parameter)];
                 for at in pieces(spans, into.len()) {
                     let encoded = first + spans.bytes(at.start)..first + spans.bytes(at.end);
-                    leaf.resize(at.len(), 0.0);
-                    slots.iter_mut().for_each(|slot: &mut Vec<f32>| slot.resize(at.len(), 0.0));
-                    for (shard, bytes) in all.chunks_exact(one).enumerate() {
-                        let decoded = spans.decode(&bytes[encoded.clone()], &mut leaf);
-                        decoded.map_err(|source| SyncError::Encoding { shard, source })?;
-                        sum.add(shard, &mut slots, 0..at.len(), &leaf.as_slice());
-                    }
-                    let mean = into[at].iter_mut().zip(&slots[0]);
-                    mean.for_each(|(mean, sum)| *mean = sum / shards as f32);
+                    let shards = all.chunks_exact(one).map(|all| &all[encoded.clone()]);
+                    let mean = average.of(spans, shards, at.len())?;
+                    into[at].copy_from_slice(mean);
                 }
                 first += length;
             }
@@ -206,6 +189,39 @@ impl Compressed {
         self.scratch.all = all;
         self.coding = coding;
         Ok(())
+    }
+}
+
+/// Averages the encodings of all shards, a piece at a time, in the order of the canonical tree.
+struct Average {
+    sum: Accumulation,
+    slots: Vec<Vec<f32>>,
+    leaf: Vec<f32>,
+}
+
+impl Average {
+    fn new(shards: usize) -> Average {
+        let sum = Accumulation::new(shards, 0..shards);
+        Average { slots: vec![Vec::new(); sum.slots()], leaf: Vec::new(), sum }
+    }
+
+    /// The mean of one piece, given each shard's encoding of it.
+    fn of<'a>(
+        &mut self,
+        spans: &dyn Spans,
+        shards: impl Iterator<Item = &'a [u8]>,
+        elements: usize,
+    ) -> Result<&[f32], SyncError> {
+        self.leaf.resize(elements, 0.0);
+        self.slots.iter_mut().for_each(|slot| slot.resize(elements, 0.0));
+        for (shard, bytes) in shards.enumerate() {
+            let decoded = spans.decode(bytes, &mut self.leaf);
+            decoded.map_err(|source| SyncError::Encoding { shard, source })?;
+            self.sum.add(shard, &mut self.slots, 0..elements, &self.leaf.as_slice());
+        }
+        let mean = &mut self.slots[0];
+        mean.iter_mut().for_each(|x| *x /= self.sum.leaves() as f32);
+        Ok(mean)
     }
 }
 
