@@ -49,7 +49,7 @@ pub struct DgcSettings {
 
 impl Default for DgcSettings {
     fn default() -> DgcSettings {
-        DgcSettings { rate: 0.001, momentum: 0.0, nesterov: false, clip: Some(100.0), ramp: 0 }
+        DgcSettings { rate: 0.04, momentum: 0.0, nesterov: false, clip: Some(100.0), ramp: 0 }
     }
 }
 

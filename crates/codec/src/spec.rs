@@ -20,7 +20,7 @@ use crate::topk::{Selection, TopK};
 use crate::{Codec, Rounding, Spans, Wire};
 
 /// The share of elements that `topk` sends if nobody says otherwise.
-const TOPK_RATE: f64 = 0.01;
+const TOPK_RATE: f64 = 0.04;
 
 /// The share of elements that `randk` sends if nobody says otherwise.
 const RANDK_RATE: f64 = 0.1;

@@ -19,7 +19,7 @@ use unisono_codec::CodecSpec;
 /// What is considered, from the gentlest to the coarsest. Codecs that converge with their default
 /// settings wherever dense gradients do: not `dgc`, which takes the momentum out of the optimizer's
 /// hands, and not `randk`, which needs a rate and a learning rate that suit each other.
-pub const CANDIDATES: [&str; 6] = ["fp16", "int8", "int4", "sign", "topk:1%", "powersgd:4"];
+pub const CANDIDATES: [&str; 6] = ["fp16", "int8", "int4", "sign", "topk:4%", "powersgd:4"];
 
 /// What a codec must save of a step to be chosen. Less: the choice may be an error of the prediction,
 /// and costs precision for nothing. More: gains are left.
@@ -103,6 +103,8 @@ pub struct Observed {
     pub buckets: Vec<ObservedBucket>,
     /// What an empty call takes.
     pub latency: f64,
+    /// A short call after a pause.
+    pub short: Short,
     /// What a byte can cost at most; what took longer was waiting for a processor.
     pub dearest_byte: f64,
     /// What it takes to add up an element.
@@ -111,6 +113,15 @@ pub struct Observed {
     pub wire_bytes: u64,
     /// The processors of the machine that has the fewest for its ranks.
     pub processors: Processors,
+}
+
+/// A call of a few bytes, of which many links let some pass at once if they were idle before.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Short {
+    /// Bytes that leave the busiest rank.
+    pub bytes: f64,
+    /// How long it takes.
+    pub seconds: f64,
 }
 
 /// A bucket in steps without a codec.
@@ -158,6 +169,8 @@ pub struct Link {
     pub call: f64,
     /// Seconds of a byte that leaves a rank.
     pub byte: f64,
+    /// Bytes that pass at once after a pause in which as many could have passed.
+    pub burst: f64,
 }
 
 impl Link {
@@ -172,11 +185,11 @@ impl Link {
         let moving: f64 = observed.buckets.iter().map(|bucket| bucket.moving).sum();
         let byte = (moving - calls * call).max(0.0) / bytes.max(1.0);
         if byte <= observed.dearest_byte {
-            return Link { call, byte };
+            return Link { call, byte, burst: burst(&observed.short, observed.latency, byte) };
         }
         // What bytes cannot have cost was waiting for a processor, as any call would.
         let byte = observed.dearest_byte;
-        Link { call: (moving - bytes * byte).max(0.0) / calls.max(1.0), byte }
+        Link { call: (moving - bytes * byte).max(0.0) / calls.max(1.0), byte, burst: 0.0 }
     }
 
     fn seconds(&self, volume: &Volume) -> f64 {
@@ -184,7 +197,34 @@ impl Link {
     }
 
     fn scaled(&self, factor: f64) -> Link {
-        Link { call: self.call * factor, byte: self.byte * factor }
+        Link { call: self.call * factor, byte: self.byte * factor, ..*self }
+    }
+}
+
+/// What of a short call the link cannot have waited for.
+fn burst(short: &Short, latency: f64, byte: f64) -> f64 {
+    let waited = (short.seconds - latency).max(0.0) / byte.max(f64::MIN_POSITIVE);
+    (short.bytes - waited).max(0.0)
+}
+
+/// A link on which time passes: what it saves while it is idle.
+struct Idling<'a> {
+    link: &'a Link,
+    /// Bytes that would pass at once.
+    saved: f64,
+    /// When that was so.
+    at: f64,
+}
+
+impl Idling<'_> {
+    /// How long a bucket takes that is sent from now on.
+    fn send(&mut self, now: f64, volume: &Volume) -> f64 {
+        let earned = (now - self.at).max(0.0) / self.link.byte.max(f64::MIN_POSITIVE);
+        let saved = (self.saved + earned).min(self.link.burst);
+        let at_once = saved.min(volume.bytes);
+        let seconds = self.link.seconds(volume) - at_once * self.link.byte;
+        (self.saved, self.at) = (saved - at_once, now + seconds);
+        seconds
     }
 }
 
@@ -313,6 +353,7 @@ fn replay(observed: &Observed, volumes: &[Volume], link: &Link) -> f64 {
     let (speed, stretch) = (observed.processors.speed(), observed.processors.stretch());
     // By how much coding has held up the backward pass, and when the last bucket was done.
     let (mut delay, mut free) = (0.0, 0.0f64);
+    let mut link = Idling { link, saved: link.burst, at: 0.0 };
     let mut arrivals = Vec::with_capacity(volumes.len());
     for (bucket, volume) in observed.buckets.iter().zip(volumes) {
         let start = free.max(bucket.ready + delay);
@@ -320,7 +361,8 @@ fn replay(observed: &Observed, volumes: &[Volume], link: &Link) -> f64 {
         let beside = (left / speed).min(volume.coding * stretch);
         delay += beside * (1.0 - speed);
         let after = (volume.coding - beside / stretch).max(0.0);
-        free = start + beside + after + volume.folded * observed.fold + link.seconds(volume);
+        free = start + beside + after + volume.folded * observed.fold;
+        free += link.send(free, volume);
         arrivals.push(free);
     }
     let computed = observed.computed + delay;

@@ -47,7 +47,7 @@ const MOST_SLOWNESS: f64 = 1000.0;
 
 /// Steps that are not encoded if nobody says how many. Not a share of all, which a run that is resumed
 /// may have more of.
-const WARM_UP: u64 = 100;
+const WARM_UP: u64 = 300;
 
 /// Milliseconds that a worker replays for a shard if nothing else is known.
 const REPLAY_MS: f64 = 50.0;
@@ -155,7 +155,7 @@ pub struct TrainArgs {
     /// The first that fits decides.
     #[arg(long, value_name = "PATTERN=CODEC")]
     codec_rule: Vec<Rule>,
-    /// Steps at the beginning in which nothing is encoded; by default 100 for codecs that leave most out
+    /// Steps at the beginning in which nothing is encoded; by default 300 for codecs that leave most out
     /// (sign, topk, randk, dgc, powersgd), and none for others.
     #[arg(long, value_name = "STEPS")]
     codec_warmup: Option<u64>,

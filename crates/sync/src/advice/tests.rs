@@ -39,12 +39,13 @@ fn observed(byte: f64) -> Observed {
         computed: 0.05,
         buckets: (0..4).map(bucket).collect(),
         latency: 1e-4,
+        short: Short::default(),
         dearest_byte: f64::INFINITY,
         fold: 0.0,
         wire_bytes: 8 << 20,
         processors: Processors { cores: 16.0, busy: 2.0, coders: 2.0 },
     };
-    observed.seconds = replay(&observed, &dense(), &Link { call: 1e-4, byte });
+    observed.seconds = replay(&observed, &dense(), &Link { call: 1e-4, byte, burst: 0.0 });
     observed
 }
 
@@ -142,7 +143,7 @@ fn processor_time_is_neither_lost_nor_won() {
     // All of the coding happens beside the backward pass, at half its speed: it costs what it takes.
     let mut observed = observed(rate(100e9));
     observed.processors = Processors { cores: 1.0, busy: 1.0, coders: 1.0 };
-    let link = Link { call: 0.0, byte: 0.0 };
+    let link = Link { call: 0.0, byte: 0.0, burst: 0.0 };
     observed.buckets[3].ready = 0.04;
     let without = replay(&observed, &volumes(0.0, 0.0), &link);
     let with = replay(&observed, &volumes(0.0, 8e-3), &link);
@@ -216,6 +217,7 @@ proptest! {
             computed,
             buckets: buckets.iter().map(|(bucket, ..)| *bucket).collect(),
             latency,
+            short: Short::default(),
             dearest_byte: dearest,
             fold,
             wire_bytes: 1,
@@ -253,7 +255,32 @@ proptest! {
         // Without coding, which a slower link can push out of the way of the backward pass.
         let dense = |volume: &Volume| Volume { coding: 0.0, ..*volume };
         let volumes: Vec<Volume> = buckets.iter().map(|(_, volume, _)| dense(volume)).collect();
-        let step = |factor| replay(&observed, &volumes, &Link { call: 1e-5, byte }.scaled(factor));
+        let step = |factor| replay(&observed, &volumes, &Link { call: 1e-5, byte, burst: 0.0 }.scaled(factor));
         prop_assert!(step(slower) >= step(1.0) - 1e-9, "{} {}", step(1.0), step(slower));
     }
+}
+
+#[test]
+fn what_a_link_saved_while_it_was_idle_passes_at_once() {
+    // A byte takes a microsecond, and 1000 may pass at once.
+    let link = Link { call: 0.0, byte: 1e-6, burst: 1000.0 };
+    let volume = |bytes: f64| Volume { bytes, calls: 1.0, ..Volume::default() };
+    let mut idling = Idling { link: &link, saved: 1000.0, at: 0.0 };
+    assert_eq!(idling.send(0.0, &volume(600.0)), 0.0);
+    let rest = idling.send(0.0, &volume(600.0));
+    assert!((rest - 200e-6).abs() < 1e-9, "{rest}");
+    // It has saved 100 since, and never more than its burst.
+    let rest = idling.send(300e-6, &volume(600.0));
+    assert!((rest - 500e-6).abs() < 1e-9, "{rest}");
+    assert_eq!(idling.send(1.0, &volume(1000.0)), 0.0);
+    let rest = idling.send(1.0, &volume(1000.0));
+    assert!((rest - 1e-3).abs() < 1e-9, "{rest}");
+}
+
+#[test]
+fn a_burst_is_what_a_short_call_did_not_wait_for() {
+    let of = |seconds: f64| burst(&Short { bytes: 1000.0, seconds }, 1e-4, 1e-6);
+    assert!((of(1e-4) - 1000.0).abs() < 1e-6);
+    assert!((of(6e-4) - 500.0).abs() < 1e-6);
+    assert_eq!(of(1.0), 0.0);
 }

@@ -17,7 +17,7 @@ use super::memory::spread;
 use super::probe::Sample;
 use super::volume::{Assignment, World};
 use super::{Compressed, Find, Save};
-use crate::advice::{self, Advice, CANDIDATES, Candidate, Observed, ObservedBucket};
+use crate::advice::{self, Advice, CANDIDATES, Candidate, Observed, ObservedBucket, Short};
 use crate::bucket::Layout;
 use crate::error::SyncError;
 use crate::times::StepTimes;
@@ -30,6 +30,13 @@ const COUNTED: usize = 6;
 
 /// Empty calls that are timed.
 const CALLS: usize = 15;
+
+/// Elements of a short call. More: those of a codec are shorter. Fewer: what links let pass at once
+/// is not seen.
+const SHORT: usize = 4096;
+
+/// How long a link is left alone before a short call: longer than what it may save up takes to pass.
+const PAUSE: Duration = Duration::from_millis(5);
 
 /// How many times what the cost model says a byte may have cost. More: waiting for a processor is
 /// taken for the price of a byte. Less: the model's errors count.
@@ -264,7 +271,8 @@ impl Compressed {
             seconds: slowest(0),
             computed: slowest(1),
             buckets: gradients.enumerate().map(bucket).collect(),
-            latency: latency(group)?,
+            latency: latency(group, 1, Duration::ZERO)?,
+            short: short(group)?,
             dearest_byte: dearest_byte(group, folded)?,
             fold: slowest(3) / folded.max(1) as f64,
             wire_bytes: sent[0] as u64,
@@ -311,12 +319,23 @@ fn candidates() -> Vec<CodecSpec> {
     CANDIDATES.iter().map(parse).collect()
 }
 
-/// What an empty call takes, on the slowest rank.
-fn latency(group: &Group) -> Result<f64, Error> {
+/// A short call, and how long it takes on the slowest rank.
+fn short(group: &Group) -> Result<Short, Error> {
+    let share = 1.0 - 1.0 / group.size() as f64;
+    let bytes = 8.0 * SHORT as f64 * share;
+    Ok(Short { bytes, seconds: latency(group, SHORT, PAUSE)? })
+}
+
+/// What a call of so many elements takes after a pause, on the slowest rank.
+fn latency(group: &Group, elements: usize, pause: Duration) -> Result<f64, Error> {
     let mut calls = Vec::with_capacity(CALLS);
+    let mut values = vec![0f32; elements];
     for _ in 0..CALLS {
+        std::thread::sleep(pause);
+        // Whoever slept longer is waited for before the clock starts.
+        group.barrier()?;
         let start = Instant::now();
-        group.all_reduce(&mut [0f32], Reduction::Sum)?;
+        group.all_reduce(&mut values, Reduction::Sum)?;
         calls.push(start.elapsed().as_secs_f64());
     }
     let mut slowest = [median(calls.iter())];
