@@ -6,9 +6,10 @@
 //! is the encoding or the gradient.
 #![no_main]
 
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 
 use libfuzzer_sys::fuzz_target;
+use unisono_codec::parcel::{self, Origin, Scratch, Sender};
 use unisono_codec::{Codec, CodecSpec, Gathered, Memory, Passage, RoundTrip, Spans, Task};
 
 /// Every codec, with all that can be chained to it.
@@ -48,26 +49,35 @@ const SPECS: &[&str] = &[
     "powersgd:32",
 ];
 
-static CODECS: LazyLock<Vec<std::sync::Arc<dyn Codec>>> = LazyLock::new(|| {
+static CODECS: LazyLock<Vec<Arc<dyn Codec>>> = LazyLock::new(|| {
     let build = |text: &&str| text.parse::<CodecSpec>().expect("a codec").build();
     SPECS.iter().map(build).collect()
 });
 
 fuzz_target!(|input: &[u8]| {
     let [codec, rows, columns, step, bytes @ ..] = input else { return };
-    let codec = CODECS[usize::from(*codec) % CODECS.len()].as_ref();
+    let codec = &CODECS[usize::from(*codec) % CODECS.len()];
     // Beyond a block of any codec, and empty as well.
     let shape = [usize::from(*rows), usize::from(*columns) % 24];
     let task = Task { shape: &shape, parameter: 1, step: u64::from(*step), seed: 7 };
+    decode_parcel(&**codec, &task, bytes);
     match codec.passage() {
         Passage::Summed(_) => {}
         Passage::Spans(spans) => decode_spans(spans, task.elements(), bytes),
         Passage::Gathered(gathered) => decode_gathered(gathered, task.elements(), bytes),
     }
     let gradient = floats(bytes, task.elements());
-    encode(codec, task, &gradient);
+    encode(&**codec, task, &gradient);
     encode_owed(codec, task, &gradient);
 });
+
+/// Decodes as one receiver does, as they are and with the length that most codecs expect.
+fn decode_parcel(codec: &dyn Codec, task: &Task, bytes: &[u8]) {
+    let (mut decoded, mut scratch) = (vec![0.0; task.elements()], Scratch::default());
+    let _ = parcel::decode(codec, task, bytes, &mut decoded, &mut scratch);
+    let fitting = fitted(bytes, codec.encoded_bytes(task.shape));
+    let _ = parcel::decode(codec, task, &fitting, &mut decoded, &mut scratch);
+}
 
 /// Decodes as they are, and with the length that is expected, which few inputs have.
 fn decode_spans(spans: &dyn Spans, elements: usize, bytes: &[u8]) {
@@ -110,28 +120,17 @@ fn encode(codec: &dyn Codec, task: Task, gradient: &[f32]) {
 }
 
 /// As training does it: from a residual, and over several steps.
-fn encode_owed(codec: &dyn Codec, task: Task, gradient: &[f32]) {
-    let elements = gradient.len();
-    let mut decoded = vec![0.0; elements];
-    let mut memory = Memory { residual: vec![0.0; elements], velocity: Vec::new() };
-    for step in task.step..task.step + 3 {
-        let task = Task { step, ..task };
-        match codec.passage() {
-            Passage::Summed(summed) => summed.pay(&task, &mut memory.residual, gradient),
-            Passage::Spans(spans) => {
-                memory.residual.iter_mut().zip(gradient).for_each(|(owed, g)| *owed += g);
-                let mut bytes = vec![0; spans.bytes(elements)];
-                spans.encode_owed(task.key(1), 0, &mut memory.residual, &mut bytes);
-                spans.decode(&bytes, &mut decoded).expect("what was encoded can be decoded");
-            }
-            Passage::Gathered(gathered) => {
-                let velocity = if gathered.has_velocity() { elements } else { 0 };
-                memory.velocity.resize(velocity, 0.0);
-                gathered.absorb(&task, 4, gradient, &mut memory);
-                let mut bytes = Vec::new();
-                gathered.encode(&task, 1, &mut memory, &mut bytes);
-                gathered.decode(&bytes, &mut decoded).expect("what was encoded can be decoded");
-            }
+fn encode_owed(codec: &Arc<dyn Codec>, task: Task, gradient: &[f32]) {
+    let Task { shape, parameter, seed, .. } = task;
+    let origin = Origin { shape: shape.to_vec(), parameter, seed, worker: 1, mean_of: 4 };
+    for error_feedback in [true, false] {
+        let mut sender = Sender::new(codec.clone(), origin.clone(), error_feedback);
+        let (mut scratch, mut decoded) = (Scratch::default(), vec![0.0; gradient.len()]);
+        for step in task.step..task.step + 3 {
+            let mut bytes = Vec::new();
+            sender.encode(step, gradient, &mut scratch, &mut bytes);
+            parcel::decode(&**codec, &origin.task(step), &bytes, &mut decoded, &mut scratch)
+                .expect("what was encoded can be decoded");
         }
     }
 }

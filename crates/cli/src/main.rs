@@ -3,6 +3,7 @@
 mod bench;
 mod report;
 mod run;
+mod serve;
 mod train;
 
 use std::process::ExitCode;
@@ -25,6 +26,8 @@ enum Command {
     Report(report::ReportArgs),
     /// Start a program on several ranks.
     Run(run::RunArgs),
+    /// Serve the weights of workers that do not wait for each other.
+    Serve(serve::ServeArgs),
     /// Measure this machine and its network.
     #[command(subcommand)]
     Bench(bench::BenchCommand),
@@ -37,6 +40,7 @@ fn main() -> ExitCode {
         Command::Train(args) => train::run(*args),
         Command::Report(args) => report::run(args),
         Command::Run(args) => run::run(args),
+        Command::Serve(args) => serve::run(args),
         Command::Bench(command) => bench::run(command),
     };
     outcome.unwrap_or_else(|error| {

@@ -7,13 +7,14 @@ use std::process::ExitCode;
 use anyhow::Context;
 use clap::Args;
 use unisono::insight::folder::RunFolder;
+use unisono::insight::relaxed::RelaxedFolder;
 
 /// What `unisono report` takes.
 #[derive(Args)]
 pub struct ReportArgs {
     /// The folder that a run has left.
     dir: PathBuf,
-    /// Write report.html and trace.json again, for a run that was killed before it could.
+    /// Write report.html and the rest again, for a run that was killed before it could.
     #[arg(long)]
     rewrite: bool,
     /// Columns of the terminal.
@@ -23,11 +24,19 @@ pub struct ReportArgs {
 
 /// Prints the report.
 pub fn run(args: ReportArgs) -> anyhow::Result<ExitCode> {
-    let run = RunFolder::open(&args.dir)?;
-    if args.rewrite {
-        run.write()?;
-    }
-    writeln!(std::io::stdout(), "{}", run.report().terminal(args.width))
-        .context("writing the report")?;
+    let text = if RelaxedFolder::is_relaxed(&args.dir) {
+        let saved = RelaxedFolder::open(&args.dir)?;
+        if args.rewrite {
+            saved.write()?;
+        }
+        saved.report().terminal(args.width)
+    } else {
+        let run = RunFolder::open(&args.dir)?;
+        if args.rewrite {
+            run.write()?;
+        }
+        run.report().terminal(args.width)
+    };
+    writeln!(std::io::stdout(), "{text}").context("writing the report")?;
     Ok(ExitCode::SUCCESS)
 }

@@ -1,12 +1,13 @@
 //! `unisono run`: start a program on several ranks.
 
 use std::ffi::OsString;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Context, anyhow};
+use anyhow::{Context, anyhow, ensure};
 use clap::Args;
-use unisono::cluster::launch::{Launch, LaunchError, Nodes};
+use unisono::cluster::launch::{Launch, LaunchError, Nodes, Restarts, Servers};
 use unisono::collective::handshake::Token;
 
 /// What `unisono run` takes.
@@ -18,7 +19,19 @@ MASTER_PORT. If a rank fails, the others are ended, and its exit code is the lau
 Several nodes: start the same command on each, with its own --node-rank:
   node-a$ unisono run -n 8 --nnodes 2 --node-rank 0 --rendezvous node-a:29400 -- ./train
   node-b$ unisono run -n 8 --nnodes 2 --node-rank 1 --rendezvous node-a:29400 -- ./train
-Set UNISONO_TOKEN to the same 64 hexadecimal digits on all nodes to keep strangers out.")]
+Set UNISONO_TOKEN to the same 64 hexadecimal digits on all nodes to keep strangers out.
+
+Servers: processes of `unisono serve` beside the ranks, for ranks that do not wait for each other:
+  unisono run --servers 2 -n 8 --journal /scratch/journal --restarts 100 -- ./train
+They are started before the ranks, and told to end when all ranks have ended well.
+  UNISONO_SERVERS    where they listen: HOST:PORT,HOST:PORT, in their order
+  UNISONO_SERVER     (servers) the number of this one, from 0
+  UNISONO_LISTEN_FD  (servers) the open file that listens; restarts do not close it
+  UNISONO_LIFE       how often this rank or server was started before: 0, 1, 2
+  UNISONO_TOKEN      what connections prove to know
+A rank or server is started again if a signal killed it or it exited with an error; but not after
+exit code 2 or 64 (called wrongly), nor an error in the first second of its first life. Ranks that
+form a group must not be restarted: a group ends with the loss of a rank.")]
 pub struct RunArgs {
     /// Ranks to start on this node; nodes may differ.
     #[arg(short = 'n', long = "ranks", value_name = "N", default_value_t = 1)]
@@ -38,6 +51,15 @@ pub struct RunArgs {
     /// Seconds that ranks may take to end when told to, before they are killed.
     #[arg(long, value_name = "SECONDS", default_value_t = 5)]
     grace: u64,
+    /// Servers to start beside the ranks.
+    #[arg(long, value_name = "S", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    servers: Option<u32>,
+    /// Where servers keep what must survive their restart: server K in DIR/K.
+    #[arg(long, value_name = "DIR", requires = "servers")]
+    journal: Option<PathBuf>,
+    /// How often ranks and servers that fail are started again, all together.
+    #[arg(long, value_name = "R", default_value_t = 0)]
+    restarts: u32,
     /// Begin every line of stdout with its rank, as lines of stderr do.
     #[arg(long)]
     prefix: bool,
@@ -60,9 +82,17 @@ pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
             anyhow::Ok(Nodes { count: args.nnodes, node: args.node_rank, rendezvous })
         })
         .transpose()?;
+    ensure!(
+        args.servers.is_none() || args.nnodes == 1,
+        "--servers is for jobs of one node; for several, start `unisono serve --listen HOST:PORT` \
+         where you want servers, and set UNISONO_SERVERS=HOST:PORT,HOST:PORT for the ranks"
+    );
+    let servers = args.servers.map(|count| servers(count, args.journal.as_deref())).transpose()?;
     let launch = Launch {
         nodes,
         token: token()?,
+        servers,
+        restarts: Restarts { limit: args.restarts },
         grace: Duration::from_secs(args.grace),
         timeout: Duration::from_secs(args.timeout),
         label_stdout: args.prefix,
@@ -76,6 +106,19 @@ pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
 pub fn launch_here(ranks: usize, command: Vec<OsString>) -> anyhow::Result<ExitCode> {
     let ranks = u32::try_from(ranks).context("too many ranks")?;
     start(&Launch { bind: true, ..Launch::new(command, ranks) })
+}
+
+/// `unisono serve`, so many times.
+fn servers(count: u32, journal: Option<&Path>) -> anyhow::Result<Servers> {
+    let program = std::env::current_exe().context("where this program is")?;
+    let command = |server: u32| {
+        let mut command = vec![program.clone().into_os_string(), "serve".into()];
+        if let Some(folder) = journal {
+            command.extend(["--journal".into(), folder.join(server.to_string()).into()]);
+        }
+        command
+    };
+    Ok(Servers::bind((0..count).map(command).collect())?)
 }
 
 fn start(launch: &Launch) -> anyhow::Result<ExitCode> {

@@ -4,110 +4,29 @@
 //! itself is to be signalled, or ranks are to meet, this test binary starts itself again: the
 //! "tests" [`as_launcher`] and [`as_rank`] do nothing unless they are started that way.
 
-use std::ffi::OsString;
+mod common;
+
 use std::io::Write;
 use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process};
+use common::{Job, LONG, MARKER, failure, marker, processes, signal, wait_until};
+use rustix::process::Signal;
 use unisono_cluster::launch::{Ending, Failure, Launch, LaunchError, Nodes, Outcome};
 use unisono_cluster::place::Place;
 use unisono_cluster::rendezvous::connect;
 use unisono_collective::handshake::Token;
 
-/// How long anything here may take before it counts as hung.
-const LONG: Duration = Duration::from_secs(60);
-
-/// A variable whose value tells the processes of one test from all others.
-const MARKER: &str = "UNISONO_TEST_MARKER";
-
-fn marker() -> String {
-    static NEXT: AtomicU32 = AtomicU32::new(0);
-    format!("{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
-}
-
-/// A job with its captured output.
-struct Job {
-    launch: Launch,
-    stdout: Arc<Mutex<Vec<u8>>>,
-    stderr: Arc<Mutex<Vec<u8>>>,
-    marker: String,
-}
-
-impl Job {
-    fn new(ranks: u32, command: &[&str]) -> Job {
-        let (stdout, stderr) = (Arc::default(), Arc::default());
-        let mut launch = Launch::new(command.iter().map(OsString::from).collect(), ranks);
-        launch.stdout = Arc::clone(&stdout) as _;
-        launch.stderr = Arc::clone(&stderr) as _;
-        launch.timeout = LONG;
-        let marker = marker();
-        launch.vars.push((MARKER.into(), marker.clone().into()));
-        Job { launch, stdout, stderr, marker }
-    }
-
-    fn shell(ranks: u32, script: &str) -> Job {
-        Job::new(ranks, &["sh", "-c", script])
-    }
-
-    /// Ranks that meet; see [`as_rank`].
-    fn meeting(ranks: u32) -> Job {
-        let this = std::env::current_exe().expect("a test has a path");
-        let mut job = Job::new(ranks, &["--exact", "as_rank", "--nocapture", "-q"]);
-        job.launch.command.insert(0, this.into());
-        job.launch.vars.push(("UNISONO_TEST_ROLE".into(), "rank".into()));
-        job
-    }
-
-    /// Runs it; afterwards none of its processes may be left.
-    fn run(&self) -> Outcome {
-        let outcome = self.launch.run().expect("the job starts");
-        assert_eq!(processes(&self.marker), Vec::<i32>::new(), "left behind");
-        outcome
-    }
-
-    fn stdout(&self) -> String {
-        String::from_utf8(self.stdout.lock().unwrap().clone()).unwrap()
-    }
-
-    fn stderr(&self) -> String {
-        String::from_utf8(self.stderr.lock().unwrap().clone()).unwrap()
-    }
-}
-
-/// All running processes that carry this marker.
-fn processes(marker: &str) -> Vec<i32> {
-    let needle = format!("{MARKER}={marker}");
-    let mut found = Vec::new();
-    for entry in std::fs::read_dir("/proc").unwrap().flatten() {
-        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else {
-            continue;
-        };
-        let environment = std::fs::read(entry.path().join("environ")).unwrap_or_default();
-        if environment.split(|byte| *byte == 0).any(|var| var == needle.as_bytes()) {
-            found.push(pid);
-        }
-    }
-    found
-}
-
-fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
-    let deadline = Instant::now() + LONG;
-    while !done() {
-        assert!(Instant::now() < deadline, "waited too long until {what}");
-        thread::sleep(Duration::from_millis(5));
-    }
-}
-
-fn failure(outcome: Outcome) -> Failure {
-    match outcome {
-        Outcome::Failed(failure) => failure,
-        other => panic!("{other:?}"),
-    }
+/// Ranks that meet; see [`as_rank`].
+fn meeting(ranks: u32) -> Job {
+    let this = std::env::current_exe().expect("a test has a path");
+    let mut job = Job::new(ranks, &["--exact", "as_rank", "--nocapture", "-q"]);
+    job.launch.command.insert(0, this.into());
+    job.launch.vars.push(("UNISONO_TEST_ROLE".into(), "rank".into()));
+    job
 }
 
 fn sorted(text: &str) -> Vec<&str> {
@@ -244,7 +163,7 @@ fn a_program_that_does_not_exist_is_an_error() {
 
 #[test]
 fn ranks_meet_at_the_launcher() {
-    let job = Job::meeting(4);
+    let job = meeting(4);
     assert_eq!(job.run(), Outcome::Success, "{}", job.stderr());
     let met = "met 0 1 2 3";
     assert_eq!(job.stdout().lines().filter(|line| line.ends_with(met)).count(), 4);
@@ -252,7 +171,7 @@ fn ranks_meet_at_the_launcher() {
 
 #[test]
 fn nobody_waits_for_a_rank_that_ended() {
-    let mut job = Job::meeting(3);
+    let mut job = meeting(3);
     // Rank 2 ends well, but without coming to the meeting.
     job.launch.vars.push(("UNISONO_TEST_ABSENT".into(), "2".into()));
     let outcome = job.run();
@@ -261,7 +180,18 @@ fn nobody_waits_for_a_rank_that_ended() {
     assert!(failure.stderr.iter().any(|line| line.contains("rank 2 ended")), "{failure:?}");
 }
 
-/// A rank of [`Job::meeting`]: joins the rendezvous and prints whom it met.
+/// A rank that will be started again has not ended: the others wait for it.
+#[test]
+fn a_restart_is_no_end_at_the_rendezvous() {
+    let mut job = meeting(3);
+    let script = r#"if [ $RANK$UNISONO_LIFE = 20 ]; then kill -9 $$; fi; exec "$0" "$@""#;
+    job.launch.command.splice(0..0, ["sh", "-c", script].map(Into::into));
+    job.launch.restarts.limit = 1;
+    assert_eq!(job.run(), Outcome::Success, "{}", job.stderr());
+    assert_eq!(job.stdout().lines().filter(|line| line.ends_with("met 0 1 2")).count(), 3);
+}
+
+/// A rank of [`meeting`]: joins the rendezvous and prints whom it met.
 #[test]
 fn as_rank() {
     if std::env::var_os("UNISONO_TEST_ROLE").is_none_or(|role| role != "rank") {
@@ -313,10 +243,6 @@ fn as_launcher() {
     launch.grace = Duration::from_secs(1);
     let outcome = launch.run().unwrap();
     std::process::exit(outcome.exit_code().into());
-}
-
-fn signal(child: &Child, signal: Signal) {
-    kill_process(Pid::from_child(child), signal).unwrap();
 }
 
 /// What two ranks may do, and how many processes they are with their launcher.
@@ -412,7 +338,7 @@ fn free_port() -> u16 {
 #[test]
 fn two_nodes_of_different_size_make_one_job() {
     for token in [None, Some(Token::random().unwrap())] {
-        let mut jobs = [Job::meeting(1), Job::meeting(3)];
+        let mut jobs = [meeting(1), meeting(3)];
         join_nodes(&mut jobs, free_port(), &[token]);
         let outcomes = run_nodes(&jobs);
         for (job, outcome) in jobs.iter().zip(outcomes) {

@@ -14,6 +14,8 @@
 //! is added to the next gradient. Whatever is random follows from a [`Task`], so that the same
 //! gradients give the same bytes, whoever encodes them.
 //!
+//! A [`Sender`] encodes for one receiver instead, such as a parameter server ([`parcel`]).
+//!
 //! A [`CodecSpec`] is a codec's description: what the command line names and reports print.
 
 pub mod bf16;
@@ -24,6 +26,7 @@ pub mod fp16;
 pub mod int4;
 pub mod int8;
 mod pack;
+pub mod parcel;
 pub mod powersgd;
 pub mod qsgd;
 pub mod randk;
@@ -37,6 +40,7 @@ pub mod topk;
 
 use std::fmt;
 
+pub use parcel::Sender;
 pub use random::Key;
 pub use round_trip::RoundTrip;
 pub use rules::{Rule, Rules};

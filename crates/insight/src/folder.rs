@@ -26,12 +26,12 @@ use crate::record::{Outcome, RunInfo, Scaling, StepRecord, Summary};
 use crate::report::Report;
 use crate::trace;
 
-const INFO: &str = "run.toml";
-const STEPS: &str = "steps.jsonl";
+pub(crate) const INFO: &str = "run.toml";
+pub(crate) const STEPS: &str = "steps.jsonl";
 const ADVICE: &str = "advice.json";
-const SUMMARY: &str = "summary.json";
+pub(crate) const SUMMARY: &str = "summary.json";
 const TRACE: &str = "trace.json";
-const REPORT: &str = "report.html";
+pub(crate) const REPORT: &str = "report.html";
 
 /// Why the folder of a run could not be written or read.
 #[derive(Debug, thiserror::Error)]
@@ -108,10 +108,7 @@ impl RunFolder {
         if dir.join(INFO).exists() || dir.join(STEPS).exists() {
             return Err(FolderError::Occupied { path: dir });
         }
-        replace(&dir.join(INFO), |to| {
-            let text = toml::to_string_pretty(info).map_err(io::Error::other)?;
-            to.write_all(text.as_bytes())
-        })?;
+        write_info(&dir, info)?;
         let path = dir.join(STEPS);
         let steps = File::options().append(true).create_new(true).open(&path);
         let steps = steps.map_err(|source| write_error(&path, source))?;
@@ -190,7 +187,14 @@ impl Run {
     }
 }
 
-fn read_info(dir: &Path) -> Result<RunInfo, FolderError> {
+pub(crate) fn write_info(dir: &Path, info: &RunInfo) -> Result<(), FolderError> {
+    replace(&dir.join(INFO), |to| {
+        let text = toml::to_string_pretty(info).map_err(io::Error::other)?;
+        to.write_all(text.as_bytes())
+    })
+}
+
+pub(crate) fn read_info(dir: &Path) -> Result<RunInfo, FolderError> {
     let path = dir.join(INFO);
     let text = match fs::read_to_string(&path) {
         Ok(text) => text,
@@ -240,7 +244,10 @@ fn read_steps(path: &Path, info: &RunInfo) -> Result<Vec<StepRecord>, FolderErro
 }
 
 /// Reads what may be absent. `what` says what it is, for errors.
-fn read_json<T: DeserializeOwned>(path: &Path, what: &str) -> Result<Option<T>, FolderError> {
+pub(crate) fn read_json<T: DeserializeOwned>(
+    path: &Path,
+    what: &str,
+) -> Result<Option<T>, FolderError> {
     let text = match fs::read(path) {
         Ok(text) => text,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -253,7 +260,7 @@ fn read_json<T: DeserializeOwned>(path: &Path, what: &str) -> Result<Option<T>, 
     })
 }
 
-fn write_json(path: &Path, value: &impl Serialize) -> Result<(), FolderError> {
+pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<(), FolderError> {
     replace(path, |to| {
         serde_json::to_writer_pretty(&mut *to, value)?;
         to.write_all(b"\n")
@@ -261,7 +268,7 @@ fn write_json(path: &Path, value: &impl Serialize) -> Result<(), FolderError> {
 }
 
 /// Writes a file under a temporary name and gives it its name when it is complete.
-fn replace(
+pub(crate) fn replace(
     path: &Path,
     write: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>,
 ) -> Result<(), FolderError> {
@@ -280,7 +287,7 @@ fn replace(
     })
 }
 
-fn write_error(path: &Path, source: io::Error) -> FolderError {
+pub(crate) fn write_error(path: &Path, source: io::Error) -> FolderError {
     FolderError::Write { path: path.into(), source }
 }
 

@@ -5,6 +5,10 @@
 //! words ([`verdict`]), what a prediction came to ([`advice`]), a timeline of all ranks ([`trace`]) and
 //! the report for people ([`report`]). All of it is pure; [`folder`] alone touches files.
 //!
+//! In a relaxed run nobody steps together. Its servers write down every push
+//! ([`updates::UpdateRecord`]), and [`relaxed`] computes from those how much was done, how stale it was,
+//! who waited, and whether every push is accounted for.
+//!
 //! ```
 //! use unisono_insight::{RankStep, StepRecord, breakdown::StepBreakdown};
 //!
@@ -36,9 +40,11 @@ pub mod breakdown;
 pub mod clock;
 pub mod folder;
 mod record;
+pub mod relaxed;
 pub mod report;
 pub mod trace;
 pub mod units;
+pub mod updates;
 pub mod verdict;
 
 pub use advice::{Advice, Prediction};

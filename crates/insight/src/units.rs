@@ -41,8 +41,13 @@ pub fn percent(share: f64) -> String {
 
 /// "30× less" or "1.2× more": one amount as a multiple of a smaller or larger other.
 pub fn times_less(ratio: f64) -> String {
-    let (times, word) = if ratio >= 1.0 { (ratio, "less") } else { (1.0 / ratio, "more") };
-    format!("{}× {word}", three_digits(times))
+    let (ratio, word) = if ratio >= 1.0 { (ratio, "less") } else { (1.0 / ratio, "more") };
+    format!("{} {word}", times(ratio))
+}
+
+/// "3.25×".
+pub fn times(ratio: f64) -> String {
+    format!("{}×", three_digits(ratio))
 }
 
 /// "12,345" for large numbers, "12.3" for small ones.
@@ -87,6 +92,7 @@ mod tests {
         assert_eq!(duration(f64::NAN), "-");
         assert_eq!(times_less(3.966), "3.97× less");
         assert_eq!(times_less(0.5), "2.00× more");
+        assert_eq!(times(3.254), "3.25×");
         assert_eq!(bytes(12.0), "12 B");
         assert_eq!(bytes(4_204_000.0), "4.20 MB");
         assert_eq!(bytes(999_900.0), "1.00 MB");

@@ -7,6 +7,8 @@ use std::str::FromStr;
 use anyhow::{Context, bail, ensure};
 use clap::{Args, ValueEnum};
 use unisono::codec::{BadCodec, CodecSpec, Rule, Rules};
+use unisono::relaxed::spec::Level;
+use unisono::relaxed::stale::Stale;
 use unisono::sync::Settings;
 use unisono::sync::bucket::BucketSizes;
 use unisono::sync::local::StrategySpec;
@@ -17,6 +19,7 @@ use unisono::{Algorithm, Options, Transport};
 use unisono_workload::data::DataSpec;
 use unisono_workload::model::ModelSpec;
 
+use super::strategy::Strategy;
 use crate::bench::sizes;
 
 /// Shards of a run that does not say how many. Every number of workers up to this one can share
@@ -48,6 +51,9 @@ const MOST_SLOWNESS: f64 = 1000.0;
 /// Steps that are not encoded if nobody says how many. Not a share of all, which a run that is resumed
 /// may have more of.
 const WARM_UP: u64 = 300;
+
+/// The most servers that a run starts on one machine.
+const MOST_SERVERS: usize = 256;
 
 /// Milliseconds that a worker replays for a shard if nothing else is known.
 const REPLAY_MS: f64 = 50.0;
@@ -111,9 +117,10 @@ pub struct TrainArgs {
     /// Every shard is one, so this asks for as many shards per worker.
     #[arg(long, default_value_t = 1, value_name = "N")]
     accumulate: usize,
-    /// sgd, momentum or adamw.
-    #[arg(long, default_value = "adamw")]
-    optimizer: OptimizerSpec,
+    /// sgd, momentum, adagrad or adamw; by default adamw; adagrad with --strategy downpour, and sgd
+    /// with hogwild, which can do no other.
+    #[arg(long)]
+    optimizer: Option<OptimizerSpec>,
     /// The learning rate; by default one that suits the optimizer.
     #[arg(long, value_name = "RATE")]
     learning_rate: Option<f64>,
@@ -144,9 +151,27 @@ pub struct TrainArgs {
     no_overlap: bool,
     /// When the workers agree: all-reduce (in every step), local:H or local:H..MAX (average the weights
     /// every H steps, a period that may grow), diloco:H[,streams=P][,delay=T][,rate=R][,momentum=M]
-    /// (every H steps, with an outer optimizer).
+    /// (every H steps, with an outer optimizer); or not at all, with weights on servers: bsp (in
+    /// lock-step), ssp:S (at most S steps ahead of the slowest), ssp:auto (S adapts), async (without
+    /// limit), downpour:PUSH,FETCH (replicas that push and fetch now and then), with shared weights:
+    /// hogwild (threads, without a lock), or without servers: gossip (average with changing partners).
     #[arg(long, default_value = "all-reduce")]
-    strategy: StrategySpec,
+    strategy: Strategy,
+    /// Where weights live with --strategy bsp, ssp, async and downpour: a number of servers to start,
+    /// inside (a part of them in every worker), or HOST:PORT,... of `unisono serve`.
+    #[arg(long, value_name = "SERVERS", default_value = "1")]
+    servers: ServersChoice,
+    /// What becomes of gradients of old weights: keep, scale (the learning rate by their age), drop:T
+    /// (those of more than T steps), compensate[:LAMBDA] (for how the weights have changed).
+    #[arg(long, default_value = "keep")]
+    stale: Stale,
+    /// Where servers write what must not be lost; by default in the folder of the run, until it ends
+    /// well. A run that is started again with it goes on.
+    #[arg(long, value_name = "DIR")]
+    journal: Option<PathBuf>,
+    /// How often workers and servers that die are started again, in all.
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    restarts: u32,
     /// Send fewer bytes: fp16, bf16, int8, int4, qsgd, sign, topk, randk, dgc, powersgd, each with
     /// settings such as topk:1%+int8; auto, which measures and decides; or none.
     #[arg(long, default_value = "none")]
@@ -205,6 +230,48 @@ enum Schedule {
     Cosine,
 }
 
+/// Where the weights of a relaxed run live.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ServersChoice {
+    /// In so many processes of their own.
+    Started(usize),
+    /// In the workers.
+    Inside,
+    /// In processes that run already.
+    At(Vec<String>),
+}
+
+impl FromStr for ServersChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<ServersChoice, String> {
+        if text == "inside" {
+            return Ok(ServersChoice::Inside);
+        }
+        if let Ok(count) = text.parse() {
+            return match count {
+                1..=MOST_SERVERS => Ok(ServersChoice::Started(count)),
+                _ => Err(format!("use 1 to {MOST_SERVERS} servers, or inside")),
+            };
+        }
+        let addresses: Vec<String> = text.split(',').map(str::to_owned).collect();
+        match addresses.iter().all(|address| address.contains(':')) {
+            true => Ok(ServersChoice::At(addresses)),
+            false => Err("give a number, inside, or HOST:PORT,HOST:PORT".to_owned()),
+        }
+    }
+}
+
+/// What makes a run relaxed.
+#[derive(Clone, Debug)]
+pub struct RelaxedPlan {
+    pub level: Level,
+    pub stale: Stale,
+    pub servers: ServersChoice,
+    pub journal: Option<PathBuf>,
+    pub restarts: u32,
+}
+
 /// What gradients are encoded by.
 #[derive(Clone, Debug, PartialEq)]
 pub enum CodecChoice {
@@ -260,6 +327,7 @@ pub struct Plan {
     pub buckets: Option<BucketSizes>,
     pub overlap: bool,
     pub strategy: StrategySpec,
+    pub relaxed: Option<RelaxedPlan>,
     pub codec: CodecChoice,
     pub compression: Option<Compression>,
     pub check_every: u64,
@@ -281,6 +349,21 @@ impl TrainArgs {
     /// Threads each worker computes with.
     pub fn threads(&self) -> usize {
         self.threads
+    }
+
+    /// How data is to be exchanged.
+    pub fn transport(&self) -> Transport {
+        self.transport
+    }
+
+    /// Whether what encodings leave out is sent later.
+    pub fn error_feedback(&self) -> bool {
+        !self.no_error_feedback
+    }
+
+    /// Steps in which nothing is encoded.
+    pub fn warm_up(&self) -> u64 {
+        self.codec_warmup.unwrap_or(self.usual_warm_up(&self.codec))
     }
 
     /// The settings of the group of workers.
@@ -328,7 +411,7 @@ impl TrainArgs {
         // Too many for any batch, if they are too many to count.
         let needed = workers.saturating_mul(self.accumulate);
         // Every shard's gradient is encoded by itself: more of them are more to send.
-        let encodes = self.encodes() && self.strategy == StrategySpec::AllReduce;
+        let encodes = self.encodes() && self.agrees_always();
         let usual = match work {
             Work::Learn { .. } if !encodes => SHARDS.max(needed),
             _ => needed,
@@ -355,7 +438,8 @@ impl TrainArgs {
             batch,
             steps: self.steps,
             optimizer,
-            strategy: self.strategy,
+            strategy: self.strategy.agreeing(),
+            relaxed: self.relaxed()?,
             compression: self.compression(&codec),
             codec,
             seed: self.seed,
@@ -471,7 +555,12 @@ impl TrainArgs {
     }
 
     fn optimizer(&self, work: &Work) -> OptimizerSpec {
-        let mut spec = self.optimizer;
+        let usual = match self.strategy.level() {
+            Some(Level::Downpour { .. }) => "adagrad",
+            Some(Level::Hogwild) => "sgd",
+            _ => "adamw",
+        };
+        let mut spec = self.optimizer.unwrap_or_else(|| usual.parse().expect("it exists"));
         let peak = self.learning_rate.unwrap_or(spec.learning_rate().peak());
         let rate = match self.schedule {
             Schedule::Constant => LearningRate::Constant(peak),
@@ -492,6 +581,60 @@ impl TrainArgs {
         self.weight_decay.or(usual).map_or(spec, |decay| spec.with_weight_decay(decay))
     }
 
+    /// The level of a run whose workers do not agree.
+    pub fn level(&self) -> Option<Level> {
+        self.strategy.level()
+    }
+
+    /// Whether workers agree on the gradient of every step.
+    fn agrees_always(&self) -> bool {
+        self.strategy == Strategy::Agreeing(StrategySpec::AllReduce)
+    }
+
+    /// What makes the run relaxed, if it is; and refuses what makes no sense then, or only then.
+    fn relaxed(&self) -> anyhow::Result<Option<RelaxedPlan>> {
+        let Some(level) = self.strategy.level() else {
+            ensure!(
+                self.stale == Stale::Keep && self.journal.is_none(),
+                "--stale and --journal are for strategies with servers; --strategy {} has none",
+                self.strategy
+            );
+            return Ok(None);
+        };
+        ensure!(
+            !self.model.starts_with("replay:"),
+            "--strategy {level} moves weights, and a replayed model has none; use --strategy \
+             all-reduce"
+        );
+        ensure!(
+            self.checkpoint_dir.is_none(),
+            "--checkpoint-dir: with --strategy {level} the servers write a journal instead; give \
+             --journal DIR to keep it"
+        );
+        ensure!(
+            !self.measure_scaling,
+            "--measure-scaling compares runs that agree in every step; leave it out"
+        );
+        let has_servers = level.has_servers();
+        ensure!(
+            has_servers || (self.stale == Stale::Keep && self.journal.is_none() && !self.encodes()),
+            "--stale, --journal and --codec are for strategies with servers; --strategy {level} has \
+             none"
+        );
+        ensure!(
+            level != Level::Bsp || self.stale == Stale::Keep,
+            "--stale {}: with --strategy bsp no gradient is stale; leave it out",
+            self.stale
+        );
+        Ok(Some(RelaxedPlan {
+            level,
+            stale: self.stale,
+            servers: self.servers.clone(),
+            journal: self.journal.clone(),
+            restarts: self.restarts,
+        }))
+    }
+
     /// Whether anything may be encoded.
     fn encodes(&self) -> bool {
         self.codec != CodecChoice::None || !self.codec_rule.is_empty()
@@ -500,14 +643,14 @@ impl TrainArgs {
     /// The codec. One with momentum takes it over from the optimizer.
     fn codec(&self, optimizer: &mut OptimizerSpec) -> anyhow::Result<CodecChoice> {
         ensure!(
-            self.codec != CodecChoice::Auto || self.strategy == StrategySpec::AllReduce,
+            self.codec != CodecChoice::Auto || self.agrees_always(),
             "--codec auto predicts runs that synchronize in every step, and --strategy {} does not; \
              name a codec such as int8, or leave it out",
             self.strategy
         );
         let mut codec = self.codec.clone();
         if let CodecChoice::Fixed(CodecSpec::Dgc(settings, _)) = &mut codec
-            && self.strategy == StrategySpec::AllReduce
+            && self.agrees_always()
             && let OptimizerSpec::Momentum { learning_rate, momentum, nesterov, weight_decay } =
                 *optimizer
         {
@@ -540,7 +683,11 @@ impl TrainArgs {
         };
         match codec {
             CodecChoice::Fixed(codec)
-                if is_harsh(codec) && self.strategy == StrategySpec::AllReduce =>
+                if is_harsh(codec)
+                    && !matches!(
+                        self.strategy,
+                        Strategy::Agreeing(StrategySpec::Local(_) | StrategySpec::Diloco(_))
+                    ) =>
             {
                 WARM_UP
             }
@@ -608,9 +755,15 @@ impl Plan {
             ("shards", self.shards.to_string()),
             ("threads", self.threads.to_string()),
             ("optimizer", self.optimizer.to_string()),
-            ("strategy", self.strategy.to_string()),
+            ("strategy", self.strategy_name()),
             ("codec", self.describe_codec()),
         ]
+    }
+
+    /// The strategy, whichever kind it is.
+    pub fn strategy_name(&self) -> String {
+        let relaxed = self.relaxed.as_ref().map(|relaxed| relaxed.level.to_string());
+        relaxed.unwrap_or_else(|| self.strategy.to_string())
     }
 
     /// The codec, for people: rules too, if there is nothing else.

@@ -163,7 +163,7 @@ fn describe(plan: &Plan, job: &Job, trainee: &dyn Trainee) -> RunInfo {
     set("steps", number(plan.steps));
     set("accumulate", number(plan.accumulate as u64));
     set("overlap", plan.overlap.into());
-    set("strategy", plan.strategy.to_string().into());
+    set("strategy", plan.strategy_name().into());
     set("codec", plan.describe_codec().into());
     set("bucket", plan.buckets.map_or("tuned".into(), |sizes| number(sizes.others as u64)));
     set("check_every", number(plan.check_every));

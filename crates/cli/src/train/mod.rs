@@ -5,6 +5,8 @@ mod checkpoint;
 mod home;
 mod progress;
 mod recorder;
+mod relaxed;
+mod strategy;
 mod trainee;
 mod worker;
 
@@ -23,6 +25,10 @@ const GRACE: Duration = Duration::from_secs(60);
 
 /// Starts the workers, or is one of them.
 pub fn run(args: TrainArgs) -> anyhow::Result<ExitCode> {
+    if args.level().is_some() {
+        fix_threads(args.threads());
+        return relaxed::run(&args);
+    }
     if args.as_worker || std::env::var_os("RANK").is_some() || is_launched() {
         fix_threads(args.threads());
         return match worker::run(&args) {

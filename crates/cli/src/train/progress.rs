@@ -88,8 +88,14 @@ impl Reporter {
     /// After every step.
     pub fn step(&mut self, step: u64, outcome: &StepOutcome) {
         let times = &outcome.times;
-        self.seconds += (times.end - times.begin).as_secs_f64();
-        self.blocked += times.blocked.as_secs_f64();
+        let seconds = (times.end - times.begin).as_secs_f64();
+        self.took(step, outcome.loss, seconds, times.blocked.as_secs_f64());
+    }
+
+    /// After every step, which took so many seconds, some of which it waited.
+    pub fn took(&mut self, step: u64, loss: f32, seconds: f64, blocked: f64) {
+        self.seconds += seconds;
+        self.blocked += blocked;
         self.since += 1;
         let pause = if self.marked { REDRAW } else { LINES };
         if self.told.elapsed() < pause && step != self.steps {
@@ -98,7 +104,7 @@ impl Reporter {
         let progress = Progress {
             step,
             steps: self.steps,
-            loss: outcome.loss,
+            loss,
             samples_per_s: f64::from(self.since) * self.samples / self.seconds,
             exposed: self.blocked / self.seconds,
         };

@@ -15,28 +15,49 @@
 //! itself be killed, the kernel kills the ranks (parent-death signal), and a guard process the
 //! rest.
 //!
+//! Jobs whose ranks do without each other can have more. *Servers* are processes beside the ranks:
+//! started before them, each with a socket that the launcher keeps open for it (`listeners.rs`), and
+//! ended after them. Ranks and servers are the *members* of the job; those that fail can be started
+//! again (`restarts.rs`), which is then no failure. What a member finds in its environment:
+//!
+//! | variable | whose | content |
+//! |---|---|---|
+//! | `UNISONO_SERVERS` | all | where the servers listen: `host:port,host:port`, in their order |
+//! | `UNISONO_SERVER` | servers | the number of this one, from 0 |
+//! | `UNISONO_PEERS` | ranks with sockets | where the ranks listen, in their order |
+//! | `UNISONO_LISTEN_FD` | who has a socket | the number of the open file that listens |
+//! | `UNISONO_LIFE` | all | how often this member was started before |
+//! | `UNISONO_TOKEN` | all | the token of the job |
+//!
 //! With several nodes, every node runs a launcher. That of node 0 assembles the others
 //! (`nodes.rs`), stays connected to them, and decides how the job ends.
 
 mod binding;
 mod guard;
+mod listeners;
+mod members;
 mod nodes;
+mod outcome;
 mod output;
-mod ranks;
+mod process;
+mod restarts;
 mod strays;
 mod supervisor;
 
+pub use listeners::Servers;
+pub use outcome::{Ending, Failure, Outcome, ServerFailure};
 pub use output::Sink;
+pub use restarts::Restarts;
 
 use std::ffi::OsString;
-use std::fmt;
 use std::io;
-use std::sync::mpsc::{Sender, channel};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::AtomicU32;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use serde::{Deserialize, Serialize};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 use unisono_collective::handshake::{HandshakeError, Token};
@@ -54,23 +75,32 @@ pub struct Launch {
     pub nodes: Option<Nodes>,
     /// The job's token; must be given to all nodes or to none. Without one, node 0 makes one.
     pub token: Option<Token>,
-    /// Variables for the ranks, beside the launcher's own.
+    /// Processes beside the ranks, for jobs of one node: started before them, told to end when all
+    /// ranks have ended well. One that exits with code 0 before is done.
+    pub servers: Option<Servers>,
+    /// Whether every rank gets a socket to listen at, as servers do; for jobs of one node.
+    pub listeners_for_ranks: bool,
+    /// Whether ranks and servers that fail are started again.
+    pub restarts: Restarts,
+    /// Counts how often one was.
+    pub restarted: Arc<AtomicU32>,
+    /// Variables for the ranks and servers, beside the launcher's own.
     pub vars: Vec<(OsString, OsString)>,
-    /// How long ranks may take to end when told to. Longer lets them save more; shorter ends a
+    /// How long members may take to end when told to. Longer lets them save more; shorter ends a
     /// failed job sooner.
     pub grace: Duration,
     /// How long to wait for the other nodes.
     pub timeout: Duration,
-    /// Whether lines of stdout begin with their rank. Lines of stderr do whenever there are
-    /// several ranks.
+    /// Whether lines of stdout begin with their rank, or server. Lines of stderr do whenever there
+    /// are several.
     pub label_stdout: bool,
     /// Whether every rank is bound to its share of the cores, if there are enough. A rank then
     /// keeps its caches, and waits by spinning; but two jobs on one machine would get the same
     /// cores.
     pub bind: bool,
-    /// Where the ranks' stdout goes.
+    /// Where the members' stdout goes.
     pub stdout: Sink,
-    /// Where the ranks' stderr, and what the launcher has to say, goes.
+    /// Where the members' stderr, and what the launcher has to say, goes.
     pub stderr: Sink,
 }
 
@@ -90,48 +120,6 @@ impl Nodes {
     pub fn parse_rendezvous(text: &str) -> Option<(String, u16)> {
         place::split_host_port(text).map(|(host, port)| (host.to_owned(), port))
     }
-}
-
-/// How a job ended.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[non_exhaustive]
-pub enum Outcome {
-    /// Every rank exited with code 0.
-    Success,
-    /// A rank failed, and the others were ended.
-    Failed(Failure),
-    /// A launcher was told to stop by a signal.
-    Interrupted {
-        /// The signal.
-        signal: i32,
-    },
-    /// The launcher of a node disappeared.
-    NodeLost {
-        /// Its number.
-        node: u32,
-    },
-}
-
-/// The rank that failed first.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Failure {
-    /// Which.
-    pub rank: u32,
-    /// The node it ran on.
-    pub node: u32,
-    /// How it ended.
-    pub ending: Ending,
-    /// The last lines it wrote to stderr.
-    pub stderr: Vec<String>,
-}
-
-/// How a process ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Ending {
-    /// It exited with this code.
-    Code(i32),
-    /// This signal killed it.
-    Signal(i32),
 }
 
 /// Why a job could not be started.
@@ -211,6 +199,10 @@ impl Launch {
             ranks,
             nodes: None,
             token: None,
+            servers: None,
+            listeners_for_ranks: false,
+            restarts: Restarts::default(),
+            restarted: Arc::default(),
             vars: Vec::new(),
             grace: Duration::from_secs(5),
             timeout: Duration::from_secs(300),
@@ -226,6 +218,52 @@ impl Launch {
     /// Must be called on a thread that outlives the job, for the kernel ends the ranks together
     /// with the thread that started them. SIGINT and SIGTERM belong to the launcher meanwhile.
     pub fn run(&self) -> Result<Outcome, LaunchError> {
+        let (events, inbox) = channel();
+        self.supervise(events, inbox, None)
+    }
+
+    /// As [`Launch::run`], with something to do when all ranks have ended well (those of other
+    /// nodes, too: only node 0 calls it), while the servers still run, and are still started again:
+    /// to fetch what they hold. Returns what it returned, or `None` if it was not called or not
+    /// waited for: when the job fails or is interrupted meanwhile, its thread is left alone.
+    pub fn run_with<T: Send + 'static>(
+        &self,
+        at_end: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<(Outcome, Option<T>), LaunchError> {
+        let (events, inbox) = channel();
+        let (begin, beginning) = channel();
+        let (result, results) = channel();
+        let done = events.clone();
+        // Started now, because later there would be no way to report that it cannot be.
+        std::thread::Builder::new().name("unisono-at-end".into()).spawn(move || {
+            if beginning.recv().is_ok() {
+                let _ = result.send(catch_unwind(AssertUnwindSafe(at_end)));
+                let _ = done.send(Event::AtEndDone);
+            }
+        })?;
+        let outcome = self.supervise(events, inbox, Some(begin))?;
+        match results.try_recv() {
+            Ok(Err(panic)) => resume_unwind(panic),
+            result => Ok((outcome, result.ok().and_then(Result::ok))),
+        }
+    }
+
+    /// Runs the job; sends something to `at_end`, and waits for its event, before servers end.
+    fn supervise(
+        &self,
+        events: Sender<Event>,
+        inbox: Receiver<Event>,
+        at_end: Option<Sender<()>>,
+    ) -> Result<Outcome, LaunchError> {
+        self.check()?;
+        let job = nodes::assemble(self, &events)?;
+        let _signals = SignalForwarder::start(events.clone())?;
+        let members = members::Members::start(self, job.place.clone(), events)?;
+        Ok(supervisor::Supervisor::new(self, job, members, inbox, at_end).run())
+    }
+
+    /// Whether the request makes sense.
+    fn check(&self) -> Result<(), LaunchError> {
         if self.command.is_empty() {
             return Err(LaunchError::Usage("no command to run"));
         }
@@ -238,11 +276,18 @@ impl Launch {
         if self.ranks > MAX_WORLD {
             return Err(TOO_MANY);
         }
-        let (events, inbox) = channel();
-        let job = nodes::assemble(self, &events)?;
-        let _signals = SignalForwarder::start(events.clone())?;
-        let ranks = ranks::Ranks::start(self, &job.place, &events)?;
-        Ok(supervisor::Supervisor::new(self, job, ranks, inbox).run())
+        let several = self.nodes.as_ref().is_some_and(|nodes| nodes.count > 1);
+        if several && (self.servers.is_some() || self.listeners_for_ranks) {
+            return Err(LaunchError::Usage(
+                "the launcher opens sockets for jobs of one node only; start servers by hand",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Whether members may come and go.
+    fn is_relaxed(&self) -> bool {
+        self.servers.is_some() || self.listeners_for_ranks || self.restarts.limit > 0
     }
 }
 
@@ -258,63 +303,20 @@ impl Launch {
     }
 }
 
-impl Outcome {
-    /// What the launcher exits with.
-    pub fn exit_code(&self) -> u8 {
-        match self {
-            Outcome::Success => 0,
-            Outcome::Failed(failure) => failure.ending.exit_code(),
-            Outcome::Interrupted { signal } => Ending::Signal(*signal).exit_code(),
-            Outcome::NodeLost { .. } => 1,
-        }
-    }
-}
-
-impl Ending {
-    /// The exit code a shell would give: 128 + n for signal n.
-    pub fn exit_code(self) -> u8 {
-        let code = match self {
-            Ending::Code(code) => code,
-            Ending::Signal(signal) => 128 + signal,
-        };
-        u8::try_from(code).unwrap_or(1)
-    }
-
-    fn is_success(self) -> bool {
-        self == Ending::Code(0)
-    }
-}
-
-impl fmt::Display for Ending {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Ending::Code(code) => write!(f, "exited with code {code}"),
-            Ending::Signal(signal) => {
-                let name = signal_hook::low_level::signal_name(*signal).unwrap_or("unnamed");
-                write!(f, "was killed by signal {signal} ({name})")
-            }
-        }
-    }
-}
-
-impl fmt::Display for Outcome {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Outcome::Success => f.write_str("all ranks ended well"),
-            Outcome::Failed(Failure { rank, ending, .. }) => write!(f, "rank {rank} {ending}"),
-            Outcome::Interrupted { signal } => {
-                let name = signal_hook::low_level::signal_name(*signal).unwrap_or("a signal");
-                write!(f, "stopped by {name}")
-            }
-            Outcome::NodeLost { node } => write!(f, "lost the launcher of node {node}"),
-        }
-    }
+/// One of the processes that make up a job on this node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Member {
+    /// By its number on this node.
+    Rank(u32),
+    Server(u32),
 }
 
 /// What the launcher reacts to.
 enum Event {
-    /// The process of a local rank ended; it is not reaped yet.
-    Ended { local: u32, ending: Ending },
+    /// The process of a member ended; it is not reaped yet.
+    Ended { member: Member, ending: Ending },
+    /// What the caller wanted done at the end is done.
+    AtEndDone,
     /// The launcher was told to stop.
     Signal(i32),
     /// Another launcher said something.

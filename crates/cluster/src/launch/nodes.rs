@@ -38,6 +38,7 @@ pub(super) struct Job {
 }
 
 /// What the ranks of this node need to know.
+#[derive(Clone)]
 pub(super) struct NodePlace {
     pub node: u32,
     pub nodes: u32,

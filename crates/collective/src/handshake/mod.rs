@@ -86,12 +86,23 @@ pub enum Purpose {
     Rendezvous = 4,
     /// A launcher that joins the launcher of node 0.
     Launcher = 5,
+    /// A worker that talks to a parameter server.
+    Server = 6,
+    /// A worker that averages with another.
+    Gossip = 7,
 }
 
 impl Purpose {
     /// Every purpose.
-    pub const ALL: [Purpose; 5] =
-        [Purpose::Data, Purpose::Control, Purpose::Memory, Purpose::Rendezvous, Purpose::Launcher];
+    pub const ALL: [Purpose; 7] = [
+        Purpose::Data,
+        Purpose::Control,
+        Purpose::Memory,
+        Purpose::Rendezvous,
+        Purpose::Launcher,
+        Purpose::Server,
+        Purpose::Gossip,
+    ];
 
     /// The purpose with this wire code.
     pub fn from_code(code: u32) -> Option<Purpose> {

@@ -106,18 +106,18 @@ impl HeatMap {
 }
 
 /// Cuts `0..n` into at most `at_most` ranges that are not empty and differ by one at most.
-fn bins(n: usize, at_most: usize) -> Vec<Range<usize>> {
+pub(super) fn bins(n: usize, at_most: usize) -> Vec<Range<usize>> {
     let count = n.min(at_most);
     (0..count).map(|bin| bin * n / count..(bin + 1) * n / count).collect()
 }
 
-fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
+pub(super) fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
     let (sum, n) = values.fold((0.0, 0), |(sum, n), value| (sum + value, n + 1));
     (n > 0).then(|| sum / n as f64)
 }
 
 /// Five significant digits: more than a screen shows, and a third of the bytes.
-fn rounded(value: f64) -> f64 {
+pub(super) fn rounded(value: f64) -> f64 {
     format!("{value:.4e}").parse().unwrap_or(value)
 }
 

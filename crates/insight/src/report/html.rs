@@ -7,12 +7,13 @@ use serde::Serialize;
 use super::bins::{Curves, HeatMap};
 use super::{Choice, Report};
 use crate::breakdown::Parts;
+use crate::record::RunInfo;
 use crate::units::{bytes, count, duration, percent};
 use crate::verdict::Verdict;
 
 const PAGE: &str = include_str!("page.html");
-const STYLE: &str = include_str!("page.css");
-const SCRIPT: &str = include_str!("page.js");
+pub(super) const STYLE: &str = include_str!("page.css");
+const SCRIPT: &str = concat!(include_str!("draw.js"), include_str!("page.js"));
 
 /// Ranks listed one by one; the heat map shows all.
 const RANKS: usize = 16;
@@ -21,10 +22,15 @@ const RANKS: usize = 16;
 const HOSTS: usize = 8;
 
 pub(super) fn render(report: &Report) -> String {
-    let data = serde_json::to_string(&Page::of(report))
-        .expect("a structure of numbers, strings and lists is JSON");
+    fill_in(PAGE, STYLE, SCRIPT, &Page::of(report))
+}
+
+/// A page with its style, its script and the data that the script draws.
+pub(super) fn fill_in(page: &str, style: &str, script: &str, data: &impl Serialize) -> String {
+    let data =
+        serde_json::to_string(data).expect("a structure of numbers, strings and lists is JSON");
     // What stands in the data is never searched for marks: it is filled in last, and only once.
-    PAGE.replacen("{{style}}", STYLE, 1).replacen("{{script}}", SCRIPT, 1).replacen(
+    page.replacen("{{style}}", style, 1).replacen("{{script}}", script, 1).replacen(
         "{{data}}",
         &inside_script(&data),
         1,
@@ -56,11 +62,12 @@ struct Page<'a> {
     settings: Vec<(String, String)>,
 }
 
+/// A figure that stands out.
 #[derive(Serialize)]
-struct Tile {
-    label: &'static str,
-    value: String,
-    note: String,
+pub(super) struct Tile {
+    pub label: &'static str,
+    pub value: String,
+    pub note: String,
 }
 
 /// [`Parts`] by name.
@@ -231,14 +238,19 @@ fn settings(report: &Report) -> Vec<(String, String)> {
         ("shards".into(), info.shards.to_string()),
         ("hosts".into(), hosts(&info.hosts)),
     ];
-    let mut more = Vec::new();
-    flatten("", &info.settings, &mut more);
-    more.retain(|(key, _)| settings.iter().all(|(known, _)| known != key));
-    settings.extend(more);
+    more_settings(info, &mut settings);
     if let Some(summary) = &report.summary {
         settings.push(("weights hash".into(), summary.weights_hash.clone()));
     }
     settings
+}
+
+/// Adds every setting of the run that is not among them yet.
+pub(super) fn more_settings(info: &RunInfo, settings: &mut Vec<(String, String)>) {
+    let mut more = Vec::new();
+    flatten("", &info.settings, &mut more);
+    more.retain(|(key, _)| settings.iter().all(|(known, _)| known != key));
+    settings.extend(more);
 }
 
 /// Each host once; of many, how many.
@@ -264,7 +276,6 @@ fn flatten(prefix: &str, table: &toml::Table, into: &mut Vec<(String, String)>) 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::record::RunInfo;
 
     #[test]
     fn no_text_of_a_run_can_leave_the_data() {

@@ -2,7 +2,9 @@
 
 mod bins;
 mod html;
+mod relaxed;
 mod terminal;
+mod text;
 
 use serde::Serialize;
 
@@ -12,6 +14,7 @@ use crate::record::{RunInfo, StepRecord, Summary};
 use crate::units::{bytes, duration, percent, times_less};
 use crate::verdict::Verdict;
 use bins::{Curves, HeatMap};
+pub use relaxed::RelaxedReport;
 
 /// Everything a report shows. Its size is bounded, whatever the length of the run and the number of
 /// ranks.

@@ -1,17 +1,12 @@
 //! The report as text: what `unisono report DIR` prints.
 
+use super::text::{Text, bar, stacked};
 use super::{Choice, Report};
 use crate::breakdown::Parts;
 use crate::units::{count, duration, percent};
 
 /// Ranks shown one by one. More scroll the verdict's reasons out of sight.
 const RANKS: usize = 16;
-
-/// Narrower than this, lines wrap and bars are too short to compare.
-const NARROWEST: usize = 60;
-
-/// Wider than this, bars are far from their labels.
-const WIDEST: usize = 110;
 
 /// A part of a step, and its fill in a bar.
 struct Part {
@@ -29,8 +24,7 @@ const PARTS: [Part; 4] = [
 ];
 
 pub(super) fn render(report: &Report, width: usize) -> String {
-    let width = width.clamp(NARROWEST, WIDEST);
-    let mut out = Text { width, text: String::new() };
+    let mut out = Text::new(width);
     title(report, &mut out);
     if report.run.measured() > 0 {
         typical_step(report, &mut out);
@@ -156,7 +150,7 @@ fn ranks(report: &Report, out: &mut Text) {
             duration(stats.parts.compute),
             duration(stats.lateness),
             percent(stats.last_share),
-            stacked(&stats.parts, longest, room),
+            stacked(PARTS.map(|part| (part.fill, (part.of)(&stats.parts))), longest, room),
         ));
     }
     if shown.len() < run.ranks.len() {
@@ -179,111 +173,4 @@ fn verdict(report: &Report, out: &mut Text) {
     }
     out.line("");
     out.wrapped("", &format!("Verdict: {}", verdict.headline));
-}
-
-/// Text that knows how wide it may be.
-struct Text {
-    width: usize,
-    text: String,
-}
-
-impl Text {
-    fn line(&mut self, line: &str) {
-        self.text.push_str(line.trim_end());
-        self.text.push('\n');
-    }
-
-    /// A paragraph, its lines after the first indented by the width of the mark before it.
-    fn wrapped(&mut self, mark: &str, paragraph: &str) {
-        let indent = mark.chars().count();
-        let mut line = String::from(mark);
-        let mut length = indent;
-        for word in words(paragraph) {
-            let word_length = word.chars().count();
-            if length > indent && length + 1 + word_length > self.width {
-                self.line(&line);
-                line = " ".repeat(indent);
-                length = indent;
-            } else if length > indent {
-                line.push(' ');
-                length += 1;
-            }
-            line.push_str(word);
-            length += word_length;
-        }
-        self.line(&line);
-    }
-}
-
-/// The words of a paragraph; a number and its unit are one.
-fn words(paragraph: &str) -> impl Iterator<Item = &str> {
-    let mut rest = paragraph;
-    std::iter::from_fn(move || {
-        if rest.is_empty() {
-            return None;
-        }
-        let ends = rest.match_indices(' ').map(|(at, _)| at);
-        let end = ends.into_iter().find(|at| !is_unit(&rest[at + 1..])).unwrap_or(rest.len());
-        let word = &rest[..end];
-        rest = rest.get(end + 1..).unwrap_or("");
-        Some(word)
-    })
-}
-
-fn is_unit(text: &str) -> bool {
-    let word = text.split(' ').next().unwrap_or("").trim_end_matches([',', '.', ':', ';', ')']);
-    ["%", "µs", "ms", "s", "kB", "MB", "GB"].contains(&word)
-}
-
-/// A bar of a share of `room` columns. Anything that is not nothing shows at least a sliver.
-fn bar(share: f64, room: usize, fill: char) -> String {
-    let columns = (share.clamp(0.0, 1.0) * room as f64).round() as usize;
-    if columns == 0 && share > 0.0 { "▏".into() } else { fill.to_string().repeat(columns) }
-}
-
-/// The parts side by side, `whole` seconds filling the room. Boundaries are rounded, not lengths, so
-/// that the bar as a whole has the right one.
-fn stacked(parts: &Parts, whole: f64, room: usize) -> String {
-    let mut bar = String::new();
-    let mut until = 0.0;
-    let mut columns = 0;
-    for Part { fill, of, .. } in PARTS {
-        until += of(parts);
-        let end = if whole > 0.0 { (until / whole * room as f64).round() as usize } else { 0 };
-        bar.extend(std::iter::repeat_n(fill, end.min(room).saturating_sub(columns)));
-        columns = columns.max(end);
-    }
-    bar
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn paragraphs_stay_within_the_width_and_keep_units_with_their_numbers() {
-        let mut out = Text { width: 20, text: String::new() };
-        out.wrapped("- ", "every step takes 12.0 ms, and that is 3.1 % of it.");
-        for line in out.text.lines() {
-            assert!(line.chars().count() <= 20, "{line}");
-            assert!(line.starts_with("- ") || line.starts_with("  "), "{line}");
-        }
-        assert!(out.text.contains("12.0 ms,") && out.text.contains("3.1 %"), "{}", out.text);
-        assert_eq!(out.text.split_whitespace().collect::<Vec<_>>().len(), 12 + 1);
-    }
-
-    #[test]
-    fn a_stacked_bar_has_the_length_of_the_whole() {
-        let parts = Parts { compute: 0.33, straggler: 0.33, exposed: 0.33, rest: 0.01 };
-        assert_eq!(stacked(&parts, 1.0, 40).chars().count(), 40);
-        assert_eq!(stacked(&parts, 2.0, 40).chars().count(), 20);
-        assert_eq!(stacked(&Parts::default(), 0.0, 40), "");
-    }
-
-    #[test]
-    fn a_small_part_is_still_seen() {
-        assert_eq!(bar(0.001, 40, '█'), "▏");
-        assert_eq!(bar(0.0, 40, '█'), "");
-        assert_eq!(bar(0.5, 4, '▓'), "▓▓");
-    }
 }

@@ -62,11 +62,18 @@ impl Optimizer for AdamW {
         &["first", "second"]
     }
 
-    fn update(&mut self, parameter: usize, step: u64, weights: &mut [f32], gradient: &[f32]) {
+    fn update_scaled(
+        &mut self,
+        parameter: usize,
+        step: u64,
+        factor: f64,
+        weights: &mut [f32],
+        gradient: &[f32],
+    ) {
         let (first, second) = (&mut self.first[parameter], &mut self.second[parameter]);
         check_lengths(parameter, first.len(), weights, gradient);
 
-        let rate = self.learning_rate.at(step);
+        let rate = self.learning_rate.at(step) * factor;
         let pace = (rate / (1.0 - power(self.beta1, step))) as f32;
         let scale = (1.0 / (1.0 - power(self.beta2, step)).sqrt()) as f32;
         let keep = (1.0 - rate * self.weight_decay) as f32;

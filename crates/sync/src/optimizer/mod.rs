@@ -11,6 +11,7 @@
 //! carried along from step to step but the state vectors, so a run that is resumed from them
 //! continues with the bits it would have had.
 
+mod adagrad;
 mod adamw;
 mod momentum;
 mod schedule;
@@ -19,6 +20,7 @@ mod spec;
 #[cfg(test)]
 mod tests;
 
+pub use adagrad::Adagrad;
 pub use adamw::AdamW;
 pub use momentum::Momentum;
 pub use schedule::LearningRate;
@@ -43,7 +45,25 @@ pub trait Optimizer: Send {
     /// # Panics
     ///
     /// If there is no such parameter, or if it has another length.
-    fn update(&mut self, parameter: usize, step: u64, weights: &mut [f32], gradient: &[f32]);
+    fn update(&mut self, parameter: usize, step: u64, weights: &mut [f32], gradient: &[f32]) {
+        self.update_scaled(parameter, step, 1.0, weights, gradient);
+    }
+
+    /// As [`Optimizer::update`], with the learning rate of this one update multiplied by `factor`,
+    /// and with it what weight decay takes away. The state takes the gradient in as it is. A factor
+    /// of 1 changes no bit.
+    ///
+    /// # Panics
+    ///
+    /// As [`Optimizer::update`].
+    fn update_scaled(
+        &mut self,
+        parameter: usize,
+        step: u64,
+        factor: f64,
+        weights: &mut [f32],
+        gradient: &[f32],
+    );
 
     /// The state of one parameter, in the order of [`Optimizer::state_names`].
     ///

@@ -55,10 +55,17 @@ impl Optimizer for Momentum {
         &["momentum"]
     }
 
-    fn update(&mut self, parameter: usize, step: u64, weights: &mut [f32], gradient: &[f32]) {
+    fn update_scaled(
+        &mut self,
+        parameter: usize,
+        step: u64,
+        factor: f64,
+        weights: &mut [f32],
+        gradient: &[f32],
+    ) {
         let velocity = &mut self.velocity[parameter];
         check_lengths(parameter, velocity.len(), weights, gradient);
-        let rate = self.learning_rate.at(step) as f32;
+        let rate = (self.learning_rate.at(step) * factor) as f32;
         let (momentum, decay) = (self.momentum, self.decay);
         let elements = weights.iter_mut().zip(gradient).zip(velocity);
         if self.nesterov {

@@ -10,7 +10,7 @@ use std::f64::consts::PI;
 use std::fmt;
 
 /// A learning rate that may change over the run.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub enum LearningRate {
     /// The same in every step.
     Constant(f64),

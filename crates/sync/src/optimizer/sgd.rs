@@ -37,9 +37,16 @@ impl Optimizer for Sgd {
         &[]
     }
 
-    fn update(&mut self, parameter: usize, step: u64, weights: &mut [f32], gradient: &[f32]) {
+    fn update_scaled(
+        &mut self,
+        parameter: usize,
+        step: u64,
+        factor: f64,
+        weights: &mut [f32],
+        gradient: &[f32],
+    ) {
         check_lengths(parameter, self.lengths[parameter], weights, gradient);
-        let rate = self.learning_rate.at(step) as f32;
+        let rate = (self.learning_rate.at(step) * factor) as f32;
         let decay = self.decay;
         for (w, &g) in weights.iter_mut().zip(gradient) {
             *w -= rate * (g + decay * *w);

@@ -3,13 +3,13 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::{AdamW, LearningRate, Momentum, Optimizer, Sgd};
+use super::{Adagrad, AdamW, LearningRate, Momentum, Optimizer, Sgd};
 
 /// Which optimizer, with which settings.
 ///
 /// Its text ([`fmt::Display`]) contains every setting exactly, so two runs use the same optimizer
 /// if and only if the texts are equal.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 #[non_exhaustive]
 pub enum OptimizerSpec {
     /// Stochastic gradient descent.
@@ -30,6 +30,15 @@ pub enum OptimizerSpec {
         /// The share of the weights that is added to the gradient.
         weight_decay: f64,
     },
+    /// Gradient descent in units of the root of the summed squares.
+    Adagrad {
+        /// The learning rate.
+        learning_rate: LearningRate,
+        /// Keeps the division by a vanishing sum finite.
+        epsilon: f64,
+        /// The share of the weights that is added to the gradient.
+        weight_decay: f64,
+    },
     /// Adam with decoupled weight decay.
     AdamW {
         /// The learning rate.
@@ -45,13 +54,14 @@ pub enum OptimizerSpec {
 
 impl OptimizerSpec {
     /// The names of all optimizers.
-    pub const NAMES: [&str; 3] = [Sgd::NAME, Momentum::NAME, AdamW::NAME];
+    pub const NAMES: [&str; 4] = [Sgd::NAME, Momentum::NAME, Adagrad::NAME, AdamW::NAME];
 
     /// The name on the command line.
     pub fn name(&self) -> &'static str {
         match self {
             OptimizerSpec::Sgd { .. } => Sgd::NAME,
             OptimizerSpec::Momentum { .. } => Momentum::NAME,
+            OptimizerSpec::Adagrad { .. } => Adagrad::NAME,
             OptimizerSpec::AdamW { .. } => AdamW::NAME,
         }
     }
@@ -61,6 +71,7 @@ impl OptimizerSpec {
         match self {
             OptimizerSpec::Sgd { learning_rate, .. }
             | OptimizerSpec::Momentum { learning_rate, .. }
+            | OptimizerSpec::Adagrad { learning_rate, .. }
             | OptimizerSpec::AdamW { learning_rate, .. } => *learning_rate,
         }
     }
@@ -71,6 +82,7 @@ impl OptimizerSpec {
         match &mut self {
             OptimizerSpec::Sgd { learning_rate, .. }
             | OptimizerSpec::Momentum { learning_rate, .. }
+            | OptimizerSpec::Adagrad { learning_rate, .. }
             | OptimizerSpec::AdamW { learning_rate, .. } => *learning_rate = rate,
         }
         self
@@ -82,6 +94,7 @@ impl OptimizerSpec {
         match &mut self {
             OptimizerSpec::Sgd { weight_decay, .. }
             | OptimizerSpec::Momentum { weight_decay, .. }
+            | OptimizerSpec::Adagrad { weight_decay, .. }
             | OptimizerSpec::AdamW { weight_decay, .. } => *weight_decay = decay,
         }
         self
@@ -103,6 +116,9 @@ impl OptimizerSpec {
             OptimizerSpec::Momentum { learning_rate, momentum, nesterov, weight_decay } => {
                 Box::new(Momentum::new(learning_rate, momentum, nesterov, weight_decay, lengths))
             }
+            OptimizerSpec::Adagrad { learning_rate, epsilon, weight_decay } => {
+                Box::new(Adagrad::new(learning_rate, epsilon, weight_decay, lengths))
+            }
             OptimizerSpec::AdamW { learning_rate, betas, epsilon, weight_decay } => {
                 Box::new(AdamW::new(learning_rate, betas, epsilon, weight_decay, lengths))
             }
@@ -111,21 +127,23 @@ impl OptimizerSpec {
 
     fn flaw(&self) -> Option<&'static str> {
         let fades = |factor: f64| (0.0..1.0).contains(&factor);
+        let epsilon_flaw = |epsilon: f64| {
+            let works = (epsilon as f32).is_normal() && epsilon > 0.0;
+            (!works).then_some("epsilon must be a number above 1e-37")
+        };
         let (own, weight_decay) = match *self {
             OptimizerSpec::Sgd { weight_decay, .. } => (None, weight_decay),
             OptimizerSpec::Momentum { momentum, weight_decay, .. } => {
                 let flaw = "the momentum must be at least 0 and below 1";
                 ((!fades(momentum)).then_some(flaw), weight_decay)
             }
+            OptimizerSpec::Adagrad { epsilon, weight_decay, .. } => {
+                (epsilon_flaw(epsilon), weight_decay)
+            }
             OptimizerSpec::AdamW { betas, epsilon, weight_decay, .. } => {
-                let flaw = if !fades(betas.0) || !fades(betas.1) {
-                    Some("both betas must be at least 0 and below 1")
-                } else if !(epsilon as f32).is_normal() || epsilon < 0.0 {
-                    Some("epsilon must be a number above 1e-37")
-                } else {
-                    None
-                };
-                (flaw, weight_decay)
+                let flaw = "both betas must be at least 0 and below 1";
+                let flaw = (!fades(betas.0) || !fades(betas.1)).then_some(flaw);
+                (flaw.or(epsilon_flaw(epsilon)), weight_decay)
             }
         };
         let decay = (!weight_decay.is_finite() || weight_decay < 0.0)
@@ -150,6 +168,11 @@ impl FromStr for OptimizerSpec {
                 nesterov: false,
                 weight_decay: 0.0,
             }),
+            Adagrad::NAME => Ok(OptimizerSpec::Adagrad {
+                learning_rate: LearningRate::Constant(0.01),
+                epsilon: 1e-10,
+                weight_decay: 0.0,
+            }),
             AdamW::NAME => Ok(OptimizerSpec::AdamW {
                 learning_rate: LearningRate::Constant(0.001),
                 betas: (0.9, 0.999),
@@ -169,6 +192,10 @@ impl fmt::Display for OptimizerSpec {
             OptimizerSpec::Momentum { momentum, nesterov, weight_decay, .. } => {
                 let nesterov = if *nesterov { " (Nesterov)" } else { "" };
                 write!(f, ", momentum {momentum}{nesterov}")?;
+                weight_decay
+            }
+            OptimizerSpec::Adagrad { epsilon, weight_decay, .. } => {
+                write!(f, ", epsilon {epsilon:e}")?;
                 weight_decay
             }
             OptimizerSpec::AdamW { betas: (beta1, beta2), epsilon, weight_decay, .. } => {
@@ -212,7 +239,7 @@ mod tests {
             assert_eq!(optimizer.state(0).len(), optimizer.state_names().len());
         }
         let error = "adam".parse::<OptimizerSpec>().unwrap_err().to_string();
-        assert_eq!(error, "unknown optimizer \"adam\"; use one of sgd, momentum, adamw");
+        assert_eq!(error, "unknown optimizer \"adam\"; use one of sgd, momentum, adagrad, adamw");
     }
 
     #[test]
@@ -226,6 +253,9 @@ mod tests {
             weight_decay: 0.25,
         };
         let text = "momentum, learning rate 0.5, momentum 0.75 (Nesterov), weight decay 0.25";
+        assert_eq!(spec.to_string(), text);
+        let spec: OptimizerSpec = "adagrad".parse().unwrap();
+        let text = "adagrad, learning rate 0.01, epsilon 1e-10, weight decay 0";
         assert_eq!(spec.to_string(), text);
         let rate = LearningRate::Cosine { peak: 0.5, floor: 0.125, warm_up: 3, steps: 20 };
         let spec = "adamw".parse::<OptimizerSpec>().unwrap().with_learning_rate(rate);
@@ -249,6 +279,11 @@ mod tests {
             nesterov: false,
             weight_decay: 0.0,
         };
+        let adagrad = |epsilon| OptimizerSpec::Adagrad {
+            learning_rate: rate(0.1),
+            epsilon,
+            weight_decay: 0.0,
+        };
         let adamw = |betas, epsilon| OptimizerSpec::AdamW {
             learning_rate: rate(0.1),
             betas,
@@ -266,6 +301,9 @@ mod tests {
             (sgd.with_weight_decay(f64::NAN), "weight decay"),
             (momentum(1.0), "momentum must"),
             (momentum(f64::NAN), "momentum must"),
+            (adagrad(0.0), "epsilon"),
+            (adagrad(f64::NAN), "epsilon"),
+            (adagrad(1e-10).with_weight_decay(-1.0), "weight decay"),
             (adamw((0.9, 1.0), 1e-8), "betas"),
             (adamw((-0.1, 0.9), 1e-8), "betas"),
             (adamw((0.9, 0.99), 0.0), "epsilon"),
@@ -276,7 +314,8 @@ mod tests {
             let error = spec.build(&[1]).err().expect("refused").to_string();
             assert!(error.contains(about), "{error}");
         }
-        for good in [cosine(0.1, 0.1, 10, 10), momentum(0.0), adamw((0.0, 0.0), 1e-8)] {
+        let adamw = adamw((0.0, 0.0), 1e-8);
+        for good in [cosine(0.1, 0.1, 10, 10), momentum(0.0), adagrad(1e-10), adamw] {
             assert!(good.build(&[1]).is_ok(), "{good}");
         }
     }

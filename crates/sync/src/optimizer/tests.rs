@@ -13,6 +13,8 @@ fn specs() -> Vec<OptimizerSpec> {
         nesterov,
         weight_decay,
     };
+    let adagrad =
+        |weight_decay| OptimizerSpec::Adagrad { learning_rate: rate, epsilon: 1e-10, weight_decay };
     let adamw = |weight_decay| OptimizerSpec::AdamW {
         learning_rate: rate,
         betas: (0.9, 0.999),
@@ -25,6 +27,8 @@ fn specs() -> Vec<OptimizerSpec> {
         momentum(false, 0.0),
         momentum(false, 0.1),
         momentum(true, 0.1),
+        adagrad(0.0),
+        adagrad(0.1),
         adamw(0.0),
         adamw(0.1),
     ]
@@ -74,7 +78,7 @@ fn bits(weights: &[Vec<f32>]) -> Vec<u32> {
 /// The textbook, one weight at a time and in `f64`; independent of the code under test.
 fn reference(spec: &OptimizerSpec, parameter: usize, index: usize) -> f64 {
     let mut w = f64::from(noise(0, index));
-    let (mut m, mut v) = (0.0, 0.0);
+    let (mut m, mut v) = (0.0, 0.0f64);
     for step in (1..=STEPS).filter(|&step| takes_part(parameter, step)) {
         let g = f64::from(gradient(parameter, step)[index]);
         let lr = spec.learning_rate().at(step);
@@ -84,6 +88,11 @@ fn reference(spec: &OptimizerSpec, parameter: usize, index: usize) -> f64 {
                 let g = g + weight_decay * w;
                 m = momentum * m + g;
                 w -= lr * if nesterov { g + momentum * m } else { m };
+            }
+            OptimizerSpec::Adagrad { epsilon, weight_decay, .. } => {
+                let g = g + weight_decay * w;
+                v += g * g;
+                w -= lr * g / (v.sqrt() + epsilon);
             }
             OptimizerSpec::AdamW { betas, epsilon, weight_decay, .. } => {
                 w -= lr * weight_decay * w;
@@ -113,6 +122,36 @@ fn updates_follow_the_formula() {
                 );
             }
         }
+    }
+}
+
+#[test]
+fn a_scaled_update_is_one_with_another_learning_rate() {
+    // The state must not depend on the rate, so a factor that changes from step to step has to give
+    // what a rate that changes likewise does. Powers of two keep both exact.
+    let factor = |step: u64| 1.0 / (1 << (step % 3)) as f64;
+    for spec in specs() {
+        let spec = spec.with_learning_rate(LearningRate::Constant(0.05));
+        let (mut scaled, mut weights) = (spec.build(&LENGTHS).unwrap(), initial());
+        let mut expected = initial();
+        let mut carried = spec.build(&LENGTHS).unwrap();
+        for step in 1..=9 {
+            let rate = LearningRate::Constant(0.05 * factor(step));
+            let mut slower = spec.with_learning_rate(rate).build(&LENGTHS).unwrap();
+            for parameter in 0..LENGTHS.len() {
+                let gradient = gradient(parameter, step);
+                let weights = &mut weights[parameter];
+                scaled.update_scaled(parameter, step, factor(step), weights, &gradient);
+                slower.restore(parameter, &carried.state(parameter)).unwrap();
+                slower.update(parameter, step, &mut expected[parameter], &gradient);
+            }
+            carried = slower;
+        }
+        assert_eq!(bits(&weights), bits(&expected), "{spec}");
+
+        let mut unscaled = initial();
+        train(&mut *spec.build(&LENGTHS).unwrap(), &mut unscaled, 1..=9);
+        assert_ne!(bits(&weights), bits(&unscaled), "{spec}");
     }
 }
 

@@ -27,6 +27,9 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! Workers that do not step together, such as those of a [parameter server](unisono_relaxed::server),
+//! hold their model as a [`Standalone`] instead.
+//!
 //! Parameters are `f32`, on the CPU.
 //!
 //! [`VarBuilder`]: candle_nn::VarBuilder
@@ -35,6 +38,8 @@ mod gradient;
 mod hook;
 mod parameters;
 mod replica;
+mod standalone;
 
 pub use parameters::Parameters;
 pub use replica::{Replica, ReplicaError};
+pub use standalone::Standalone;

@@ -168,13 +168,7 @@ impl Replica {
 
     /// The hash of all weights: equal on all workers, and for any number of workers.
     pub fn weights_hash(&self) -> blake3::Hash {
-        let mut hasher = blake3::Hasher::new();
-        for entry in &self.entries {
-            entry.read(|values| {
-                hasher.update(replica::hash_all([(&*entry.name, values)]).as_bytes())
-            });
-        }
-        hasher.finalize()
+        hash(&self.entries)
     }
 
     /// Fails on all ranks if the replicas are not equal. All ranks must call it. Of workers with
@@ -382,4 +376,13 @@ impl Weights for Trained<'_> {
         let entry = &self.entries[self.trained[parameter]];
         entry.change(|weights| with(weights)).expect("parameters are f32 and lie in order");
     }
+}
+
+/// The hash of the values of all parameters.
+pub(super) fn hash(entries: &[Entry]) -> blake3::Hash {
+    let mut hasher = blake3::Hasher::new();
+    for entry in entries {
+        entry.read(|values| hasher.update(replica::hash_all([(&*entry.name, values)]).as_bytes()));
+    }
+    hasher.finalize()
 }

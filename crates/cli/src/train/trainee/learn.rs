@@ -41,11 +41,7 @@ impl Learner {
         data: &DataSpec,
         group: &Group,
     ) -> anyhow::Result<Learner> {
-        let context = match model {
-            ModelSpec::Transformer { context, .. } => *context,
-            _ => 1,
-        };
-        let data = data.load(context).context("--data")?;
+        let data = data.load(context_of(model)).context("--data")?;
         let seed = plan.seed;
         let parameters = Parameters::with_initializer(&VarMap::new(), move |name, shape, init| {
             initialize(seed, name, shape, init)
@@ -93,24 +89,7 @@ impl Trainee for Learner {
     }
 
     fn judge(&self) -> anyhow::Result<Option<Judgement>> {
-        let most = match self.data.kind() {
-            Kind::Classification { .. } => self.data.test_len(),
-            Kind::Sequence { context, .. } => {
-                self.data.test_len().min((JUDGED_TOKENS / context).max(1))
-            }
-        };
-        // Spread over all of the held-out part.
-        let indices: Vec<usize> = (0..most).map(|i| i * self.data.test_len() / most).collect();
-        let (mut right, mut all, mut loss) = (0, 0, 0.0);
-        for indices in indices.chunks(JUDGED) {
-            let batch = self.data.batch(Split::Test, indices)?;
-            let (hits, answers) = accuracy(&*self.model, &batch)?;
-            right += hits;
-            all += answers;
-            loss += f64::from(self.model.loss(&batch)?.to_scalar::<f32>()?) * answers as f64;
-        }
-        let all = all as f64;
-        Ok(Some(Judgement { accuracy: right as f64 / all, loss: loss / all }))
+        judge(&*self.model, &self.data).map(Some)
     }
 
     fn weights_hash(&self) -> String {
@@ -149,4 +128,32 @@ impl Trainee for Learner {
     fn settle(&mut self) -> anyhow::Result<()> {
         Ok(self.replica.settle()?)
     }
+}
+
+/// Tokens that a model looks at; 1 if it has no use for more.
+pub fn context_of(model: &ModelSpec) -> usize {
+    match model {
+        ModelSpec::Transformer { context, .. } => *context,
+        _ => 1,
+    }
+}
+
+/// How good a model is on held-out data.
+pub fn judge(model: &dyn Model, data: &Dataset) -> anyhow::Result<Judgement> {
+    let most = match data.kind() {
+        Kind::Classification { .. } => data.test_len(),
+        Kind::Sequence { context, .. } => data.test_len().min((JUDGED_TOKENS / context).max(1)),
+    };
+    // Spread over all of the held-out part.
+    let indices: Vec<usize> = (0..most).map(|i| i * data.test_len() / most).collect();
+    let (mut right, mut all, mut loss) = (0, 0, 0.0);
+    for indices in indices.chunks(JUDGED) {
+        let batch = data.batch(Split::Test, indices)?;
+        let (hits, answers) = accuracy(model, &batch)?;
+        right += hits;
+        all += answers;
+        loss += f64::from(model.loss(&batch)?.to_scalar::<f32>()?) * answers as f64;
+    }
+    let all = all as f64;
+    Ok(Judgement { accuracy: right as f64 / all, loss: loss / all })
 }

@@ -9,6 +9,7 @@ use unisono::sync::{StepOutcome, Synchronizer};
 
 use super::args::{Plan, Work};
 use learn::Learner;
+pub use learn::{context_of, judge};
 use replay::Replayer;
 
 /// One worker's part of the run.
@@ -69,7 +70,7 @@ pub fn build(plan: &Plan, group: &Group) -> anyhow::Result<Box<dyn Trainee>> {
 }
 
 /// Sleeps as long as it takes to make a computation of this length `slowness` times as long.
-fn slow_down(computed: std::time::Duration, slowness: f64) {
+pub fn slow_down(computed: std::time::Duration, slowness: f64) {
     if slowness > 1.0 {
         std::thread::sleep(computed.mul_f64(slowness - 1.0));
     }

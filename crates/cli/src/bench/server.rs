@@ -1,0 +1,629 @@
+//! `unisono bench server`: how fast workers push gradients to a server shard and pull weights.
+//!
+//! The parts are processes of their own, as in a run: one server shard for every transport, and the
+//! workers. Beside them is the *loopback*, the limit: a process that takes as many bytes from each
+//! worker over plain TCP as a push has, and then sends as many back, and does nothing else. The
+//! transports and the loopback take turns, so that whatever disturbs the machine disturbs all alike,
+//! and a ratio is the median over the rounds of what the two did in the same round.
+//!
+//! What was timed is checked. Every push adds a small integer to every weight, which f32 holds exactly,
+//! so that in the end the weights are the number of pushes times that integer: one that was lost or
+//! applied twice is noticed. With every pull a worker looks at both ends of each tensor, which must be
+//! of the same version.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::path::PathBuf;
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail, ensure};
+use clap::{Args, ValueEnum};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use unisono::collective::fabric::available_memory;
+use unisono::collective::handshake::Token;
+use unisono::sync::optimizer::{LearningRate, OptimizerSpec};
+use unisono_relaxed::server::wire::Measured;
+use unisono_relaxed::server::{
+    Client, ClientOptions, Files, Gradient, Run, Shard, ShardOptions, Transport, look,
+};
+use unisono_relaxed::spec::Level;
+
+use super::sizes;
+
+/// Fewer rounds have no median to speak of.
+const FEWEST: usize = 5;
+
+/// How long a transport's turn is. In a shorter one, the time in which only some of the workers have
+/// begun or ended shows; longer ones leave fewer for the median.
+const TURN: Duration = Duration::from_millis(200);
+
+/// The changes of neighbouring weights take turns from 1 up to here.
+const LARGEST_CHANGE: usize = 4;
+
+/// From here on, f32 does not hold every integer.
+const LIMIT: f32 = (1 << f32::MANTISSA_DIGITS) as f32;
+
+/// How long to wait for a server.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Options of `unisono bench server`.
+#[derive(Args, Clone)]
+pub struct ServerArgs {
+    /// How many workers push and pull at the same time.
+    #[arg(long, default_value_t = 4)]
+    workers: u32,
+    /// The size of a tensor, in f32.
+    #[arg(long, default_value = "4MiB")]
+    size: String,
+    /// How many tensors the model has.
+    #[arg(long, default_value_t = 1)]
+    tensors: usize,
+    /// How gradients and weights travel, separated by commas.
+    #[arg(long, value_enum, value_delimiter = ',', default_values = ["tcp", "shm"])]
+    transport: Vec<Way>,
+    /// Let the servers keep journals in this folder, which must be new or empty.
+    #[arg(long, value_name = "DIR")]
+    journal: Option<PathBuf>,
+    /// Seconds to spend on each transport.
+    #[arg(long, default_value_t = 2.0)]
+    seconds: f64,
+    /// Print one JSON object per transport instead of a table.
+    #[arg(long)]
+    json: bool,
+    /// This process is one of the parts, and is told on its input which.
+    #[arg(long, hide = true)]
+    as_part: bool,
+}
+
+/// How gradients and weights travel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Way {
+    /// Over TCP.
+    Tcp,
+    /// In shared memory.
+    Shm,
+    /// Over plain TCP, back and forth, with no server: the limit.
+    #[value(skip)]
+    Loopback,
+}
+
+/// One line of the report.
+#[derive(Serialize)]
+struct Row {
+    transport: Way,
+    workers: u32,
+    /// Threads that this machine can run at once.
+    cores: usize,
+    /// Bytes of a push, and of a pull.
+    bytes: usize,
+    tensors: usize,
+    journal: bool,
+    rounds: usize,
+    push_pulls_per_second: f64,
+    median_us: f64,
+    p99_us: f64,
+    /// In each direction.
+    gbs: f64,
+    /// Relative to plain TCP.
+    of_loopback: f64,
+    /// Relative to the server over TCP, if that was measured.
+    of_tcp: Option<f64>,
+    verified: bool,
+}
+
+/// Measures, or is one of the parts.
+pub fn run(args: ServerArgs) -> anyhow::Result<ExitCode> {
+    if args.as_part {
+        return be_part();
+    }
+    let model = args.model()?;
+    let mut bench = Bench::start(&args, model)?;
+    let measured = bench.measure(args.seconds)?;
+    bench.verify()?;
+    report(&args, model, &measured)
+}
+
+impl ServerArgs {
+    /// The options, checked.
+    fn model(&self) -> anyhow::Result<Model> {
+        let bytes = sizes::parse(&self.size).context("--size")?;
+        ensure!(
+            bytes > 0 && bytes.is_multiple_of(4),
+            "--size {}: tensors are of f32; use a multiple of 4 bytes",
+            self.size
+        );
+        ensure!((1..=1024).contains(&self.workers), "--workers {}: use 1 to 1024", self.workers);
+        ensure!((1..=4096).contains(&self.tensors), "--tensors {}: use 1 to 4096", self.tensors);
+        ensure!(
+            (0.0..=3600.0).contains(&self.seconds),
+            "--seconds {}: use 0 to 3600",
+            self.seconds
+        );
+        let model = Model { elements: bytes / 4, tensors: self.tensors, workers: self.workers };
+        // Of every worker: gradient, weights, common memory, and what it and the others have received;
+        // on the servers, versions of the weights for as many readers.
+        let copies = 10 * self.workers as usize + 6;
+        let needed = model.bytes().saturating_mul(copies);
+        let available = available_memory().unwrap_or(u64::MAX);
+        ensure!(
+            needed as u64 <= available,
+            "--size: {} workers with {} need {} of memory, where {} are available; choose a smaller \
+             size or fewer workers",
+            self.workers,
+            sizes::format(model.bytes()),
+            sizes::about(needed),
+            sizes::about(available as usize)
+        );
+        Ok(model)
+    }
+}
+
+/// What is pushed and pulled.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+struct Model {
+    elements: usize,
+    tensors: usize,
+    workers: u32,
+}
+
+impl Model {
+    /// Of a push, or a pull.
+    fn bytes(&self) -> usize {
+        self.elements.saturating_mul(4 * self.tensors)
+    }
+
+    fn run(&self) -> Run {
+        let optimizer =
+            OptimizerSpec::Sgd { learning_rate: LearningRate::Constant(1.0), weight_decay: 0.0 };
+        let shapes = vec![vec![self.elements]; self.tensors];
+        let (workers, shards) = (self.workers, self.workers);
+        Run { workers, shards, ..Run::new(shapes, optimizer, Level::Async) }
+    }
+
+    /// What every push adds to a weight.
+    fn change(element: usize) -> f32 {
+        (element % LARGEST_CHANGE + 1) as f32
+    }
+
+    /// The gradient of a tensor: with a learning rate of 1, weights become larger by its opposite.
+    fn gradient(&self) -> Vec<f32> {
+        (0..self.elements).map(|element| -Model::change(element)).collect()
+    }
+
+    /// Refuses a tensor that is not the sum of so many pushes.
+    fn verify(weights: &[f32], pushes: u64) -> anyhow::Result<()> {
+        for (element, weight) in weights.iter().enumerate() {
+            ensure!(
+                *weight < LIMIT,
+                "a weight became {weight}, where f32 is no longer exact; use fewer --seconds"
+            );
+            let expected = pushes as f32 * Model::change(element);
+            ensure!(
+                *weight == expected,
+                "weight {element} is {weight} instead of {expected} after {pushes} pushes"
+            );
+        }
+        Ok(())
+    }
+
+    /// Refuses a tensor whose ends are of different versions.
+    fn verify_ends(weights: &[f32]) -> anyhow::Result<()> {
+        let version = |element: usize| weights[element] / Model::change(element);
+        let (first, last) = (version(0), version(weights.len() - 1));
+        ensure!(first == last, "half an update: version {first} in front, {last} at the end");
+        Ok(())
+    }
+}
+
+/// What a process is told to be.
+#[derive(Serialize, Deserialize)]
+enum Part {
+    /// A server shard. Answers with its address.
+    Server { token: String, journal: Option<PathBuf> },
+    /// The limit. Answers with its address.
+    Loopback { model: Model },
+    /// A worker, which answers when it is connected, and then to every [`Turn`].
+    Worker { model: Model, token: String, number: u32, places: Vec<(Way, SocketAddr)> },
+}
+
+/// Asks a worker to push and pull for so many seconds. It answers with the microseconds of each.
+#[derive(Serialize, Deserialize)]
+struct Turn {
+    way: Way,
+    seconds: f64,
+}
+
+/// What came of one transport's turns.
+#[derive(Default)]
+struct Samples {
+    /// Push-pulls per second of every round.
+    rates: Vec<f64>,
+    /// Microseconds of every push-pull.
+    each: Vec<f64>,
+}
+
+/// All parts.
+struct Bench {
+    model: Model,
+    token: Token,
+    /// The ways that take turns, and who serves them.
+    places: Vec<(Way, SocketAddr)>,
+    /// Kept so that they go on until the end.
+    _servers: Vec<Process>,
+    workers: Vec<Process>,
+    /// Pushes to each server.
+    pushes: Vec<u64>,
+}
+
+impl Bench {
+    fn start(args: &ServerArgs, model: Model) -> anyhow::Result<Bench> {
+        let token = Token::random()?;
+        let mut ways = vec![Way::Loopback];
+        for way in &args.transport {
+            if !ways.contains(way) {
+                ways.push(*way);
+            }
+        }
+        let (mut servers, mut places) = (Vec::new(), Vec::new());
+        for way in ways {
+            let journal = args.journal.as_ref().map(|folder| folder.join(way.name()));
+            let part = match way {
+                Way::Loopback => Part::Loopback { model },
+                _ => Part::Server { token: token.to_hex(), journal },
+            };
+            let mut server = Process::start(&part)?;
+            places.push((way, server.answer()?));
+            servers.push(server);
+        }
+        let start = |number| {
+            let (token, places) = (token.to_hex(), places.clone());
+            Process::start(&Part::Worker { model, token, number, places })
+        };
+        let mut workers = (0..model.workers).map(start).collect::<anyhow::Result<Vec<_>>>()?;
+        workers.iter_mut().try_for_each(Process::answer::<()>)?;
+        let pushes = vec![0; places.len()];
+        Ok(Bench { model, token, places, _servers: servers, workers, pushes })
+    }
+
+    /// Lets all ways take turns. The first round is for warming up.
+    fn measure(&mut self, seconds: f64) -> anyhow::Result<Vec<(Way, Samples)>> {
+        let ways: Vec<Way> = self.places.iter().map(|(way, _)| *way).collect();
+        let mut all: Vec<_> = ways.iter().map(|way| (*way, Samples::default())).collect();
+        for place in 0..ways.len() {
+            self.turn(place)?;
+        }
+        let (start, deadline) = (Instant::now(), seconds * ways.len() as f64);
+        while all[0].1.rates.len() < FEWEST || start.elapsed().as_secs_f64() < deadline {
+            for (place, (_, samples)) in all.iter_mut().enumerate() {
+                let (rate, each) = self.turn(place)?;
+                samples.rates.push(rate);
+                samples.each.extend(each);
+            }
+        }
+        Ok(all)
+    }
+
+    /// One turn of one way: push-pulls per second, and the microseconds of each.
+    fn turn(&mut self, place: usize) -> anyhow::Result<(f64, Vec<f64>)> {
+        let turn = Turn { way: self.places[place].0, seconds: TURN.as_secs_f64() };
+        self.workers.iter_mut().try_for_each(|worker| worker.tell(&turn))?;
+        let (mut each, mut longest) = (Vec::new(), f64::MIN_POSITIVE);
+        for worker in &mut self.workers {
+            let own: Vec<f64> = worker.answer()?;
+            longest = own.iter().sum::<f64>().max(longest);
+            each.extend(own);
+        }
+        self.pushes[place] += each.len() as u64;
+        // A worker that is late is not forgiven.
+        Ok((each.len() as f64 / longest * 1e6, each))
+    }
+
+    /// Compares the weights of every server with the pushes that the workers have made.
+    fn verify(&self) -> anyhow::Result<()> {
+        for ((way, address), pushes) in self.places.iter().zip(&self.pushes) {
+            if *way == Way::Loopback {
+                continue;
+            }
+            let options = options(*way, *address, &self.token, 0);
+            let weights = look(&self.model.run(), &options)?;
+            let all = weights.iter().try_for_each(|weights| Model::verify(weights, *pushes));
+            all.with_context(|| format!("after pushes over {}", way.name()))?;
+        }
+        Ok(())
+    }
+}
+
+/// A process that is one of the parts.
+struct Process {
+    child: Child,
+    input: Option<ChildStdin>,
+    output: BufReader<ChildStdout>,
+}
+
+impl Process {
+    fn start(part: &Part) -> anyhow::Result<Process> {
+        let mut child = Command::new(std::env::current_exe()?)
+            .args(["bench", "server", "--as-part"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("starting a part of the measurement")?;
+        let output = BufReader::new(child.stdout.take().expect("it is piped"));
+        let mut process = Process { input: child.stdin.take(), child, output };
+        process.tell(part)?;
+        Ok(process)
+    }
+
+    fn tell(&mut self, message: &impl Serialize) -> anyhow::Result<()> {
+        let line = serde_json::to_string(message)? + "\n";
+        let input = self.input.as_mut().expect("open until the end");
+        input.write_all(line.as_bytes()).context("a part of the measurement has ended")
+    }
+
+    fn answer<T: DeserializeOwned>(&mut self) -> anyhow::Result<T> {
+        let mut line = String::new();
+        ensure!(self.output.read_line(&mut line)? > 0, "a part of the measurement has ended");
+        Ok(serde_json::from_str(&line)?)
+    }
+}
+
+impl Drop for Process {
+    /// Every part ends with its input.
+    fn drop(&mut self) {
+        self.input = None;
+        let _ = self.child.wait();
+    }
+}
+
+/// Is the part that the first line of the input says.
+fn be_part() -> anyhow::Result<ExitCode> {
+    let mut orders = std::io::stdin().lines();
+    let Some(order) = orders.next() else { return Ok(ExitCode::SUCCESS) };
+    match serde_json::from_str(&order?)? {
+        Part::Server { token, journal } => {
+            let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+            let address = listener.local_addr()?;
+            let files = Files { journal, ..Files::default() };
+            let shard =
+                Shard::start(listener.into(), ShardOptions { token: token.parse()?, files })?;
+            answer(&address)?;
+            // Ends with the input, whose lock only another thread can wait for.
+            drop(orders);
+            let ended = std::thread::spawn(|| std::io::stdin().lines().for_each(drop));
+            shard.serve_until(|| ended.is_finished())?;
+        }
+        Part::Loopback { model } => {
+            let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+            answer(&listener.local_addr()?)?;
+            for _ in 0..model.workers {
+                let (stream, _) = listener.accept()?;
+                std::thread::spawn(move || send_back(stream, model.bytes()));
+            }
+            orders.for_each(drop);
+        }
+        Part::Worker { model, token, number, places } => {
+            let mut worker = Worker::connect(model, token.parse()?, number, &places)?;
+            answer(&())?;
+            for order in orders {
+                answer(&worker.take_turn(&serde_json::from_str(&order?)?)?)?;
+            }
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn answer(message: &impl Serialize) -> anyhow::Result<()> {
+    println!("{}", serde_json::to_string(message)?);
+    Ok(())
+}
+
+/// What the loopback does for one worker, until it leaves.
+fn send_back(mut stream: TcpStream, bytes: usize) -> std::io::Result<()> {
+    stream.set_nodelay(true)?;
+    let mut buffer = vec![0; bytes];
+    loop {
+        stream.read_exact(&mut buffer)?;
+        stream.write_all(&buffer)?;
+    }
+}
+
+/// What a worker has.
+struct Worker {
+    gradient: Vec<f32>,
+    weights: Vec<Vec<f32>>,
+    clients: Vec<(Way, Client)>,
+    loopback: Option<(TcpStream, Vec<u8>)>,
+}
+
+impl Worker {
+    fn connect(
+        model: Model,
+        token: Token,
+        number: u32,
+        places: &[(Way, SocketAddr)],
+    ) -> anyhow::Result<Worker> {
+        let (mut clients, mut loopback) = (Vec::new(), None);
+        for (way, address) in places {
+            if *way == Way::Loopback {
+                let stream = TcpStream::connect(address)?;
+                stream.set_nodelay(true)?;
+                loopback = Some((stream, vec![1; model.bytes()]));
+                continue;
+            }
+            let options = options(*way, *address, &token, number);
+            let zeros = |_| vec![0.0; model.elements];
+            let client = Client::join(&model.run(), options, &zeros)?;
+            ensure!(client.is_shared() == (*way == Way::Shm), "no shared memory on this machine");
+            clients.push((*way, client));
+        }
+        let weights = vec![vec![0.0; model.elements]; model.tensors];
+        Ok(Worker { gradient: model.gradient(), weights, clients, loopback })
+    }
+
+    /// Pushes and pulls for as long as the turn lasts, and at least once: the microseconds of each.
+    fn take_turn(&mut self, turn: &Turn) -> anyhow::Result<Vec<f64>> {
+        let mut each = Vec::new();
+        let start = Instant::now();
+        let mut last = start;
+        while each.is_empty() || start.elapsed().as_secs_f64() < turn.seconds {
+            self.push_pull(turn.way)?;
+            let now = Instant::now();
+            each.push((now - last).as_secs_f64() * 1e6);
+            last = now;
+        }
+        Ok(each)
+    }
+
+    fn push_pull(&mut self, way: Way) -> anyhow::Result<()> {
+        if way == Way::Loopback {
+            let (stream, buffer) = self.loopback.as_mut().context("no loopback")?;
+            stream.write_all(buffer)?;
+            return Ok(stream.read_exact(buffer)?);
+        }
+        let Some((_, client)) = self.clients.iter_mut().find(|(other, _)| *other == way) else {
+            bail!("not connected over {}", way.name());
+        };
+        let gradients: Vec<Gradient<'_>> =
+            (0..self.weights.len()).map(|tensor| (tensor, vec![&self.gradient[..]])).collect();
+        let weights = &mut self.weights;
+        let mut take = |tensor: usize, start: usize, values: &[f32]| {
+            weights[tensor][start..start + values.len()].copy_from_slice(values);
+        };
+        let pushed = client.push_pull(&gradients, Measured::default(), &mut take)?;
+        ensure!(pushed.applied, "a push was not applied");
+        self.weights.iter().try_for_each(|weights| Model::verify_ends(weights))
+    }
+}
+
+impl Way {
+    fn name(self) -> &'static str {
+        match self {
+            Way::Tcp => "tcp",
+            Way::Shm => "shm",
+            Way::Loopback => "loopback",
+        }
+    }
+}
+
+fn options(way: Way, address: SocketAddr, token: &Token, worker: u32) -> ClientOptions {
+    ClientOptions {
+        servers: vec![address.to_string()],
+        token: token.clone(),
+        worker,
+        life: 1,
+        patience: PATIENCE,
+        transport: if way == Way::Tcp { Transport::Tcp } else { Transport::Auto },
+        warm_up: 0,
+        error_feedback: false,
+    }
+}
+
+fn report(
+    args: &ServerArgs,
+    model: Model,
+    measured: &[(Way, Samples)],
+) -> anyhow::Result<ExitCode> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    if !args.json {
+        println!(
+            "{} workers push and pull {} tensors of {}, one server, {cores} cores; weights verified",
+            model.workers,
+            model.tensors,
+            sizes::format(4 * model.elements)
+        );
+        println!(
+            "{:<9} {:>12} {:>11} {:>11} {:>10} {:>12} {:>8}",
+            "transport", "push-pulls/s", "median µs", "p99 µs", "GB/s", "of loopback", "of tcp"
+        );
+    }
+    let rates =
+        |wanted: Way| measured.iter().find(|(way, _)| *way == wanted).map(|(_, s)| &s.rates);
+    let loopback = rates(Way::Loopback).context("the loopback is always measured")?;
+    for (way, samples) in measured {
+        let mut each = samples.each.clone();
+        each.sort_by(f64::total_cmp);
+        let push_pulls_per_second = median(samples.rates.iter().copied());
+        let row = Row {
+            transport: *way,
+            workers: model.workers,
+            cores,
+            bytes: model.bytes(),
+            tensors: model.tensors,
+            journal: args.journal.is_some() && *way != Way::Loopback,
+            rounds: samples.rates.len(),
+            push_pulls_per_second,
+            median_us: each[each.len() / 2],
+            p99_us: each[(each.len() * 99 / 100).min(each.len() - 1)],
+            gbs: push_pulls_per_second * model.bytes() as f64 / 1e9,
+            of_loopback: ratio(&samples.rates, loopback),
+            of_tcp: rates(Way::Tcp).map(|tcp| ratio(&samples.rates, tcp)),
+            // A wrong result ends the measurement with an error.
+            verified: true,
+        };
+        print(&row, args.json)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn print(row: &Row, json: bool) -> anyhow::Result<()> {
+    if json {
+        println!("{}", serde_json::to_string(row)?);
+    } else {
+        println!(
+            "{:<9} {:>12.1} {:>11.1} {:>11.1} {:>10.3} {:>12.3} {:>8}",
+            row.transport.name(),
+            row.push_pulls_per_second,
+            row.median_us,
+            row.p99_us,
+            row.gbs,
+            row.of_loopback,
+            row.of_tcp.map_or(String::new(), |ratio| format!("{ratio:.3}")),
+        );
+    }
+    Ok(())
+}
+
+/// The median over the rounds of one rate relative to another.
+fn ratio(rates: &[f64], others: &[f64]) -> f64 {
+    median(rates.iter().zip(others).map(|(rate, other)| rate / other))
+}
+
+fn median(values: impl Iterator<Item = f64>) -> f64 {
+    let mut sorted: Vec<f64> = values.collect();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wrong_weights_are_noticed() {
+        let right = [3.0, 6.0, 9.0, 12.0, 3.0];
+        assert!(Model::verify(&right, 3).is_ok());
+        assert!(Model::verify(&right, 4).is_err());
+        assert!(Model::verify(&[3.0, 6.0, 9.0, 12.0, 4.0], 3).is_err());
+        assert!(Model::verify(&[f32::NAN], 0).is_err());
+        assert!(Model::verify(&[LIMIT], 1 << 24).is_err());
+        assert!(Model::verify_ends(&right).is_ok());
+        assert!(Model::verify_ends(&[3.0, 6.0, 9.0, 12.0, 2.0]).is_err());
+    }
+
+    #[test]
+    fn a_push_adds_the_change() {
+        let model = Model { elements: 6, tensors: 1, workers: 1 };
+        let weights: Vec<f32> = model.gradient().iter().map(|g| -g * 7.0).collect();
+        assert!(Model::verify(&weights, 7).is_ok());
+        assert_eq!(model.bytes(), 24);
+    }
+
+    #[test]
+    fn ratios_compare_what_took_turns() {
+        assert_eq!(ratio(&[1.0, 8.0, 3.0], &[2.0, 8.0, 4.0]), 0.75);
+        assert!(median(std::iter::empty()).is_nan());
+    }
+}

@@ -1,0 +1,109 @@
+//! `unisono serve`: one shard of a parameter server.
+
+use std::net::ToSocketAddrs;
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::{Context, anyhow, bail, ensure};
+use clap::Args;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use socket2::{Domain, Socket, Type};
+use unisono::collective::handshake::Token;
+use unisono::relaxed::server::{Files, Shard, ShardOptions};
+
+/// What `unisono serve` takes.
+#[derive(Args)]
+#[command(after_help = "\
+`unisono run --servers S` and `unisono train --strategy ssp:3 --servers S` start servers by themselves.
+Beyond one machine, start them where you want them, all with the same UNISONO_TOKEN:
+  server-a$ unisono serve --listen server-a:4000 --server 0 --journal journal-0
+  server-b$ unisono serve --listen server-b:4000 --server 1 --journal journal-1
+  workers$  unisono train --strategy ssp:3 --servers server-a:4000,server-b:4000")]
+pub struct ServeArgs {
+    /// Where to listen; by default at the socket that a launcher has opened.
+    #[arg(long, value_name = "HOST:PORT")]
+    listen: Option<String>,
+    /// Which of the servers this is, from 0.
+    #[arg(long, env = "UNISONO_SERVER", value_name = "K", default_value_t = 0)]
+    server: usize,
+    /// The folder in which updates are written down before they are acknowledged. A server that is
+    /// started again with it goes on where it was.
+    #[arg(long, value_name = "DIR")]
+    journal: Option<PathBuf>,
+    /// Wait until every update is on the disk, so that none is lost if the machine goes down.
+    #[arg(long, requires = "journal")]
+    sync: bool,
+    /// The folder of the run, in which every push is recorded.
+    #[arg(long, value_name = "DIR")]
+    run_dir: Option<PathBuf>,
+}
+
+/// Serves until it is told to stop.
+pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        signal_hook::flag::register(signal, stop.clone()).context("listening for signals")?;
+    }
+    let listener = match &args.listen {
+        Some(address) => listen(address)?,
+        None => inherited()?.ok_or_else(|| {
+            anyhow!("nowhere to listen: give --listen HOST:PORT, or let `unisono run` start it")
+        })?,
+    };
+    let files = Files {
+        number: args.server,
+        journal: args.journal,
+        sync: args.sync,
+        run: args.run_dir,
+        snapshot_after: None,
+    };
+    let shard = Shard::start(listener, ShardOptions { token: token()?, files })?;
+    shard.serve_until(|| stop.load(Ordering::Relaxed))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The token of the job.
+pub fn token() -> anyhow::Result<Token> {
+    match std::env::var("UNISONO_TOKEN") {
+        Ok(text) if !text.is_empty() => text.parse().context("UNISONO_TOKEN"),
+        _ => bail!(
+            "UNISONO_TOKEN is not set: give all servers and workers of a job the same 64 hexadecimal \
+             digits"
+        ),
+    }
+}
+
+/// The socket that a launcher has opened for this process, if it has.
+pub fn inherited() -> anyhow::Result<Option<Socket>> {
+    let Ok(text) = std::env::var("UNISONO_LISTEN_FD") else { return Ok(None) };
+    let number: RawFd = text.parse().ok().filter(|number| *number > 2).with_context(|| {
+        format!("UNISONO_LISTEN_FD={text} is no open file; only a launcher should set it")
+    })?;
+    // SAFETY: the launcher opened it for this process, which takes it once, first thing, before anything
+    // else could have been opened under that number. Whether it is open at all, the next call tells.
+    let socket = Socket::from(unsafe { OwnedFd::from_raw_fd(number) });
+    ensure!(
+        socket.is_listener().is_ok_and(|listens| listens),
+        "UNISONO_LISTEN_FD={number} does not listen; only a launcher should set it"
+    );
+    socket.set_cloexec(true)?;
+    socket.set_nonblocking(false)?;
+    Ok(Some(socket))
+}
+
+fn listen(address: &str) -> anyhow::Result<Socket> {
+    let bind = || -> std::io::Result<Socket> {
+        let unknown = || std::io::Error::from(std::io::ErrorKind::NotFound);
+        let at = address.to_socket_addrs()?.next().ok_or_else(unknown)?;
+        let socket = Socket::new(Domain::for_address(at), Type::STREAM, None)?;
+        socket.set_reuse_address(true)?;
+        socket.bind(&at.into())?;
+        socket.listen(128)?;
+        Ok(socket)
+    };
+    bind()
+        .with_context(|| format!("--listen {address}: give HOST:PORT, a free port of this machine"))
+}

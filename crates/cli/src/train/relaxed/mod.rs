@@ -1,0 +1,96 @@
+//! Training whose workers do not wait for each other, or not for long.
+//!
+//! The process that the user starts *leads*: it makes the folder of the run, starts servers and workers,
+//! and starts those again that die. The servers record every push in the folder. When the workers are
+//! done, the leader fetches the weights, judges the model, and writes the report. With `hogwild` the
+//! workers are threads of the leader.
+
+mod gossip;
+mod hogwild;
+mod lead;
+mod student;
+mod weights;
+mod worker;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use unisono::relaxed::server::Run;
+use unisono::relaxed::spec::Level;
+use unisono::sync::Parameter;
+use unisono::sync::optimizer::{LearningRate, OptimizerSpec};
+
+use super::args::{Plan, RelaxedPlan, TrainArgs};
+use super::progress::Failure;
+
+/// Leads a run, or is one of its workers.
+pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
+    if args.level() == Some(Level::Hogwild) {
+        return hogwild::run(args);
+    }
+    if !args.as_worker && std::env::var_os("RANK").is_none() {
+        return lead::run(args);
+    }
+    match worker::run(args) {
+        Err(error) if args.as_worker => {
+            Failure { reason: crate::one_line(&error), consequence: false }.tell();
+            Ok(ExitCode::FAILURE)
+        }
+        outcome => outcome,
+    }
+}
+
+/// The run, as servers are told.
+fn described(
+    plan: &Plan,
+    relaxed: &RelaxedPlan,
+    parameters: &[Parameter],
+    workers: usize,
+    timeout: Duration,
+) -> Run {
+    let shapes = parameters.iter().map(|parameter| parameter.shape.clone()).collect();
+    let mut run = Run::new(shapes, optimizer(plan, relaxed.level, workers), relaxed.level);
+    if let Some(compression) = &plan.compression {
+        let codec = |p: &Parameter| compression.rules.codec(&p.name, &p.shape).cloned();
+        run.codecs = parameters.iter().map(codec).collect();
+    }
+    let pushes = plan.steps.saturating_mul(workers as u64);
+    run.total = match relaxed.level {
+        Level::Bsp => plan.steps,
+        Level::Downpour { push, .. } => pushes.div_ceil(u64::from(push)),
+        _ => pushes,
+    };
+    run.stale = relaxed.stale;
+    run.workers = workers as u32;
+    run.shards = plan.shards as u32;
+    run.seed = plan.seed;
+    run.timeout = timeout;
+    run
+}
+
+/// The optimizer of the weights. Where every worker's gradient is an update by itself, there are as many
+/// more of them, each as much shorter: so a learning rate means the same at every level.
+fn optimizer(plan: &Plan, level: Level, workers: usize) -> OptimizerSpec {
+    let share = match level {
+        Level::Ssp(_) | Level::SspAuto | Level::Async | Level::Hogwild => workers as u64,
+        _ => 1,
+    };
+    let rate = match plan.optimizer.learning_rate() {
+        LearningRate::Constant(rate) => LearningRate::Constant(rate / share as f64),
+        LearningRate::Cosine { peak, floor, warm_up, steps } => LearningRate::Cosine {
+            peak: peak / share as f64,
+            floor: floor / share as f64,
+            warm_up: warm_up * share,
+            steps: steps.saturating_mul(share),
+        },
+    };
+    plan.optimizer.with_learning_rate(rate)
+}
+
+/// The folder of the run, which the leader made.
+fn run_dir(plan: &Plan) -> anyhow::Result<PathBuf> {
+    plan.run_dir
+        .clone()
+        .ok_or_else(|| anyhow::anyhow!("--run-dir: a worker needs the leader's folder"))
+}

@@ -1,0 +1,34 @@
+//! Weights in files, for the leader to find when the workers are gone.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, ensure};
+
+/// Where a worker leaves its weights.
+pub fn path(run_dir: &Path, worker: usize) -> PathBuf {
+    run_dir.join(format!("weights-{worker}.f32"))
+}
+
+/// Writes weights, all at once.
+pub fn write(path: &Path, weights: &[Vec<f32>]) -> anyhow::Result<()> {
+    let bytes: Vec<u8> = weights.iter().flatten().flat_map(|weight| weight.to_le_bytes()).collect();
+    let partial = path.with_extension("partial");
+    std::fs::write(&partial, bytes)
+        .and_then(|()| std::fs::rename(&partial, path))
+        .with_context(|| format!("writing {}", path.display()))
+}
+
+/// Reads weights of these lengths, and removes the file.
+pub fn take(path: &Path, lengths: &[usize]) -> anyhow::Result<Vec<Vec<f32>>> {
+    let bytes = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
+    ensure!(
+        bytes.len() == 4 * lengths.iter().sum::<usize>(),
+        "{} does not hold the weights of this model",
+        path.display()
+    );
+    let number = |bytes: &[u8]| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+    let mut numbers = bytes.chunks_exact(4).map(number);
+    let weights = lengths.iter().map(|length| numbers.by_ref().take(*length).collect()).collect();
+    let _ = std::fs::remove_file(path);
+    Ok(weights)
+}

@@ -1,0 +1,265 @@
+//! The folder a relaxed run leaves behind.
+//!
+//! | file | what |
+//! |---|---|
+//! | `run.toml` | what was run: [`RunInfo`] |
+//! | `updates-K.jsonl` | one [`UpdateRecord`] per line: of server shard K, or without servers of worker K |
+//! | `moves.jsonl` | one [`Move`] of the bound per line; only for `ssp:auto` |
+//! | `summary.json` | the run in one object: [`RelaxedSummary`] |
+//! | `report.html` | the report: [`RelaxedReport`] |
+//!
+//! Several processes write to it. The one that began the run makes it and finishes it; each server
+//! shard has an [`UpdateLog`] of its own. Lines are written as soon as they are appended, so that a
+//! process that is killed loses at most the one it was writing; reading tolerates that one, and
+//! nothing else.
+
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, ErrorKind, Write};
+use std::marker::PhantomData;
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::{RelaxedRun, RelaxedSummary};
+use crate::folder::{
+    FolderError, INFO, REPORT, STEPS, SUMMARY, read_info, read_json, replace, write_error,
+    write_info, write_json,
+};
+use crate::record::{Outcome, RunInfo};
+use crate::report::RelaxedReport;
+use crate::updates::{Move, UpdateRecord};
+
+const MOVES: &str = "moves.jsonl";
+
+/// Files of updates that are read. No run has more shards, and a stray name must not cost memory.
+const MOST_FILES: usize = 4096;
+
+/// The folder of a relaxed run that is going on.
+#[derive(Clone, Debug)]
+pub struct RelaxedFolder {
+    dir: PathBuf,
+}
+
+/// A relaxed run read back from its folder.
+#[derive(Clone, Debug)]
+pub struct SavedRun {
+    /// What was recorded, analysed.
+    pub run: RelaxedRun,
+    /// What it came to; absent if it did not finish.
+    pub summary: Option<RelaxedSummary>,
+    dir: PathBuf,
+}
+
+/// Lines of one file, each in it as soon as it is appended.
+#[derive(Debug)]
+pub struct Log<T> {
+    path: PathBuf,
+    file: File,
+    /// Length of the complete lines.
+    complete: u64,
+    lines: PhantomData<fn(&T)>,
+}
+
+/// The updates of a server shard, or of a worker without one: `updates-K.jsonl`.
+pub type UpdateLog = Log<UpdateRecord>;
+
+/// The moves of the bound: `moves.jsonl`.
+pub type MoveLog = Log<Move>;
+
+impl RelaxedFolder {
+    /// Makes the folder, with its parents, and writes `run.toml`. Refuses a folder with a run in it.
+    pub fn create(dir: impl Into<PathBuf>, info: &RunInfo) -> Result<RelaxedFolder, FolderError> {
+        let dir = dir.into();
+        fs::create_dir_all(&dir).map_err(|source| write_error(&dir, source))?;
+        if dir.join(INFO).exists() || dir.join(STEPS).exists() {
+            return Err(FolderError::Occupied { path: dir });
+        }
+        write_info(&dir, info)?;
+        Ok(RelaxedFolder { dir })
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.dir
+    }
+
+    /// The updates of server shard `k`, or without servers of worker `k`.
+    pub fn updates(dir: &Path, k: usize) -> PathBuf {
+        dir.join(format!("updates-{k}.jsonl"))
+    }
+
+    /// The moves of the bound.
+    pub fn moves(dir: &Path) -> PathBuf {
+        dir.join(MOVES)
+    }
+
+    /// Whether a folder is one of a relaxed run, and not one of common steps.
+    pub fn is_relaxed(dir: &Path) -> bool {
+        dir.join(INFO).exists() && !dir.join(STEPS).exists()
+    }
+
+    /// Sums up the run, and writes `summary.json` and `report.html` from what was logged. Where
+    /// workers average by themselves, `exchanges` says how often two did.
+    pub fn finish(self, outcome: Outcome, exchanges: Option<u64>) -> Result<SavedRun, FolderError> {
+        let mut saved = RelaxedFolder::open(&self.dir)?;
+        saved.summary = Some(RelaxedSummary::new(&saved.run, outcome, exchanges));
+        saved.write()?;
+        Ok(saved)
+    }
+
+    /// Reads a run, finished or not.
+    pub fn open(dir: impl Into<PathBuf>) -> Result<SavedRun, FolderError> {
+        let dir = dir.into();
+        let info = read_info(&dir)?;
+        let mut shards = Vec::new();
+        for file in 0..files_of_updates(&dir)? {
+            shards.push(read_lines(&RelaxedFolder::updates(&dir, file), "record of an update")?);
+        }
+        let moves = read_lines(&RelaxedFolder::moves(&dir), "move of the bound")?;
+        let summary = read_json(&dir.join(SUMMARY), "summary of a relaxed run")?;
+        Ok(SavedRun { run: RelaxedRun::of(info, shards, moves), summary, dir })
+    }
+}
+
+impl SavedRun {
+    /// Its report.
+    pub fn report(&self) -> RelaxedReport<'_> {
+        RelaxedReport::new(&self.run, self.summary.as_ref())
+    }
+
+    /// The page of its report.
+    pub fn report_path(&self) -> PathBuf {
+        self.dir.join(REPORT)
+    }
+
+    /// Writes all that can be computed: the summary if there is one, and the report. For a run that
+    /// was killed this makes up for what it could not write itself.
+    pub fn write(&self) -> Result<(), FolderError> {
+        if let Some(summary) = &self.summary {
+            write_json(&self.dir.join(SUMMARY), summary)?;
+        }
+        let page = self.report().html();
+        replace(&self.report_path(), |to| to.write_all(page.as_bytes()))
+    }
+}
+
+impl<T: Serialize + DeserializeOwned> Log<T> {
+    /// Begins a file. Refuses one that exists.
+    pub fn create(path: impl Into<PathBuf>) -> Result<Log<T>, FolderError> {
+        let path = path.into();
+        let file = File::options().append(true).create_new(true).open(&path);
+        let file = file.map_err(|source| write_error(&path, source))?;
+        Ok(Log { path, file, complete: 0, lines: PhantomData })
+    }
+
+    /// Goes on with a file, or begins it, keeping the lines for which `keep` is true. A last line that
+    /// was never finished is dropped.
+    pub fn reopen_keeping(
+        path: impl Into<PathBuf>,
+        mut keep: impl FnMut(&T) -> bool,
+    ) -> Result<Log<T>, FolderError> {
+        let path = path.into();
+        let mut kept = Vec::new();
+        for_each_line(&path, "line of this log", |text, line| {
+            if keep(&line) {
+                kept.extend_from_slice(text);
+            }
+        })?;
+        replace(&path, |to| to.write_all(&kept))?;
+        let file = File::options().append(true).open(&path);
+        let file = file.map_err(|source| write_error(&path, source))?;
+        Ok(Log { path, file, complete: kept.len() as u64, lines: PhantomData })
+    }
+
+    /// Appends a line. After an error the file ends with the last complete one, and the next may be
+    /// appended once there is room.
+    pub fn append(&mut self, line: &T) -> Result<(), FolderError> {
+        self.append_all(std::slice::from_ref(line))
+    }
+
+    /// Appends several lines in one write, all or none.
+    pub fn append_all(&mut self, lines: &[T]) -> Result<(), FolderError> {
+        let mut text = Vec::new();
+        for line in lines {
+            write_line(&mut text, &self.path, line)?;
+        }
+        if let Err(source) = self.file.write_all(&text) {
+            // If this fails as well, readers still find one unfinished line at the end.
+            let _ = self.file.set_len(self.complete);
+            return Err(write_error(&self.path, source));
+        }
+        self.complete += text.len() as u64;
+        Ok(())
+    }
+}
+
+impl UpdateLog {
+    /// Goes on after a crash whose server remembers everything up to `last_update`: updates beyond
+    /// were not acknowledged, or will be replayed, and are dropped. Where pushes that were dropped for
+    /// staleness are replayed as well, [`Log::reopen_keeping`] can tell those apart.
+    pub fn reopen(path: impl Into<PathBuf>, last_update: u64) -> Result<UpdateLog, FolderError> {
+        Log::reopen_keeping(path, |record: &UpdateRecord| record.update <= last_update)
+    }
+}
+
+/// One more than the largest K for which there is an `updates-K.jsonl`.
+fn files_of_updates(dir: &Path) -> Result<usize, FolderError> {
+    let read_error = |source| FolderError::Read { path: dir.into(), source };
+    let mut files = 0;
+    for entry in fs::read_dir(dir).map_err(read_error)? {
+        let name = entry.map_err(read_error)?.file_name();
+        let number = name.to_str().and_then(|name| {
+            name.strip_prefix("updates-")?.strip_suffix(".jsonl")?.parse::<usize>().ok()
+        });
+        files = files.max(number.filter(|number| *number < MOST_FILES).map_or(0, |k| k + 1));
+    }
+    Ok(files)
+}
+
+/// The complete lines of a file; none if it does not exist. `what` says what a line is, for errors.
+fn read_lines<T: DeserializeOwned>(path: &Path, what: &str) -> Result<Vec<T>, FolderError> {
+    let mut lines = Vec::new();
+    for_each_line(path, what, |_, line| lines.push(line))?;
+    Ok(lines)
+}
+
+/// Calls `take` with each complete line of a file, as it stands there and as it is understood.
+fn for_each_line<T: DeserializeOwned>(
+    path: &Path,
+    what: &str,
+    mut take: impl FnMut(&[u8], T),
+) -> Result<(), FolderError> {
+    let read_error = |source| FolderError::Read { path: path.into(), source };
+    let mut file = match File::open(path) {
+        Ok(file) => BufReader::new(file),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        Err(source) => return Err(read_error(source)),
+    };
+    let mut text = Vec::new();
+    for number in 1.. {
+        text.clear();
+        file.read_until(b'\n', &mut text).map_err(read_error)?;
+        if !text.ends_with(b"\n") {
+            // The end, or a line whose writer was killed. Even one that can be read is not complete,
+            // for its end is missing, and what is appended would go on in it.
+            break;
+        }
+        let line = serde_json::from_slice(&text).map_err(|error| FolderError::Malformed {
+            path: path.into(),
+            line: number,
+            reason: format!("not the {what}: {error}"),
+        })?;
+        take(&text, line);
+    }
+    Ok(())
+}
+
+fn write_line<T: Serialize>(to: &mut Vec<u8>, path: &Path, line: &T) -> Result<(), FolderError> {
+    serde_json::to_writer(&mut *to, line).map_err(|error| write_error(path, error.into()))?;
+    to.push(b'\n');
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,321 @@
+//! Threads that train together.
+//!
+//! Every thread repeats: claim one of the updates that remain, take a step, count it, and hand a
+//! record of it to the caller's thread. The claim is a counter that all threads share; it is touched
+//! once per step, before a forward and a backward pass, and makes the number of updates exact. Before
+//! it claims, a thread looks whether the run was stopped or another thread has ended, for whatever
+//! reason; so a run ends with the steps that are under way.
+
+use std::panic::resume_unwind;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::thread::{self, ScopedJoinHandle};
+use std::time::Instant;
+
+use unisono_insight::updates::UpdateRecord;
+
+use super::{Clocks, SharedWeights};
+
+/// Records that wait for the caller's thread. With room for fewer, threads wait for a caller who
+/// writes to a slow disk; more is only memory.
+const WAITING: usize = 1024;
+
+/// A training run of threads on shared weights.
+#[derive(Clone, Copy, Debug)]
+pub struct Hogwild<'a> {
+    /// What they train.
+    pub weights: &'a SharedWeights,
+    /// Number of threads.
+    pub threads: usize,
+    /// Updates to make, by all threads together.
+    pub updates: u64,
+    /// Ends the run early, once it is true: threads finish the step they are in.
+    pub stop: &'a AtomicBool,
+    /// When the run began: what the times of records count from.
+    pub began: Instant,
+}
+
+/// What a thread says about a step it has taken.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Step {
+    /// The loss the gradient was computed at.
+    pub loss: f32,
+    /// Samples the gradient was computed from.
+    pub samples: u64,
+    /// Seconds of computing it.
+    pub compute: f64,
+}
+
+impl Hogwild<'_> {
+    /// Trains, and returns the number of updates that were made: all, unless the run was stopped.
+    ///
+    /// Every thread calls `start` with its number, on its own, and then what that returned for every
+    /// step: with the thread's clock, to read the weights, compute a gradient, and update them.
+    /// Meanwhile the caller's thread gives `record` what the threads report. Updates are numbered in
+    /// the order in which the reports arrive.
+    ///
+    /// # Errors
+    /// The first error of a thread, by number. The others have finished their steps by then, so that
+    /// the weights hold whole updates, but for what the failed step had made of its own.
+    ///
+    /// # Panics
+    /// If a thread panics, or `record` does, with the same panic, once all threads have ended; whatever
+    /// errors others returned. Without any threads.
+    pub fn train<S, E>(
+        &self,
+        start: impl Fn(usize) -> Result<S, E> + Sync,
+        mut record: impl FnMut(UpdateRecord),
+    ) -> Result<u64, E>
+    where
+        S: FnMut(u64, &SharedWeights) -> Result<Step, E>,
+        E: Send,
+    {
+        assert!(self.threads > 0, "training takes at least one thread");
+        let shared = Shared {
+            run: self,
+            claimed: AtomicU64::new(0),
+            ended: AtomicBool::new(false),
+            clocks: Clocks::new(self.threads),
+        };
+        let (shared, start) = (&shared, &start);
+        let mut made = 0;
+        let outcomes: Vec<Result<(), E>> = thread::scope(|scope| {
+            let (reports, received) = sync_channel(WAITING);
+            let spawn = |thread: usize| {
+                let reports = reports.clone();
+                scope.spawn(move || shared.work(thread, start, &reports))
+            };
+            let threads: Vec<_> = (0..self.threads).map(spawn).collect();
+            drop(reports);
+            // Ends when the last thread does. If `record` panics, `received` is dropped, and the
+            // threads find nobody to report to.
+            for mut report in received {
+                made += 1;
+                report.update = made;
+                record(report);
+            }
+            let join = |thread: ScopedJoinHandle<'_, _>| {
+                thread.join().unwrap_or_else(|panic| resume_unwind(panic))
+            };
+            threads.into_iter().map(join).collect()
+        });
+        outcomes.into_iter().collect::<Result<(), E>>()?;
+        Ok(made)
+    }
+}
+
+/// What the threads of a run share beside the weights.
+struct Shared<'a> {
+    run: &'a Hogwild<'a>,
+    /// Updates that were claimed, and perhaps made: more than there are to make, in the end.
+    claimed: AtomicU64,
+    /// Whether a thread has ended.
+    ended: AtomicBool,
+    clocks: Clocks,
+}
+
+impl Shared<'_> {
+    /// The life of one thread.
+    fn work<S, E>(
+        &self,
+        thread: usize,
+        start: impl Fn(usize) -> Result<S, E>,
+        reports: &SyncSender<UpdateRecord>,
+    ) -> Result<(), E>
+    where
+        S: FnMut(u64, &SharedWeights) -> Result<Step, E>,
+    {
+        let _last_words = SetOnDrop(&self.ended);
+        let mut step = start(thread)?;
+        while self.claims() {
+            let clock = self.clocks.of(thread);
+            let lead = clock.saturating_sub(self.clocks.slowest());
+            let version = self.clocks.of_others(thread);
+            let Step { loss, samples, compute } = step(clock, self.run.weights)?;
+            let delay = self.clocks.of_others(thread) - version;
+            self.clocks.tick(thread);
+            let report = UpdateRecord {
+                time: self.run.began.elapsed().as_secs_f64(),
+                // The caller's thread numbers updates.
+                update: 0,
+                worker: thread as u32,
+                life: 1,
+                push: clock + 1,
+                clock,
+                lead,
+                delay,
+                present: self.run.threads as u32,
+                loss,
+                samples,
+                compute,
+                // Nobody waits for anybody, and nothing leaves the process.
+                blocked: 0.0,
+                bytes: 0,
+            };
+            if reports.send(report).is_err() {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Claims an update, unless the run is over. The flags come first: who claims an update makes it.
+    /// They and the counter say nothing about other memory, and are relaxed.
+    fn claims(&self) -> bool {
+        !self.run.stop.load(Relaxed)
+            && !self.ended.load(Relaxed)
+            && self.claimed.fetch_add(1, Relaxed) < self.run.updates
+    }
+}
+
+/// Sets a flag when a thread ends, be it by a panic.
+struct SetOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for SetOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+    use std::sync::Barrier;
+
+    use super::*;
+
+    const STEP: Step = Step { loss: 0.5, samples: 3, compute: 0.25 };
+
+    fn run<'a>(weights: &'a SharedWeights, updates: u64, stop: &'a AtomicBool) -> Hogwild<'a> {
+        Hogwild { weights, threads: 3, updates, stop, began: Instant::now() }
+    }
+
+    fn subtract_one(weights: &SharedWeights) -> Result<Step, String> {
+        weights.update(0, &[1.0], 1.0);
+        Ok(STEP)
+    }
+
+    #[test]
+    fn exactly_as_many_updates_are_made_and_recorded() {
+        let (weights, stop) = (SharedWeights::new([[0.0]]), AtomicBool::new(false));
+        let mut records: Vec<UpdateRecord> = Vec::new();
+        let made = run(&weights, 5000, &stop)
+            .train(|_| Ok(|_, weights: &_| subtract_one(weights)), |record| records.push(record));
+        assert_eq!(made, Ok(5000));
+        assert_eq!(weights.into_parameters(), [[-5000.0]]);
+
+        assert!(records.iter().map(|record| record.update).eq(1..=5000));
+        for thread in 0..3 {
+            let own: Vec<_> = records.iter().filter(|record| record.worker == thread).collect();
+            assert!(own.iter().map(|record| record.push).eq(1..=own.len() as u64));
+            assert!(own.iter().all(|record| record.clock + 1 == record.push));
+            assert!(own.is_sorted_by_key(|record| record.time));
+            // What others did during one's steps is part of what they did.
+            let delays: u64 = own.iter().map(|record| record.delay).sum();
+            assert!(delays <= 5000 - own.len() as u64, "{delays}");
+            assert!(own.iter().all(|record| record.lead <= record.clock));
+        }
+        let record = records.last().unwrap();
+        assert_eq!((record.loss, record.samples, record.compute), (0.5, 3, 0.25));
+        assert_eq!((record.life, record.present, record.bytes, record.blocked), (1, 3, 0, 0.0));
+    }
+
+    /// The first thread reads, then the second takes four steps, then the first one updates.
+    #[test]
+    fn delay_and_lead_are_counted() {
+        let (weights, stop) = (SharedWeights::new([[0.0]]), AtomicBool::new(false));
+        let (has_read, have_updated) = (Barrier::new(2), Barrier::new(2));
+        let mut records = Vec::new();
+        let started = |thread| {
+            let (has_read, have_updated) = (&has_read, &have_updated);
+            Ok(move |clock, weights: &SharedWeights| {
+                match (thread, clock) {
+                    (0, 0) => {
+                        has_read.wait();
+                        have_updated.wait();
+                    }
+                    (1, 0) => _ = has_read.wait(),
+                    // Its fourth step was counted before this one began.
+                    (1, 4) => _ = have_updated.wait(),
+                    _ => {}
+                }
+                subtract_one(weights)
+            })
+        };
+        let run = Hogwild { threads: 2, ..run(&weights, 6, &stop) };
+        assert_eq!(run.train(started, |record| records.push(record)), Ok(6));
+        let find = |worker: u32, clock: u64| {
+            let found =
+                records.iter().find(|record| (record.worker, record.clock) == (worker, clock));
+            found.unwrap_or_else(|| panic!("step {clock} of {worker} is none of {records:?}"))
+        };
+        assert!((4..=5).contains(&find(0, 0).delay), "{records:?}");
+        assert_eq!([0, 1, 2, 3].map(|clock| find(1, clock).delay), [0; 4]);
+        assert_eq!([0, 1, 2, 3].map(|clock| find(1, clock).lead), [0, 1, 2, 3]);
+    }
+
+    #[test]
+    fn stop_is_honoured() {
+        let (weights, stop) = (SharedWeights::new([[0.0]]), AtomicBool::new(false));
+        let started = |_| Ok(|_, weights: &_| subtract_one(weights));
+        let made = run(&weights, u64::MAX, &stop).train(started, |record| {
+            if record.update == 10 {
+                stop.store(true, Relaxed);
+            }
+        });
+        let made = made.unwrap();
+        assert!(made >= 10);
+        assert_eq!(weights.into_parameters(), [[-(made as f32)]]);
+
+        let weights = SharedWeights::new([[0.0]]);
+        let made =
+            run(&weights, 10, &stop).train(started, |_| panic!("it had been stopped before"));
+        assert_eq!(made, Ok(0));
+    }
+
+    #[test]
+    fn an_error_ends_all_threads() {
+        let (weights, stop) = (SharedWeights::new([[0.0]]), AtomicBool::new(false));
+        let run = run(&weights, u64::MAX, &stop);
+        let started = |thread| {
+            Ok(move |clock, weights: &_| match (thread, clock) {
+                (1, 7) => Err("out of data".to_owned()),
+                _ => subtract_one(weights),
+            })
+        };
+        assert_eq!(run.train(started, |_| ()), Err("out of data".to_owned()));
+
+        let fails = |thread| match thread {
+            2 => Err("no data".to_owned()),
+            _ => Ok(|_, weights: &_| subtract_one(weights)),
+        };
+        assert_eq!(run.train(fails, |_| ()), Err("no data".to_owned()));
+        assert!(!stop.load(Relaxed), "the caller's flag is the caller's");
+    }
+
+    #[test]
+    fn panics_end_all_threads_and_reach_the_caller() {
+        let (weights, stop) = (SharedWeights::new([[0.0]]), AtomicBool::new(false));
+        let run = run(&weights, u64::MAX, &stop);
+        let message = |train: &dyn Fn() -> Result<u64, String>| -> String {
+            let panic = catch_unwind(AssertUnwindSafe(train)).unwrap_err();
+            (*panic.downcast::<&str>().expect("a text")).to_owned()
+        };
+        // Two threads fail at once, and an error does not hide a panic.
+        let both = Barrier::new(2);
+        let panics = |thread| {
+            let both = &both;
+            Ok(move |_, weights: &_| {
+                if thread == 1 {
+                    return subtract_one(weights);
+                }
+                both.wait();
+                if thread == 0 { Err("an error".to_owned()) } else { panic!("in a step") }
+            })
+        };
+        assert_eq!(message(&|| run.train(panics, |_| ())), "in a step");
+        let works = |_| Ok(|_, weights: &_| subtract_one(weights));
+        assert_eq!(message(&|| run.train(works, |_| panic!("in record"))), "in record");
+    }
+}

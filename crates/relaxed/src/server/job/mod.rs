@@ -1,0 +1,469 @@
+//! What a shard does with what it is told: carries out what the [core](super::core) decides.
+//!
+//! One lock orders everything that matters: under it the core decides, every piece's next version is
+//! given out, and what was decided is written down. The arithmetic comes after, without the lock: the
+//! [store](super::store) lets every piece see its updates in the order of their versions. A read takes
+//! the versions that were given out when it was admitted, and waits for these, so that it contains
+//! everything that was settled before.
+//!
+//! What cannot be written down ends the run here. Until somebody starts the shard again, nothing more
+//! is said to anybody: the core may know of a push that the journal does not.
+//!
+//! Only the connection by which a worker joined last speaks for it. An older one, on which something
+//! may still be under way, is not listened to any more.
+//!
+//! A shard that starts *gathers* the workers. In lock-step the first update waits until all have come,
+//! for it is one of all. One that goes on after a crash waits for those who were there, though not
+//! longer than for a silent one: else whoever reconnects first would take the others for gone, and
+//! read, or push alone, without them.
+
+mod disk;
+mod plan;
+mod round;
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant, SystemTime};
+
+use unisono_insight::folder::FolderError;
+use unisono_insight::relaxed::folder::{MoveLog, UpdateLog};
+
+use super::core::{self, Age, Core, Joined, PushId, Refusal};
+use super::journal::{Journal, JournalError};
+use super::store::{Compensation, Store, Weights};
+use super::wire::{Measured, Part, Reply, Report, Setup};
+use crate::bound::{AdaptiveBound, Limits};
+use crate::spec::Level;
+use crate::stale::Stale;
+pub use disk::Files;
+use plan::{Gradients, Plan};
+pub(super) use plan::{SLACK, total_bytes};
+use round::Contribution;
+
+/// How often somebody who waits looks whether the worker it waits for is still there. Longer: a dead
+/// worker is noticed later, if it dies while it waits. Shorter: more system calls.
+const GLANCE: Duration = Duration::from_millis(50);
+
+/// Elements from which on the pieces of a push are updated by several threads. Fewer: starting them
+/// takes longer than they save.
+const MANY: usize = 1 << 20;
+
+/// Why a shard cannot go on.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum JobError {
+    /// What was set up makes no sense.
+    #[error("a run that cannot be served: {0}")]
+    Setup(String),
+    /// The journal.
+    #[error("the journal: {0}")]
+    Journal(#[from] JournalError),
+    /// The journal is not one of a shard, or of another version.
+    #[error("the journal holds something else than a shard's state: {0}")]
+    Content(String),
+    /// The records of the run.
+    #[error("the records of the run: {0}")]
+    Records(#[from] FolderError),
+}
+
+/// Why a request was not carried out.
+#[derive(Debug)]
+pub enum Unserved {
+    /// The core refused it.
+    Refused(Refusal),
+    /// It makes no sense.
+    Invalid(String),
+    /// Whoever asked is gone, or the shard is about to be.
+    Gone,
+    /// The shard cannot go on.
+    Failed(JobError),
+}
+
+impl From<Refusal> for Unserved {
+    fn from(refusal: Refusal) -> Unserved {
+        Unserved::Refused(refusal)
+    }
+}
+
+/// Who asks: a worker in one of its lives, by one of its connections.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Caller {
+    /// The worker.
+    pub worker: u32,
+    /// Which of its lives.
+    pub life: u64,
+    /// The connection: later ones have larger numbers.
+    pub connection: u64,
+}
+
+/// A run, at one shard.
+pub struct Job {
+    plan: Plan,
+    store: Store,
+    state: Mutex<State>,
+    changed: Condvar,
+    /// When the run began, in seconds of the epoch, and when this process took it up.
+    began: f64,
+    awake: Instant,
+    snapshot_after: u64,
+}
+
+struct State {
+    core: Core,
+    /// The version of every piece that was given out last.
+    versions: Vec<u64>,
+    /// In lock-step: the gradients of the round.
+    round: BTreeMap<u32, Contribution>,
+    /// The connection of each worker: that by which it joined last.
+    connections: BTreeMap<u32, u64>,
+    /// Until when the workers are gathered.
+    gathers_until: Option<Duration>,
+    /// What each worker read last, to compensate.
+    reads: BTreeMap<u32, Vec<Option<Weights>>>,
+    adaptive: Option<AdaptiveBound>,
+    journal: Option<Journal>,
+    updates: Option<UpdateLog>,
+    moves: Option<MoveLog>,
+    /// Whether something could not be written down.
+    failed: bool,
+}
+
+impl Job {
+    /// Checks whether a run can be served.
+    pub fn check(setup: &Setup) -> Result<(), JobError> {
+        Plan::new(setup.clone()).map(drop)
+    }
+
+    fn with(plan: Plan, weights: Vec<Vec<f32>>, files: &Files, began: f64) -> Job {
+        let bytes: u64 = weights.iter().map(|weights| 4 * weights.len() as u64).sum();
+        let adapts = plan.level == Level::SspAuto;
+        let state = State {
+            core: Core::new(plan.rules()),
+            versions: vec![0; weights.len()],
+            round: BTreeMap::new(),
+            connections: BTreeMap::new(),
+            gathers_until: plan.rounds.as_ref().map(|_| Duration::MAX),
+            reads: BTreeMap::new(),
+            adaptive: adapts.then(|| AdaptiveBound::new(Limits::default())),
+            journal: None,
+            updates: None,
+            moves: None,
+            failed: false,
+        };
+        Job {
+            store: Store::new(&plan.setup.optimizer, weights),
+            plan,
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            began,
+            awake: Instant::now(),
+            snapshot_after: files.snapshot_after.unwrap_or((8 * bytes).max(64 << 20)),
+        }
+    }
+
+    /// What tells this run from others.
+    pub fn fingerprint(&self) -> &[u8; 32] {
+        &self.plan.fingerprint
+    }
+
+    /// What was set up.
+    pub fn setup(&self) -> &Setup {
+        &self.plan.setup
+    }
+
+    /// A worker comes or comes back, by this connection.
+    pub fn join(&self, caller: Caller) -> Result<Reply, Unserved> {
+        self.plan.admits(caller.worker).map_err(Unserved::Invalid)?;
+        let mut state = self.lock()?;
+        let newest = state.connections.get(&caller.worker).copied();
+        if newest.is_some_and(|newest| newest > caller.connection) {
+            return Err(state.stranger(caller));
+        }
+        let joined: Joined = state.core.join(caller.worker, caller.life, self.now())?;
+        state.connections.insert(caller.worker, caller.connection);
+        // Until it enters, it holds nobody back.
+        self.settle_rounds(&mut state)?;
+        let (bound, finished) = (self.bound(&state), state.core.is_finished());
+        Ok(Reply::Joined { joined, bound, finished })
+    }
+
+    /// A worker begins.
+    pub fn enter(&self, caller: Caller, clock: u64) -> Result<Reply, Unserved> {
+        let mut state = self.lock()?;
+        state.expect_current(caller)?;
+        state.core.enter(caller.worker, caller.life, clock)?;
+        self.settle_rounds(&mut state)?;
+        Ok(Reply::Done)
+    }
+
+    /// A connection has ended. If its worker has not come back by another one meanwhile, it is gone.
+    pub fn leave(&self, caller: Caller) -> Result<(), Unserved> {
+        let mut state = self.lock()?;
+        if state.connections.get(&caller.worker) != Some(&caller.connection) {
+            return Ok(());
+        }
+        state.connections.remove(&caller.worker);
+        state.core.leave(caller.worker, caller.life);
+        state.reads.remove(&caller.worker);
+        self.settle_rounds(&mut state)
+    }
+
+    /// A worker lives.
+    pub fn hear(&self, caller: Caller) {
+        let now = self.now();
+        if let Ok(mut state) = self.lock() {
+            state.core.hear(caller.worker, caller.life, now);
+        }
+    }
+
+    /// Takes silent workers for gone, and no longer waits for those who did not come.
+    pub fn expire(&self) -> Result<(), Unserved> {
+        let now = self.now();
+        let mut state = self.lock()?;
+        for worker in state.core.expire(now) {
+            let timeout = self.plan.timeout();
+            log::warn!("worker {worker} was silent for {timeout:?}: the others go on without it");
+            state.reads.remove(&worker);
+        }
+        self.settle_rounds(&mut state)
+    }
+
+    /// The weights for a worker at this clock, as soon as they are fresh enough. `asked` is by how much
+    /// it may be ahead, where that adapts: shards must agree on it, and the worker asks them all.
+    /// `is_over` says whether the worker is gone.
+    pub fn pull(
+        &self,
+        caller: Caller,
+        clock: u64,
+        asked: Option<u64>,
+        pieces: Option<&[u32]>,
+        is_over: impl Fn() -> bool,
+    ) -> Result<Vec<(u32, u64, Weights)>, Unserved> {
+        let wanted = self.wanted(pieces)?;
+        let bound = match self.plan.level {
+            Level::SspAuto => Some(asked.unwrap_or(0).min(Limits::default().most)),
+            _ => self.plan.level.bound(),
+        };
+        let Caller { worker, life, .. } = caller;
+        let mut state = self.lock()?;
+        loop {
+            state.expect_current(caller)?;
+            let now = self.now();
+            state.core.hear(worker, life, now);
+            let is_held = bound.is_some() && self.is_gathering(&mut state);
+            if !is_held && state.core.read(worker, life, clock, bound)? {
+                break;
+            }
+            state = self.wait(state)?;
+            if is_over() {
+                return Err(Unserved::Gone);
+            }
+        }
+        let versions: Vec<u64> = wanted.iter().map(|piece| state.versions[*piece]).collect();
+        drop(state);
+        let read = |(piece, version): (&usize, u64)| {
+            let (version, weights) = self.store.read(*piece, version);
+            (*piece as u32, version, weights)
+        };
+        let read: Vec<_> = wanted.iter().zip(versions).map(read).collect();
+        if self.lambda().is_some() {
+            let mut state = self.lock()?;
+            let count = self.plan.pieces().len();
+            let mine = state.reads.entry(worker).or_insert_with(|| vec![None; count]);
+            for (piece, _, weights) in &read {
+                mine[*piece as usize] = Some(weights.clone());
+            }
+        }
+        Ok(read)
+    }
+
+    /// The weights as they are.
+    pub fn look(&self) -> Result<Vec<(u32, u64, Weights)>, Unserved> {
+        let versions = self.lock()?.versions.clone();
+        let read = |(piece, version)| {
+            let (version, weights) = self.store.read(piece, version);
+            (piece as u32, version, weights)
+        };
+        Ok(versions.into_iter().enumerate().map(read).collect())
+    }
+
+    /// How things are.
+    pub fn report(&self) -> Result<Report, Unserved> {
+        let state = self.lock()?;
+        Ok(Report {
+            updates: state.core.updates(),
+            ledger: state.core.ledger(),
+            present: state.core.present_members(),
+            finished: state.core.is_finished(),
+            seconds: self.seconds(),
+        })
+    }
+
+    /// The lengths of the parts of a push, in bytes, if they can be those of this worker.
+    pub fn lengths(&self, worker: u32, parts: &[Part]) -> Result<Vec<usize>, String> {
+        self.plan.lengths(worker, parts)
+    }
+
+    /// A gradient has come, in parts of the right [lengths](Job::lengths): what becomes of it.
+    /// `is_over` says whether the worker is gone.
+    pub fn push(
+        &self,
+        caller: Caller,
+        push: PushId,
+        measured: Measured,
+        parts: &[(Part, &[u8])],
+        is_over: impl Fn() -> bool,
+    ) -> Result<Reply, Unserved> {
+        if (push.worker, push.life) != (caller.worker, caller.life) {
+            return Err(Unserved::Invalid("a push in somebody else's name".into()));
+        }
+        let gradients = self.plan.decode(push, parts).map_err(Unserved::Invalid)?;
+        match &self.plan.rounds {
+            Some(_) => self.push_round(caller, push, measured, &gradients, is_over),
+            None => self.push_now(caller, push, measured, gradients),
+        }
+    }
+
+    /// Settles a push by itself.
+    fn push_now(
+        &self,
+        caller: Caller,
+        push: PushId,
+        measured: Measured,
+        mut gradients: Gradients<'_>,
+    ) -> Result<Reply, Unserved> {
+        let mut state = self.lock()?;
+        state.expect_current(caller)?;
+        let now = self.now();
+        state.core.hear(push.worker, push.life, now);
+        let entry = match state.core.push(push)? {
+            core::Pushed::Settled(entry) => entry,
+            _ => return Ok(self.pushed(&state, true, Age::default(), push.clock + 1)),
+        };
+        let (age, applied, factor) = (entry.pushes[0].1, entry.update > 0, entry.factor);
+        if !applied {
+            gradients.clear();
+        }
+        let mut versions = Vec::with_capacity(gradients.len());
+        for (piece, gradient) in &mut gradients {
+            state.versions[*piece] += 1;
+            versions.push(state.versions[*piece]);
+            let read = state.reads.get(&push.worker).and_then(|pieces| pieces[*piece].clone());
+            if let (Some(lambda), Some(then)) = (self.lambda(), read) {
+                // Waits for the versions before, whose threads need no lock to make them.
+                let by = Compensation { lambda, then };
+                self.store.compensate(*piece, state.versions[*piece], &by, gradient.to_mut());
+            }
+        }
+        let reply = self.pushed(&state, applied, age, push.clock + 1);
+        self.write_down(&mut state, entry, vec![measured], &gradients)?;
+        drop(state);
+        self.changed.notify_all();
+        self.apply(factor, &versions, &gradients);
+        self.snapshot_if_due(&mut self.lock()?)?;
+        Ok(reply)
+    }
+
+    /// Updates pieces, several at a time if that is much.
+    fn apply(&self, factor: f64, versions: &[u64], gradients: &Gradients<'_>) {
+        let all: Vec<_> = versions.iter().zip(gradients).collect();
+        let apply = |updates: &[_]| {
+            for (version, (piece, gradient)) in updates {
+                self.store.apply(*piece, **version, factor, gradient);
+            }
+        };
+        let elements: usize = gradients.iter().map(|(_, gradient)| gradient.len()).sum();
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = cores.min(all.len()).min(elements / MANY + 1);
+        if threads < 2 {
+            return apply(&all);
+        }
+        std::thread::scope(|scope| {
+            for updates in all.chunks(all.len().div_ceil(threads)) {
+                scope.spawn(move || apply(updates));
+            }
+        });
+    }
+
+    /// Whether workers are still waited for that have not come.
+    fn is_gathering(&self, state: &mut State) -> bool {
+        let Some(until) = state.gathers_until else { return false };
+        if state.core.present_members() < self.plan.setup.workers {
+            if self.now() < until {
+                return true;
+            }
+            log::warn!("not all workers have come back: the others go on without them");
+        }
+        state.gathers_until = None;
+        false
+    }
+
+    fn wanted(&self, pieces: Option<&[u32]>) -> Result<Vec<usize>, Unserved> {
+        let count = self.plan.pieces().len();
+        let Some(pieces) = pieces else { return Ok((0..count).collect()) };
+        // Each at most once, so that no reply is larger than the weights.
+        if !pieces.is_sorted_by(|a, b| a < b) {
+            return Err(Unserved::Invalid("the pieces to be pulled are not in order".into()));
+        }
+        match pieces.last() {
+            Some(last) if *last as usize >= count => {
+                Err(Unserved::Invalid(format!("there is no piece {last}")))
+            }
+            _ => Ok(pieces.iter().map(|piece| *piece as usize).collect()),
+        }
+    }
+
+    fn pushed(&self, state: &State, applied: bool, age: Age, clock: u64) -> Reply {
+        let (bound, finished) = (self.bound(state), state.core.is_finished());
+        Reply::Pushed { applied, age, clock, bound, finished }
+    }
+
+    fn bound(&self, state: &State) -> Option<u64> {
+        state.adaptive.as_ref().map(AdaptiveBound::bound).or(self.plan.level.bound())
+    }
+
+    fn lambda(&self) -> Option<f32> {
+        match self.plan.stale {
+            Stale::Compensate(lambda) => Some(lambda),
+            _ => None,
+        }
+    }
+
+    fn now(&self) -> Duration {
+        self.awake.elapsed()
+    }
+
+    /// Since the run began.
+    fn seconds(&self) -> f64 {
+        let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs_f64();
+        (now - self.began).max(0.0)
+    }
+
+    /// Waits for a change, though not for long.
+    fn wait<'a>(&self, state: MutexGuard<'a, State>) -> Result<MutexGuard<'a, State>, Unserved> {
+        let (state, _) = self.changed.wait_timeout(state, GLANCE).expect("no panic while locked");
+        if state.failed { Err(Unserved::Gone) } else { Ok(state) }
+    }
+
+    fn lock(&self) -> Result<MutexGuard<'_, State>, Unserved> {
+        let state = self.state.lock().expect("no panic while locked");
+        if state.failed { Err(Unserved::Gone) } else { Ok(state) }
+    }
+}
+
+impl State {
+    /// Turns away whoever does not speak for the worker, or not any more.
+    fn expect_current(&self, caller: Caller) -> Result<(), Unserved> {
+        match self.connections.get(&caller.worker) == Some(&caller.connection) {
+            true => Ok(()),
+            false => Err(self.stranger(caller)),
+        }
+    }
+
+    fn stranger(&self, caller: Caller) -> Unserved {
+        match self.core.is_superseded(caller.worker, caller.life) {
+            true => Refusal::Superseded.into(),
+            false => Refusal::NotPresent.into(),
+        }
+    }
+}

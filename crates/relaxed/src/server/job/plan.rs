@@ -1,0 +1,190 @@
+//! What a run is, checked: all that follows from its [`Setup`] and never changes.
+
+use std::borrow::Cow;
+use std::sync::Arc;
+use std::time::Duration;
+
+use unisono_codec::parcel::{self, Scratch};
+use unisono_codec::{Codec, CodecSpec, Task};
+use unisono_collective::tree::Tree;
+use unisono_sync::shards::Shards;
+
+use super::JobError;
+use crate::server::core::{PushId, Rules};
+use crate::server::layout::Piece;
+use crate::server::link::{MOST_BULK, numbers};
+use crate::server::wire::{Part, Setup};
+use crate::spec::Level;
+use crate::stale::Stale;
+
+/// The most workers and shards of the batch: beyond any run, and what is kept for each stays small.
+pub const MOST_WORKERS: u32 = 1 << 16;
+
+/// What is allowed for the encoding of a piece beyond twice the piece: enough for any head, so that
+/// tiny pieces may be encoded too.
+pub const SLACK: u64 = 1024;
+
+/// The gradients of a push: pieces, and one vector or several for each.
+pub type Gradients<'a> = Vec<(usize, Cow<'a, [f32]>)>;
+
+/// A setup that makes sense, and what follows from it.
+pub struct Plan {
+    pub setup: Setup,
+    pub fingerprint: [u8; 32],
+    pub level: Level,
+    pub stale: Stale,
+    codecs: Vec<Option<Arc<dyn Codec>>>,
+    pub rounds: Option<Rounds>,
+}
+
+/// How the gradients of a round are added up, in lock-step.
+pub struct Rounds {
+    /// Shards of the batch that each worker computes.
+    pub shards: Vec<usize>,
+    /// Subtrees in which each worker sums them.
+    pub subtrees: Vec<usize>,
+    /// How the subtrees of all workers make the sum of all shards.
+    pub tree: Tree,
+}
+
+impl Plan {
+    /// Checks a setup.
+    pub fn new(setup: Setup) -> Result<Plan, JobError> {
+        let flaw = |flaw: &dyn std::fmt::Display| JobError::Setup(flaw.to_string());
+        let level: Level = setup.level.parse().map_err(|error| flaw(&error))?;
+        if !level.has_servers() {
+            return Err(flaw(&format!("{level} has no servers")));
+        }
+        let stale: Stale = setup.stale.parse().map_err(|error| flaw(&error))?;
+        setup.optimizer.build(&[]).map_err(|error| flaw(&error))?;
+        if setup.timeout_ms == 0 {
+            return Err(flaw(&"a timeout of 0, in which nobody can be heard"));
+        }
+        if setup.workers > MOST_WORKERS || setup.shards > MOST_WORKERS {
+            return Err(flaw(&format!("more than {MOST_WORKERS} workers, or shards of the batch")));
+        }
+        let shards = Shards::new(setup.shards as usize, setup.workers as usize);
+        let shards = shards.map_err(|error| flaw(&error))?;
+        if total_bytes(&setup.pieces).is_none() {
+            return Err(flaw(&"pieces that are too large"));
+        }
+        if setup.codecs.len() != setup.pieces.len() {
+            return Err(flaw(&"a codec, or none, is missing for some piece"));
+        }
+        let mut codecs = Vec::with_capacity(setup.codecs.len());
+        for (piece, text) in setup.pieces.iter().zip(&setup.codecs) {
+            let spec = text.as_ref().map(|text| text.parse::<CodecSpec>()).transpose();
+            let codec = spec.map_err(|error| flaw(&error))?.map(|spec| spec.build());
+            if codec.as_ref().is_some_and(|codec| !codec.suits(&piece.shape)) {
+                return Err(flaw(&format!("a codec that does not suit the shape {:?}", piece.shape)));
+            }
+            codecs.push(codec);
+        }
+        Ok(Plan {
+            fingerprint: setup.fingerprint(),
+            stale,
+            codecs,
+            rounds: level.is_lockstep().then(|| Rounds::new(shards, setup.workers as usize)),
+            level,
+            setup,
+        })
+    }
+
+    /// What the core goes by.
+    pub fn rules(&self) -> Rules {
+        Rules {
+            lockstep: self.level.is_lockstep(),
+            stale: self.stale,
+            timeout: self.timeout(),
+            total: self.setup.total,
+        }
+    }
+
+    pub fn timeout(&self) -> Duration {
+        Duration::from_millis(self.setup.timeout_ms)
+    }
+
+    pub fn pieces(&self) -> &[Piece] {
+        &self.setup.pieces
+    }
+
+    /// Whether this worker may take part.
+    pub fn admits(&self, worker: u32) -> Result<(), String> {
+        let most = if self.rounds.is_some() { self.setup.workers } else { MOST_WORKERS };
+        match worker < most {
+            true => Ok(()),
+            false => Err(format!("worker {worker} of a run that has room for {most}")),
+        }
+    }
+
+    /// The lengths of the parts of a push, in bytes, if they can be those of this worker. Each piece
+    /// comes at most once, and in order, so that no push is larger than the weights allow.
+    pub fn lengths(&self, worker: u32, parts: &[Part]) -> Result<Vec<usize>, String> {
+        if !parts.is_sorted_by(|a, b| a.piece < b.piece) {
+            return Err("the pieces of a push are not in order".into());
+        }
+        parts.iter().map(|part| self.length(worker, part)).collect()
+    }
+
+    fn length(&self, worker: u32, part: &Part) -> Result<usize, String> {
+        let Part { piece: number, vectors, bytes, encoded } = *part;
+        let piece = self.pieces().get(number as usize);
+        let piece = piece.ok_or_else(|| format!("there is no piece {number}"))?;
+        let expected = match &self.rounds {
+            None => 1,
+            Some(rounds) => *rounds.subtrees.get(worker as usize).ok_or("an unknown worker")?,
+        };
+        if vectors as usize != expected {
+            return Err(format!("{vectors} vectors of piece {number} instead of {expected}"));
+        }
+        let dense = 4 * piece.len() as u64;
+        let is_right = match (encoded, &self.codecs[number as usize]) {
+            (false, _) => bytes == dense * u64::from(vectors),
+            (true, None) => return Err(format!("piece {number} has no codec")),
+            (true, Some(_)) => vectors == 1 && bytes <= 2 * dense + SLACK,
+        };
+        match is_right {
+            true => Ok(bytes as usize),
+            false => Err(format!("{bytes} bytes of piece {number}, a vector of which has {dense}")),
+        }
+    }
+
+    /// The gradients of a push: where they came, or decoded. The parts have their right lengths.
+    pub fn decode<'a>(
+        &self,
+        push: PushId,
+        parts: &[(Part, &'a [u8])],
+    ) -> Result<Gradients<'a>, String> {
+        let mut scratch = Scratch::default();
+        let gradient = |(part, bytes): &(Part, &'a [u8])| {
+            let piece = part.piece as usize;
+            let Some(codec) = self.codecs[piece].as_ref().filter(|_| part.encoded) else {
+                let numbers = numbers(bytes).map_err(|error| error.to_string())?;
+                return Ok((piece, Cow::Borrowed(numbers)));
+            };
+            let shape = &self.pieces()[piece].shape;
+            let task = Task { shape, parameter: piece, step: push.clock, seed: self.setup.seed };
+            let mut decoded = vec![0.0; task.elements()];
+            parcel::decode(&**codec, &task, bytes, &mut decoded, &mut scratch)
+                .map_err(|error| error.to_string())?;
+            Ok((piece, Cow::Owned(decoded)))
+        };
+        parts.iter().map(gradient).collect()
+    }
+}
+
+impl Rounds {
+    fn new(shards: Shards, workers: usize) -> Rounds {
+        Rounds {
+            shards: (0..workers).map(|worker| shards.of(worker, workers).len()).collect(),
+            subtrees: shards.subtrees(workers).iter().map(Vec::len).collect(),
+            tree: shards.tree(workers),
+        }
+    }
+}
+
+/// The bytes of all pieces, unless there are more than can be.
+pub fn total_bytes(pieces: &[Piece]) -> Option<u64> {
+    let add = |sum: u64, piece: &Piece| sum.checked_add(piece.checked_bytes() as u64);
+    pieces.iter().try_fold(0, add).filter(|bytes| *bytes <= MOST_BULK)
+}

@@ -1,0 +1,339 @@
+//! One connection between a worker and a shard: texts, and bulk data beside them.
+//!
+//! Over TCP the parts of bulk data follow their text, and are read straight to where they are used.
+//! Between processes of one host, bulk data lies in memory that both have mapped, one half for each
+//! direction, and the text on a Unix socket says that it is there: the shard adds up gradients where
+//! the worker put them. Either way a part begins at a multiple of eight bytes, the gap filled up.
+//!
+//! The two sides take turns: whoever has sent bulk data leaves its half alone until the other has
+//! replied to it.
+
+use std::io::{self, IoSlice, IoSliceMut, Read};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+
+use memmap2::{MmapOptions, MmapRaw};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
+};
+use serde::{Serialize, de::DeserializeOwned};
+use socket2::Socket;
+use zerocopy::{FromBytes, IntoBytes};
+
+use super::wire;
+
+/// What parts of bulk data begin at a multiple of.
+const ALIGNMENT: usize = 8;
+
+/// The most parts that are handed to the system at once; it takes no more than 1024.
+const MOST_PARTS: usize = 256;
+
+/// The most bytes of bulk data in one direction that a shard maps or reads for a worker: beyond any
+/// model, far from what could overflow.
+pub const MOST_BULK: u64 = 1 << 40;
+
+/// One side of a connection.
+pub struct Link {
+    socket: Socket,
+    memory: Option<Memory>,
+    text: Vec<u8>,
+    scratch: Vec<u8>,
+    /// What was read of the other side's bulk data last. Of `f32`, so that it is aligned.
+    bulk: Vec<f32>,
+    sent: u64,
+    received: u64,
+}
+
+/// Memory that both sides have mapped.
+struct Memory {
+    map: MmapRaw,
+    half: usize,
+    /// Which half this side writes to.
+    own: usize,
+}
+
+impl Link {
+    /// Bulk data follows texts.
+    pub fn over(socket: Socket) -> Link {
+        let (text, scratch, bulk) = (Vec::new(), Vec::new(), Vec::new());
+        Link { socket, memory: None, text, scratch, bulk, sent: 0, received: 0 }
+    }
+
+    /// Offers memory for so many bytes of bulk data in each direction to the other side of a Unix
+    /// socket.
+    pub fn offer(socket: Socket, bytes: usize) -> io::Result<Link> {
+        let half = bytes.next_multiple_of(4096).max(4096);
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let file = rustix::fs::memfd_create("unisono-server", flags)?;
+        // Reserved now, so that a lack of memory is an error here and not a signal later.
+        rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, 2 * half as u64)?;
+        let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+        rustix::fs::fcntl_add_seals(&file, seals)?;
+        let memory = Memory::map(&file, half, 0)?;
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let descriptors = [file.as_fd()];
+        let fits = control.push(SendAncillaryMessage::ScmRights(&descriptors));
+        debug_assert!(fits, "there is room for one descriptor");
+        let size = (half as u64).to_le_bytes();
+        let slices = [IoSlice::new(&size)];
+        // A fresh connection has room for so little.
+        rustix::net::sendmsg(&socket, &slices, &mut control, SendFlags::NOSIGNAL)?;
+        Ok(Link { memory: Some(memory), ..Link::over(socket) })
+    }
+
+    /// Takes the memory that the other side of a Unix socket [offers](Link::offer).
+    pub fn accept(socket: Socket) -> io::Result<Link> {
+        let mut size = [0; 8];
+        let (mut filled, mut file) = (0, None);
+        while filled < size.len() {
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+            let mut control = RecvAncillaryBuffer::new(&mut space);
+            let mut slices = [IoSliceMut::new(&mut size[filled..])];
+            let flags = RecvFlags::CMSG_CLOEXEC;
+            let message = match rustix::net::recvmsg(&socket, &mut slices, &mut control, flags) {
+                Err(rustix::io::Errno::INTR) => continue,
+                other => other?,
+            };
+            if message.bytes == 0 {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            filled += message.bytes;
+            for message in control.drain() {
+                if let RecvAncillaryMessage::ScmRights(descriptors) = message {
+                    file = descriptors.last();
+                }
+            }
+        }
+        let file: OwnedFd = file.ok_or_else(|| wire::invalid("no memory was offered".into()))?;
+        let half = u64::from_le_bytes(size);
+        let length = rustix::fs::fstat(&file)?.st_size;
+        // Of a sealed file no byte can disappear while it is mapped.
+        let sealed = rustix::fs::fcntl_get_seals(&file)?.contains(SealFlags::SHRINK);
+        if !sealed || half > MOST_BULK || u64::try_from(length).ok() != half.checked_mul(2) {
+            return Err(wire::invalid("the memory that was offered cannot be used".into()));
+        }
+        let memory = Memory::map(&file, half as usize, 1)?;
+        Ok(Link { memory: Some(memory), ..Link::over(socket) })
+    }
+
+    /// Whether bulk data lies in common memory.
+    pub fn is_shared(&self) -> bool {
+        self.memory.is_some()
+    }
+
+    /// The socket, to shut it down from elsewhere.
+    pub fn socket(&self) -> &Socket {
+        &self.socket
+    }
+
+    /// Bytes sent and received so far, wherever they lay.
+    pub fn traffic(&self) -> u64 {
+        self.sent + self.received
+    }
+
+    /// Sends a message and its bulk data.
+    pub fn send(&mut self, message: &impl Serialize, parts: &[&[u8]]) -> io::Result<()> {
+        let mut text = std::mem::take(&mut self.text);
+        text.clear();
+        wire::write(message, &mut text);
+        let sent = self.send_text(&text, parts);
+        self.sent += (text.len() + parts.iter().map(|part| part.len()).sum::<usize>()) as u64;
+        self.text = text;
+        sent
+    }
+
+    fn send_text(&mut self, text: &[u8], parts: &[&[u8]]) -> io::Result<()> {
+        if let Some(memory) = &mut self.memory {
+            memory.write(parts)?;
+            return self.write_all(&mut [IoSlice::new(text)]);
+        }
+        const GAP: [u8; ALIGNMENT] = [0; ALIGNMENT];
+        let mut slices = Vec::with_capacity(1 + 2 * parts.len());
+        slices.push(IoSlice::new(text));
+        for part in parts {
+            slices.push(IoSlice::new(part));
+            slices.push(IoSlice::new(&GAP[..aligned(part.len()) - part.len()]));
+        }
+        slices.chunks_mut(MOST_PARTS).try_for_each(|slices| self.write_all(slices))
+    }
+
+    fn write_all(&self, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {
+        IoSlice::advance_slices(&mut slices, 0);
+        while !slices.is_empty() {
+            match self.socket.send_vectored_with_flags(slices, SendFlags::NOSIGNAL.bits() as i32) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(sent) => IoSlice::advance_slices(&mut slices, sent),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Receives a message; `None` if the other side has ended the connection.
+    pub fn receive<T: DeserializeOwned>(&mut self) -> io::Result<Option<T>> {
+        let message = wire::read(&mut &self.socket, &mut self.scratch)?;
+        self.received += 4 + self.scratch.len() as u64;
+        Ok(message)
+    }
+
+    /// The bulk data of the message that was received last: parts of these lengths. Valid until the
+    /// other side is replied to.
+    pub fn bulk(&mut self, lengths: impl Iterator<Item = usize>) -> io::Result<Vec<&[u8]>> {
+        let lengths: Vec<usize> = lengths.collect();
+        let total = lengths.iter().try_fold(0usize, |sum, part| sum.checked_add(aligned(*part)));
+        let total = total.filter(|total| *total as u64 <= MOST_BULK);
+        let total = total.ok_or_else(|| wire::invalid("more bulk data than can be".into()))?;
+        self.received += total as u64;
+        let bytes = match &self.memory {
+            Some(memory) => memory.theirs(total)?,
+            None => {
+                // Grows to the largest push, and is not cleared in between.
+                let elements = total.div_ceil(4);
+                if self.bulk.len() < elements {
+                    self.bulk.resize(elements, 0.0);
+                }
+                let bytes = &mut self.bulk.as_mut_slice().as_mut_bytes()[..total];
+                (&self.socket).read_exact(bytes)?;
+                &*bytes
+            }
+        };
+        let mut start = 0;
+        let part = |length: usize| {
+            let part = &bytes[start..start + length];
+            start += aligned(length);
+            part
+        };
+        Ok(lengths.into_iter().map(part).collect())
+    }
+
+    /// Whether the other side has ended the connection, or its process.
+    pub fn is_over(&self) -> bool {
+        is_over(&self.socket)
+    }
+}
+
+/// Whether the other side of a socket has ended the connection, or its process.
+pub fn is_over(socket: &Socket) -> bool {
+    let mut poll = [PollFd::new(socket, PollFlags::RDHUP)];
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    let over = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
+    rustix::event::poll(&mut poll, Some(&now)).is_ok() && poll[0].revents().intersects(over)
+}
+
+impl Memory {
+    fn map(file: &OwnedFd, half: usize, own: usize) -> io::Result<Memory> {
+        Ok(Memory { map: MmapOptions::new().len(2 * half).map_raw(file)?, half, own })
+    }
+
+    /// Puts parts into the half of this side.
+    fn write(&mut self, parts: &[&[u8]]) -> io::Result<()> {
+        let total: usize = parts.iter().map(|part| aligned(part.len())).sum();
+        if total > self.half {
+            return Err(wire::invalid("bulk data that does not fit".into()));
+        }
+        let mut start = self.own * self.half;
+        for part in parts {
+            // SAFETY: it fits into the half, as checked above. The other side does not touch this half
+            // before it is told by a text, nor after it has replied, which it has: a peer that proved
+            // the job's token takes turns.
+            unsafe {
+                let into = self.map.as_mut_ptr().add(start);
+                std::ptr::copy_nonoverlapping(part.as_ptr(), into, part.len());
+            }
+            start += aligned(part.len());
+        }
+        Ok(())
+    }
+
+    /// The first bytes of the other side's half.
+    fn theirs(&self, bytes: usize) -> io::Result<&[u8]> {
+        if bytes > self.half {
+            return Err(wire::invalid("bulk data that cannot have fitted".into()));
+        }
+        let start = (1 - self.own) * self.half;
+        // SAFETY: within the mapping, which is sealed against shrinking. The other side has said that
+        // its half is complete, and writes to it again only after the reply: a peer that proved the
+        // job's token takes turns. The slice is only alive until then, by the borrow of the link that
+        // sends the reply.
+        Ok(unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(start), bytes) })
+    }
+}
+
+/// The numbers of a part.
+pub fn numbers(part: &[u8]) -> io::Result<&[f32]> {
+    <[f32]>::ref_from_bytes(part).map_err(|_| wire::invalid("bulk data that is no f32".into()))
+}
+
+/// The bytes of numbers. The format is little-endian, as every machine is that this runs on.
+pub fn bytes(numbers: &[f32]) -> &[u8] {
+    const { assert!(cfg!(target_endian = "little")) };
+    numbers.as_bytes()
+}
+
+fn aligned(length: usize) -> usize {
+    length.next_multiple_of(ALIGNMENT)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use socket2::{Domain, Type};
+
+    fn pairs() -> [(Link, Link); 2] {
+        let pair = || Socket::pair(Domain::UNIX, Type::STREAM, None).unwrap();
+        let (a, b) = pair();
+        let (c, d) = pair();
+        let offered = Link::offer(c, 1 << 16).unwrap();
+        [(Link::over(a), Link::over(b)), (offered, Link::accept(d).unwrap())]
+    }
+
+    #[test]
+    fn bulk_data_arrives_beside_its_text() {
+        for (mut worker, mut shard) in pairs() {
+            let (odd, numbers_sent) = ([7u8; 13], [1.5f32, -2.0, 3.0]);
+            for turn in 0..3u64 {
+                worker.send(&turn, &[&odd, bytes(&numbers_sent)]).unwrap();
+                assert_eq!(shard.receive::<u64>().unwrap(), Some(turn));
+                let parts = shard.bulk([13, 12].into_iter()).unwrap();
+                assert_eq!(parts[0], odd);
+                assert_eq!(numbers(parts[1]).unwrap(), numbers_sent);
+                shard.send(&turn, &[bytes(&numbers_sent[..1])]).unwrap();
+                assert_eq!(worker.receive::<u64>().unwrap(), Some(turn));
+                assert_eq!(numbers(worker.bulk([4].into_iter()).unwrap()[0]).unwrap(), [1.5]);
+            }
+            assert!(!shard.is_over());
+            drop(worker);
+            assert!(shard.is_over());
+            assert_eq!(shard.receive::<u64>().unwrap(), None);
+        }
+    }
+
+    #[test]
+    fn more_than_fits_is_refused() {
+        let [_, (mut worker, mut shard)] = pairs();
+        assert!(worker.send(&0u64, &[&vec![0; 1 << 17]]).is_err());
+        worker.send(&0u64, &[]).unwrap();
+        shard.receive::<u64>().unwrap();
+        assert!(shard.bulk([1 << 17].into_iter()).is_err());
+        assert!(shard.bulk([usize::MAX, 1].into_iter()).is_err());
+    }
+
+    #[test]
+    fn memory_that_could_shrink_is_refused() {
+        let (a, b) = Socket::pair(Domain::UNIX, Type::STREAM, None).unwrap();
+        let file = rustix::fs::memfd_create("t", MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, 8192).unwrap();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let descriptors = [file.as_fd()];
+        control.push(SendAncillaryMessage::ScmRights(&descriptors));
+        let size = 4096u64.to_le_bytes();
+        rustix::net::sendmsg(&a, &[IoSlice::new(&size)], &mut control, SendFlags::empty()).unwrap();
+        assert!(Link::accept(b).is_err());
+    }
+}

@@ -1,0 +1,149 @@
+//! The description of a consistency level, as on the command line.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::bound::Limits;
+
+/// How far the workers of a run may drift apart.
+///
+/// Its text ([`fmt::Display`]) parses to the same level.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Level {
+    /// `bsp`: not at all. Every update is the mean of one gradient of every worker.
+    Bsp,
+    /// `ssp:S`: whoever is more than so many clocks ahead of the slowest waits.
+    Ssp(u64),
+    /// `ssp:auto`: as `ssp`, with a bound that adapts.
+    SspAuto,
+    /// `async`: without limit.
+    Async,
+    /// `downpour:PUSH,FETCH`: replicas that step by themselves, push what they have gathered every so
+    /// many steps, and fetch the weights every so many.
+    Downpour {
+        /// Steps from one push to the next.
+        push: u32,
+        /// Steps from one fetch to the next.
+        fetch: u32,
+    },
+    /// `hogwild`: threads of one process that update shared weights without a lock.
+    Hogwild,
+    /// `gossip`: replicas that average with changing partners, without a server.
+    Gossip,
+}
+
+impl Level {
+    /// The levels, as they are written.
+    pub const USAGE: &str = "bsp, ssp:S, ssp:auto, async, downpour:PUSH,FETCH, hogwild or gossip";
+
+    /// Whether the weights live on servers.
+    pub fn has_servers(&self) -> bool {
+        !matches!(self, Level::Hogwild | Level::Gossip)
+    }
+
+    /// Whether every update is one of all workers.
+    pub fn is_lockstep(&self) -> bool {
+        matches!(self, Level::Bsp)
+    }
+
+    /// By how many clocks a worker may be ahead of the slowest when it reads; at first, if that adapts.
+    pub fn bound(&self) -> Option<u64> {
+        match self {
+            Level::Bsp => Some(0),
+            Level::Ssp(bound) => Some(*bound),
+            Level::SspAuto => Some(Limits::default().least),
+            Level::Async | Level::Downpour { .. } | Level::Hogwild | Level::Gossip => None,
+        }
+    }
+}
+
+impl FromStr for Level {
+    type Err = BadLevel;
+
+    fn from_str(text: &str) -> Result<Level, BadLevel> {
+        let bad = |flaw| BadLevel { text: text.to_owned(), flaw };
+        let (name, rest) = match text.split_once(':') {
+            Some((name, rest)) => (name, Some(rest)),
+            None => (text, None),
+        };
+        match (name, rest) {
+            ("bsp", None) => Ok(Level::Bsp),
+            ("async", None) => Ok(Level::Async),
+            ("hogwild", None) => Ok(Level::Hogwild),
+            ("gossip", None) => Ok(Level::Gossip),
+            ("ssp", Some("auto")) => Ok(Level::SspAuto),
+            ("ssp", Some(bound)) => {
+                let bound = bound.parse().ok().filter(|bound| *bound <= MOST);
+                bound.map(Level::Ssp).ok_or(bad("S is a number of clocks, from 0 to 1000000, or auto"))
+            }
+            ("ssp", None) => Err(bad("the bound S is missing")),
+            ("downpour", Some(periods)) => {
+                let steps = |text: &str| text.parse::<u32>().ok().filter(|steps| *steps > 0);
+                let periods = periods.split_once(',');
+                let periods = periods.and_then(|(push, fetch)| Some((steps(push)?, steps(fetch)?)));
+                let (push, fetch) = periods.ok_or(bad("give two numbers of steps, from 1"))?;
+                Ok(Level::Downpour { push, fetch })
+            }
+            ("downpour", None) => Err(bad("the periods are missing")),
+            ("bsp" | "async" | "hogwild" | "gossip", Some(_)) => Err(bad("it has no settings")),
+            _ => Err(bad("there is none of that name")),
+        }
+    }
+}
+
+/// The largest bound: as good as none.
+const MOST: u64 = 1_000_000;
+
+impl fmt::Display for Level {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Level::Bsp => f.write_str("bsp"),
+            Level::Ssp(bound) => write!(f, "ssp:{bound}"),
+            Level::SspAuto => f.write_str("ssp:auto"),
+            Level::Async => f.write_str("async"),
+            Level::Downpour { push, fetch } => write!(f, "downpour:{push},{fetch}"),
+            Level::Hogwild => f.write_str("hogwild"),
+            Level::Gossip => f.write_str("gossip"),
+        }
+    }
+}
+
+/// A text that describes no level.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{text:?} is no consistency level: {flaw}; write {}, such as ssp:3", Level::USAGE)]
+pub struct BadLevel {
+    /// The text.
+    pub text: String,
+    /// What is wrong with it.
+    pub flaw: &'static str,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn texts_parse_to_themselves() {
+        for text in ["bsp", "ssp:0", "ssp:3", "ssp:auto", "async", "downpour:2,5", "hogwild", "gossip"] {
+            assert_eq!(text.parse::<Level>().unwrap().to_string(), text);
+        }
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        for (text, flaw) in [
+            ("ssp", "missing"),
+            ("ssp:-1", "number of clocks"),
+            ("ssp:x", "number of clocks"),
+            ("bsp:1", "no settings"),
+            ("downpour", "missing"),
+            ("downpour:1", "two numbers"),
+            ("downpour:0,1", "two numbers"),
+            ("eventual", "none of that name"),
+        ] {
+            let error = text.parse::<Level>().unwrap_err().to_string();
+            assert!(error.contains(flaw) && error.contains("downpour:PUSH,FETCH"), "{error}");
+        }
+    }
+}

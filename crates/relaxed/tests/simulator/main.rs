@@ -1,0 +1,158 @@
+//! The core of the parameter server under thousands of seeded histories.
+//!
+//! Workers ([`process`]) and shards ([`shard`]) talk over a network that delays, doubles, reorders and
+//! loses messages and breaks connections, while workers and shards crash, pause and come back
+//! ([`world`]). A [`witness`] beside every shard checks every event. `UNISONO_TEST_SEED` repeats one
+//! history.
+
+mod message;
+mod process;
+mod random;
+mod scenario;
+mod shard;
+mod tally;
+mod witness;
+mod world;
+
+use scenario::{Level, Sabotage, Scenario};
+use tally::Tally;
+use unisono_relaxed::stale::Stale;
+
+#[test]
+fn lockstep_survives_faults() {
+    let tally = survive(5000, |_| Level::Lockstep);
+    assert_eq!(tally.missing(), ["dropped"], "{tally:?}");
+}
+
+#[test]
+fn even_bounds_survive_faults() {
+    let tally = survive(5000, |seed| Level::Ssp(seed % 3 * 2));
+    assert_eq!(tally.missing(), ["late"], "{tally:?}");
+}
+
+#[test]
+fn odd_bounds_survive_faults() {
+    let tally = survive(5000, |seed| Level::Ssp(seed % 3 * 2 + 1));
+    assert_eq!(tally.missing(), ["late"], "{tally:?}");
+}
+
+#[test]
+fn async_survives_faults() {
+    let tally = survive(5000, |_| Level::Async);
+    assert_eq!(tally.missing(), ["held", "late"], "{tally:?}");
+}
+
+/// Without faults, all shards see the same rounds, each of everybody.
+#[test]
+fn undisturbed_lockstep_commits_everything_everywhere() {
+    for seed in seeds(500) {
+        let scenario = Scenario::undisturbed(Level::Lockstep, seed);
+        let outcome = world::run(scenario).unwrap_or_else(|failure| panic!("{failure}"));
+        let everybody: Vec<u32> = (0..scenario.workers as u32).collect();
+        for commits in &outcome.commits {
+            let rounds: Vec<u64> = commits.iter().map(|(round, _)| *round).collect();
+            assert_eq!(rounds, (0..rounds.len() as u64).collect::<Vec<_>>(), "{scenario:?}");
+            assert!(rounds.len() >= 4, "{scenario:?}");
+            assert!(commits.iter().all(|(_, workers)| *workers == everybody), "{scenario:?}");
+            assert_eq!(commits, &outcome.commits[0], "{scenario:?}");
+        }
+    }
+}
+
+/// Without faults nothing is late, lost or done twice.
+#[test]
+fn undisturbed_runs_need_no_second_attempt() {
+    for seed in seeds(500) {
+        for level in [Level::Ssp(seed % 6), Level::Async] {
+            let scenario = Scenario { stale: Stale::Keep, ..Scenario::undisturbed(level, seed) };
+            let Tally { settled, dropped, late, known_by_joining, expired, superseded, .. } =
+                world::run(scenario).unwrap_or_else(|failure| panic!("{failure}")).tally;
+            assert_eq!(settled, 4 * scenario.workers * scenario.shards as u64, "{scenario:?}");
+            assert_eq!([dropped, late, known_by_joining, expired, superseded], [0; 5]);
+        }
+    }
+}
+
+#[test]
+fn equal_seeds_have_equal_histories() {
+    let mut fingerprints = std::collections::BTreeSet::new();
+    for seed in seeds(200) {
+        for level in [Level::Lockstep, Level::Ssp(seed % 6), Level::Async] {
+            let scenario = Scenario::new(level, seed);
+            let fingerprint = || match world::run_recorded(scenario) {
+                Ok(outcome) => outcome.fingerprint,
+                Err(failure) => panic!("{failure}"),
+            };
+            assert_eq!(fingerprint(), fingerprint(), "{scenario:?}");
+            fingerprints.insert((format!("{level:?}"), fingerprint()));
+        }
+    }
+    assert_eq!(
+        fingerprints.len() as u64,
+        3 * seeds(200).count() as u64,
+        "seeds make no difference"
+    );
+}
+
+#[test]
+fn reads_without_a_bound_are_found() {
+    is_found(Sabotage::NoBound, Level::Ssp(1), "more than 1 behind");
+    is_found(Sabotage::NoBound, Level::Ssp(3), "more than 3 behind");
+    is_found(Sabotage::NoBound, Level::Lockstep, "more than 0 behind");
+}
+
+#[test]
+fn a_forgotten_disk_is_found() {
+    is_found(Sabotage::ForgetDisk, Level::Async, "is missing, and was acknowledged");
+    is_found(Sabotage::ForgetDisk, Level::Lockstep, "is missing, and was acknowledged");
+}
+
+#[test]
+fn acknowledging_before_writing_is_found() {
+    is_found(Sabotage::AcknowledgeFirst, Level::Ssp(2), "is missing, and was acknowledged");
+    is_found(Sabotage::AcknowledgeFirst, Level::Lockstep, "is missing, and was acknowledged");
+}
+
+#[test]
+fn a_push_that_is_applied_twice_is_found() {
+    is_found(Sabotage::ForgetNumbers, Level::Ssp(2), "is settled twice");
+    is_found(Sabotage::ForgetNumbers, Level::Async, "is settled twice");
+}
+
+#[test]
+fn a_leaving_that_nobody_notices_is_found() {
+    is_found(Sabotage::OverlookLeaving, Level::Ssp(0), "no end");
+    is_found(Sabotage::OverlookLeaving, Level::Lockstep, "no end");
+}
+
+/// Runs so many seeds and adds up what happened.
+fn survive(count: u64, level: impl Fn(u64) -> Level) -> Tally {
+    let mut total = Tally::default();
+    for seed in seeds(count) {
+        match world::run(Scenario::new(level(seed), seed)) {
+            Ok(outcome) => total.add(&outcome.tally),
+            Err(failure) => panic!("{failure}"),
+        }
+    }
+    println!("{total:?}");
+    total
+}
+
+/// Requires that what is done wrong shows, as what it is, in one of a hundred histories.
+fn is_found(sabotage: Sabotage, level: Level, expected: &str) {
+    let scenario = |seed| Scenario { sabotage, ..Scenario::new(level, seed) };
+    let failures = (0..100).filter_map(|seed| world::run(scenario(seed)).err());
+    let mut violations = failures.map(|failure| failure.violation);
+    let first = violations.next().unwrap_or_else(|| panic!("nobody noticed {sabotage:?}"));
+    assert!(
+        first.contains(expected) || violations.any(|text| text.contains(expected)),
+        "{sabotage:?} was taken for: {first}"
+    );
+}
+
+/// The seeds from 0, or the one that is to be repeated.
+fn seeds(count: u64) -> impl Iterator<Item = u64> {
+    let one = std::env::var("UNISONO_TEST_SEED").ok();
+    let one = one.map(|text| text.parse::<u64>().expect("UNISONO_TEST_SEED is a number"));
+    one.map_or(0..count, |seed| seed..seed + 1)
+}

@@ -1,0 +1,290 @@
+//! A worker in one of its lives, as far as the shards are concerned.
+//!
+//! It goes through *stages*. **Meeting**: it joins every shard and takes the largest of its own clock
+//! and those that it is told; it enters every shard at that clock. **Reading**: it asks every shard for
+//! its weights. **Computing**. **Pushing**: every shard gets its push, and when all have said what
+//! became of it the step is finished; the next begins with a meeting, at which everybody is there
+//! already.
+//!
+//! It joins a shard again whenever the connection is lost or the shard takes it for gone. With a
+//! push under way, or one being computed, it then enters at the clock of that push and not further, so
+//! that nobody's read passes over it. A request that is not answered is sent again.
+
+use unisono_relaxed::server::core::{PushId, Refusal};
+use unisono_relaxed::server::outbox::Outbox;
+
+use crate::message::{Answer, Ask, Reply, Request, Sender};
+
+pub struct Process {
+    pub me: Sender,
+    pub clock: u64,
+    /// Steps it has finished in this life.
+    pub steps: u64,
+    /// After how many steps it is done, once that is known.
+    pub goal: Option<u64>,
+    pub stage: Stage,
+    links: Vec<Link>,
+    /// The furthest clock that a shard has named.
+    told: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    Meeting,
+    Reading,
+    Computing,
+    Pushing,
+    /// It has left, was replaced, or is dead.
+    Over,
+}
+
+/// What a process wants of the world.
+pub enum Act {
+    Send {
+        shard: usize,
+        request: Request,
+    },
+    Compute,
+    /// It knows of this push that it is settled, by its reply or upon joining again.
+    Acknowledged {
+        shard: usize,
+        push: PushId,
+        by_joining: bool,
+    },
+    /// The round was over, and the push is not part of it.
+    Late,
+    /// A shard says that pushes are missing which it had acknowledged.
+    Gap {
+        shard: usize,
+        expected: u64,
+    },
+    Superseded,
+    Done,
+}
+
+struct Link {
+    connection: u64,
+    requests: u64,
+    asked: Option<(u64, Ask)>,
+    joined: bool,
+    /// The clock at which the shard has it, if it has entered.
+    at: Option<u64>,
+    /// The version of the weights of this step.
+    version: Option<u64>,
+    outbox: Outbox,
+}
+
+impl Process {
+    pub fn new(me: Sender, shards: usize) -> Process {
+        let link = || Link {
+            connection: 1,
+            requests: 0,
+            asked: None,
+            joined: false,
+            at: None,
+            version: None,
+            outbox: Outbox::new(me.worker, me.life),
+        };
+        Process {
+            me,
+            clock: 0,
+            steps: 0,
+            goal: None,
+            stage: Stage::Meeting,
+            links: (0..shards).map(|_| link()).collect(),
+            told: 0,
+        }
+    }
+
+    pub fn is_over(&self) -> bool {
+        self.stage == Stage::Over
+    }
+
+    pub fn connection(&self, shard: usize) -> u64 {
+        self.links[shard].connection
+    }
+
+    /// The push under way to a shard.
+    pub fn pending(&self, shard: usize) -> Option<PushId> {
+        self.links[shard].outbox.pending()
+    }
+
+    /// The version of a shard's weights from which the present push was computed.
+    pub fn version(&self, shard: usize) -> Option<u64> {
+        self.links[shard].version
+    }
+
+    /// Does whatever is to be done next.
+    pub fn go_on(&mut self, acts: &mut Vec<Act>) {
+        while self.next_stage(acts) {}
+        for shard in 0..self.links.len() {
+            if self.links[shard].asked.is_none()
+                && let Some(ask) = self.wanted(shard)
+            {
+                let request = self.request(shard, ask);
+                self.links[shard].asked = Some((request.id, ask));
+                acts.push(Act::Send { shard, request });
+            }
+        }
+    }
+
+    /// The gradient is ready.
+    pub fn computed(&mut self, acts: &mut Vec<Act>) {
+        self.stage = Stage::Pushing;
+        for link in &mut self.links {
+            link.outbox.begin(self.clock);
+        }
+        self.go_on(acts);
+    }
+
+    pub fn receive(&mut self, shard: usize, reply: Reply, acts: &mut Vec<Act>) {
+        let link = &mut self.links[shard];
+        let Some((id, ask)) = link.asked else { return };
+        if (link.connection, id) != (reply.connection, reply.id) {
+            return;
+        }
+        link.asked = None;
+        match (reply.answer, ask) {
+            (Answer::Joined(joined), _) => {
+                link.joined = true;
+                link.at = None;
+                self.told = self.told.max(joined.clock);
+                if let Some(push) = link.outbox.pending()
+                    && link.outbox.rejoin(joined).is_none()
+                {
+                    acts.push(Act::Acknowledged { shard, push, by_joining: true });
+                }
+            }
+            (Answer::Entered, Ask::Enter(clock)) => link.at = Some(clock),
+            (Answer::Weights { version }, Ask::Read(_)) => link.version = Some(version),
+            (Answer::Settled, Ask::Push(push)) => {
+                link.outbox.settle();
+                link.at = Some(push.clock + 1);
+                acts.push(Act::Acknowledged { shard, push, by_joining: false });
+            }
+            (Answer::Late { clock }, _) => {
+                link.outbox.settle();
+                link.at = None;
+                self.told = self.told.max(clock);
+                acts.push(Act::Late);
+            }
+            (Answer::Refused(Refusal::OtherClock { clock }), _) => {
+                link.at = None;
+                self.told = self.told.max(clock);
+            }
+            (Answer::Refused(Refusal::Superseded), _) => {
+                self.stage = Stage::Over;
+                acts.push(Act::Superseded);
+            }
+            (Answer::Refused(Refusal::Gap { expected }), _) => {
+                acts.push(Act::Gap { shard, expected });
+            }
+            (Answer::Refused(_), _) => {
+                link.joined = false;
+                link.at = None;
+            }
+            (answer, ask) => unreachable!("{answer:?} to {ask:?}"),
+        }
+        self.go_on(acts);
+    }
+
+    /// A request was not answered for long.
+    pub fn retry(&mut self, shard: usize, id: u64, acts: &mut Vec<Act>) {
+        if self.links[shard].asked.is_some_and(|(asked, _)| asked == id) {
+            self.links[shard].asked = None;
+            self.go_on(acts);
+        }
+    }
+
+    /// A connection is lost, or given up.
+    pub fn reconnect(&mut self, shard: usize, connection: u64, acts: &mut Vec<Act>) {
+        let link = &mut self.links[shard];
+        if link.connection == connection {
+            link.connection += 1;
+            link.asked = None;
+            link.joined = false;
+            link.at = None;
+            self.go_on(acts);
+        }
+    }
+
+    /// A request that expects no answer.
+    pub fn request(&mut self, shard: usize, ask: Ask) -> Request {
+        let link = &mut self.links[shard];
+        link.requests += 1;
+        Request { from: self.me, connection: link.connection, id: link.requests, ask }
+    }
+
+    /// Whether the next stage has begun.
+    fn next_stage(&mut self, acts: &mut Vec<Act>) -> bool {
+        let everywhere = |links: &[Link], clock| links.iter().all(|link| link.at == Some(clock));
+        match self.stage {
+            Stage::Meeting => {
+                if !self.links.iter().all(|link| link.joined) {
+                    return false;
+                }
+                if self.told > self.clock {
+                    self.clock = self.told;
+                    for link in &mut self.links {
+                        // What was asked at another clock is no longer wanted.
+                        link.asked = None;
+                        link.version = None;
+                    }
+                }
+                if !everywhere(&self.links, self.clock) {
+                    return false;
+                }
+                self.stage = Stage::Reading;
+            }
+            Stage::Reading => {
+                if !everywhere(&self.links, self.clock) {
+                    self.stage = Stage::Meeting;
+                } else if self.links.iter().all(|link| link.version.is_some()) {
+                    self.stage = Stage::Computing;
+                    acts.push(Act::Compute);
+                } else {
+                    return false;
+                }
+            }
+            Stage::Pushing => {
+                if self.links.iter().any(|link| link.outbox.pending().is_some()) {
+                    return false;
+                }
+                self.steps += 1;
+                self.clock += 1;
+                for link in &mut self.links {
+                    link.version = None;
+                }
+                self.stage = Stage::Meeting;
+                if self.goal.is_some_and(|goal| self.steps >= goal) {
+                    self.stage = Stage::Over;
+                    acts.push(Act::Done);
+                }
+            }
+            Stage::Computing | Stage::Over => return false,
+        }
+        true
+    }
+
+    fn wanted(&self, shard: usize) -> Option<Ask> {
+        let link = &self.links[shard];
+        if self.is_over() {
+            return None;
+        }
+        if !link.joined {
+            return Some(Ask::Join);
+        }
+        if let Some(push) = link.outbox.pending() {
+            return Some(if link.at.is_some() { Ask::Push(push) } else { Ask::Enter(push.clock) });
+        }
+        let all_joined = self.links.iter().all(|link| link.joined);
+        match self.stage {
+            Stage::Meeting if all_joined && link.at != Some(self.clock) => {
+                Some(Ask::Enter(self.clock))
+            }
+            Stage::Reading if link.version.is_none() => Some(Ask::Read(self.clock)),
+            Stage::Computing if link.at.is_none() => Some(Ask::Enter(self.clock)),
+            _ => None,
+        }
+    }
+}
