@@ -57,6 +57,9 @@ pub struct RunArgs {
     /// Where servers keep what must survive their restart: server K in DIR/K.
     #[arg(long, value_name = "DIR", requires = "servers")]
     journal: Option<PathBuf>,
+    /// The folder in which servers record every push, for the report of `unisono train --run-dir DIR`.
+    #[arg(long, value_name = "DIR", requires = "servers")]
+    run_dir: Option<PathBuf>,
     /// How often ranks and servers that fail are started again, all together.
     #[arg(long, value_name = "R", default_value_t = 0)]
     restarts: u32,
@@ -87,7 +90,8 @@ pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
         "--servers is for jobs of one node; for several, start `unisono serve --listen HOST:PORT` \
          where you want servers, and set UNISONO_SERVERS=HOST:PORT,HOST:PORT for the ranks"
     );
-    let servers = args.servers.map(|count| servers(count, args.journal.as_deref())).transpose()?;
+    let (journal, run_dir) = (args.journal.as_deref(), args.run_dir.as_deref());
+    let servers = args.servers.map(|count| servers(count, journal, run_dir)).transpose()?;
     let launch = Launch {
         nodes,
         token: token()?,
@@ -109,12 +113,15 @@ pub fn launch_here(ranks: usize, command: Vec<OsString>) -> anyhow::Result<ExitC
 }
 
 /// `unisono serve`, so many times.
-fn servers(count: u32, journal: Option<&Path>) -> anyhow::Result<Servers> {
+fn servers(count: u32, journal: Option<&Path>, run_dir: Option<&Path>) -> anyhow::Result<Servers> {
     let program = std::env::current_exe().context("where this program is")?;
     let command = |server: u32| {
         let mut command = vec![program.clone().into_os_string(), "serve".into()];
         if let Some(folder) = journal {
             command.extend(["--journal".into(), folder.join(server.to_string()).into()]);
+        }
+        if let Some(folder) = run_dir {
+            command.extend(["--run-dir".into(), folder.into()]);
         }
         command
     };

@@ -60,6 +60,11 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
         run: args.run_dir,
         snapshot_after: None,
     };
+    if let Some(dir) = &files.run {
+        // Workers of another machine cannot make it.
+        std::fs::create_dir_all(dir)
+            .with_context(|| format!("--run-dir {}: name another folder", dir.display()))?;
+    }
     let shard = Shard::start(listener, ShardOptions { token: token()?, files })?;
     shard.serve_until(|| stop.load(Ordering::Relaxed))?;
     Ok(ExitCode::SUCCESS)

@@ -61,6 +61,7 @@ fn a_later_life_takes_the_place_of_an_earlier() {
 fn numbers_have_no_gaps_and_count_once() {
     let mut core = with_members(false, 1);
     assert_eq!(core.push(push(0, 1, 2, 0)), Err(Refusal::Gap { expected: 1 }));
+    assert_eq!(core.push(push(0, 1, 1, 1)), Err(Refusal::OtherClock { clock: 0 }));
     settled(&mut core, push(0, 1, 1, 0));
     assert_eq!(core.push(push(0, 1, 1, 0)), Ok(Pushed::Duplicate));
     core.leave(0, 1);
@@ -161,8 +162,14 @@ fn a_round_goes_on_without_who_has_left() {
     assert_eq!(pushers(&core.commit().unwrap()), [(0, 1), (1, 1)], "what had come counts");
     core.join(2, 1, NOW).unwrap();
     core.enter(2, 1, 0).unwrap();
-    assert_eq!(core.push(push(2, 1, 1, 0)), Ok(Pushed::Late { clock: 1 }));
-    assert_eq!(core.push(push(2, 1, 2, 1)), Ok(Pushed::Collected), "the late one leaves a gap");
+    let late = push(2, 1, 1, 0);
+    assert_eq!(core.push(late), Ok(Pushed::Late { clock: 1 }));
+    assert_eq!(core.push(push(2, 1, 2, 1)), Err(Refusal::Gap { expected: 1 }));
+    let entry = core.drop_late(late);
+    assert_eq!((entry.update, pushers(&entry)), (0, vec![(2, 1)]));
+    assert_eq!(core.push(late), Ok(Pushed::Duplicate));
+    assert_eq!(core.push(push(2, 1, 2, 1)), Ok(Pushed::Collected));
+    assert_eq!(core.ledger(), Ledger { applied: 2, dropped: 1, duplicates: 1 });
 }
 
 #[test]
@@ -182,7 +189,12 @@ fn a_round_that_nobody_is_left_for_waits() {
 #[test]
 fn a_push_of_an_earlier_life_settles_nothing_of_the_later() {
     let mut core = with_members(true, 1);
-    core.push(push(0, 1, 3, 0)).unwrap();
+    for number in 1..=3 {
+        core.push(push(0, 1, number, number - 1)).unwrap();
+        if number < 3 {
+            core.commit().unwrap();
+        }
+    }
     core.join(0, 2, NOW).unwrap();
     let saved = core.save();
     core.enter(0, 2, 0).unwrap();
@@ -190,9 +202,9 @@ fn a_push_of_an_earlier_life_settles_nothing_of_the_later() {
     let mut restored = Core::restore(rules(true), &saved);
     restored.repeat(&entry);
     for core in [&mut core, &mut restored] {
-        assert_eq!(core.join(0, 2, NOW), Ok(Joined { clock: 1, pushes: 0 }));
-        core.enter(0, 2, 1).unwrap();
-        assert_eq!(core.push(push(0, 2, 1, 1)), Ok(Pushed::Collected));
+        assert_eq!(core.join(0, 2, NOW), Ok(Joined { clock: 3, pushes: 0 }));
+        core.enter(0, 2, 3).unwrap();
+        assert_eq!(core.push(push(0, 2, 1, 3)), Ok(Pushed::Collected));
     }
 }
 

@@ -160,12 +160,14 @@ fn replicas_meet_in_their_mean_and_no_read_sees_half_a_merge() {
     const LENGTH: usize = 100_000;
     let gossips = Job::new(3, HUNG).start_all(|rank| vec![vec![rank as f32; LENGTH]]);
     let over = AtomicBool::new(false);
+    // If they never agree, the threads have to end for the test to fail.
+    let deadline = Instant::now() + 2 * HUNG;
     std::thread::scope(|scope| {
         for gossip in &gossips {
             let over = &over;
             scope.spawn(move || {
                 let mut weights = vec![0.0; LENGTH];
-                while !over.load(Ordering::Relaxed) {
+                while !over.load(Ordering::Relaxed) && Instant::now() < deadline {
                     gossip.weights(0, &mut weights).unwrap();
                     assert!(weights.iter().all(|weight| *weight == weights[0]), "half a merge");
                     exchange_once(gossip);

@@ -52,6 +52,10 @@ const MOST_SLOWNESS: f64 = 1000.0;
 /// may have more of.
 const WARM_UP: u64 = 300;
 
+/// How often processes of a relaxed run are started again if nobody says how often. More would hide
+/// that something is wrong; fewer give up after one bad day of a machine.
+const RESTARTS: u32 = 3;
+
 /// The most servers that a run starts on one machine.
 const MOST_SERVERS: usize = 256;
 
@@ -65,6 +69,8 @@ The weights depend on the model, the data, --seed, --batch, --shards, --steps, -
 the strategy and the codec, and on nothing else: not on the transport, the algorithm or the buckets, and
 not on the number of workers, unless it decides about the shards (see --shards), workers step by
 themselves (--strategy local or diloco), or the codec is chosen by measurements (--codec auto).
+--strategy bsp gives the weights of all-reduce; strategies whose workers do not wait for each other give
+others every time.
 
 Under `unisono run`, torchrun, mpirun or srun every process is a worker, and --workers is not needed:
   unisono run -n 4 --nnodes 2 --node-rank 0 --rendezvous node-a:29400 -- unisono train")]
@@ -157,10 +163,10 @@ pub struct TrainArgs {
     /// hogwild (threads, without a lock), or without servers: gossip (average with changing partners).
     #[arg(long, default_value = "all-reduce")]
     strategy: Strategy,
-    /// Where weights live with --strategy bsp, ssp, async and downpour: a number of servers to start,
-    /// inside (a part of them in every worker), or HOST:PORT,... of `unisono serve`.
-    #[arg(long, value_name = "SERVERS", default_value = "1")]
-    servers: ServersChoice,
+    /// Where weights live with --strategy bsp, ssp, async and downpour: a number of servers to start (by
+    /// default 1), inside (a part of them in every worker), or HOST:PORT,... of `unisono serve`.
+    #[arg(long, value_name = "SERVERS")]
+    servers: Option<ServersChoice>,
     /// What becomes of gradients of old weights: keep, scale (the learning rate by their age), drop:T
     /// (those of more than T steps), compensate[:LAMBDA] (for how the weights have changed).
     #[arg(long, default_value = "keep")]
@@ -169,9 +175,9 @@ pub struct TrainArgs {
     /// well. A run that is started again with it goes on.
     #[arg(long, value_name = "DIR")]
     journal: Option<PathBuf>,
-    /// How often workers and servers that die are started again, in all.
-    #[arg(long, value_name = "N", default_value_t = 3)]
-    restarts: u32,
+    /// How often workers and servers of such a run that die are started again, in all; by default 3.
+    #[arg(long, value_name = "N")]
+    restarts: Option<u32>,
     /// Send fewer bytes: fp16, bf16, int8, int4, qsgd, sign, topk, randk, dgc, powersgd, each with
     /// settings such as topk:1%+int8; auto, which measures and decides; or none.
     #[arg(long, default_value = "none")]
@@ -251,7 +257,7 @@ impl FromStr for ServersChoice {
         if let Ok(count) = text.parse() {
             return match count {
                 1..=MOST_SERVERS => Ok(ServersChoice::Started(count)),
-                _ => Err(format!("use 1 to {MOST_SERVERS} servers, or inside")),
+                _ => Err(format!("use 1 to {MOST_SERVERS}, or inside")),
             };
         }
         let addresses: Vec<String> = text.split(',').map(str::to_owned).collect();
@@ -594,11 +600,7 @@ impl TrainArgs {
     /// What makes the run relaxed, if it is; and refuses what makes no sense then, or only then.
     fn relaxed(&self) -> anyhow::Result<Option<RelaxedPlan>> {
         let Some(level) = self.strategy.level() else {
-            ensure!(
-                self.stale == Stale::Keep && self.journal.is_none(),
-                "--stale and --journal are for strategies with servers; --strategy {} has none",
-                self.strategy
-            );
+            self.refuse_relaxed(&["servers", "stale", "journal", "restarts"])?;
             return Ok(None);
         };
         ensure!(
@@ -615,24 +617,52 @@ impl TrainArgs {
             !self.measure_scaling,
             "--measure-scaling compares runs that agree in every step; leave it out"
         );
-        let has_servers = level.has_servers();
-        ensure!(
-            has_servers || (self.stale == Stale::Keep && self.journal.is_none() && !self.encodes()),
-            "--stale, --journal and --codec are for strategies with servers; --strategy {level} has \
-             none"
-        );
+        match level {
+            Level::Hogwild => {
+                self.refuse_relaxed(&["servers", "stale", "journal", "codec", "restarts"])?;
+            }
+            Level::Gossip => {
+                self.refuse_relaxed(&["servers", "stale", "journal", "codec"])?;
+            }
+            _ => {}
+        }
         ensure!(
             level != Level::Bsp || self.stale == Stale::Keep,
             "--stale {}: with --strategy bsp no gradient is stale; leave it out",
             self.stale
         );
+        let servers = self.servers.clone().unwrap_or(ServersChoice::Started(1));
+        ensure!(
+            self.journal.is_none() || !matches!(servers, ServersChoice::At(_)),
+            "--journal: servers that run already write their own; give it to `unisono serve` instead"
+        );
         Ok(Some(RelaxedPlan {
             level,
             stale: self.stale,
-            servers: self.servers.clone(),
+            servers,
             journal: self.journal.clone(),
-            restarts: self.restarts,
+            restarts: self.restarts.unwrap_or(RESTARTS),
         }))
+    }
+
+    /// Refuses those of the flags of relaxed runs that were given, for the strategy has no use for them.
+    fn refuse_relaxed(&self, unused: &[&str]) -> anyhow::Result<()> {
+        let given = [
+            ("servers", self.servers.is_some()),
+            ("stale", self.stale != Stale::Keep),
+            ("journal", self.journal.is_some()),
+            ("restarts", self.restarts.is_some()),
+            ("codec", self.encodes()),
+        ];
+        for (flag, given) in given {
+            ensure!(
+                !(given && unused.contains(&flag)),
+                "--{flag} means nothing to --strategy {}; leave it out, or use a strategy with \
+                 servers, such as ssp:3",
+                self.strategy
+            );
+        }
+        Ok(())
     }
 
     /// Whether anything may be encoded.

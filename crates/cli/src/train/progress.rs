@@ -263,13 +263,17 @@ struct Beside {
     bar: ProgressBar,
 }
 
-/// How the launcher's account of a failed rank begins. It comes in one piece.
-const ACCOUNT: &[u8] = b"unisono: rank ";
+/// How the launcher's account of a failed rank or server begins. It comes in one piece.
+const ACCOUNTS: [&str; 2] = ["unisono: rank ", "unisono: server "];
+
+/// What is part of an account of somebody who is started again.
+const AGAIN: &str = "starting it again";
 
 impl Write for Beside {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         // One line that says why will do; see `Heard::failure`.
-        if bytes.starts_with(ACCOUNT) {
+        let text = String::from_utf8_lossy(bytes);
+        if ACCOUNTS.iter().any(|account| text.starts_with(account)) && !text.contains(AGAIN) {
             return Ok(bytes.len());
         }
         self.bar.suspend(|| std::io::stderr().write(bytes))

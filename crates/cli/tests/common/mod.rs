@@ -149,6 +149,18 @@ impl Job {
         Pid::from_raw(pid).expect("a process number is positive")
     }
 
+    /// The workers and servers that `unisono train` has started and that still run, and whether each is
+    /// a server.
+    pub fn members(&self) -> Vec<(Pid, bool)> {
+        let role = |pid: i32| {
+            let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            let has = |word: &str| command.split(|byte| *byte == 0).any(|w| w == word.as_bytes());
+            let is_server = has("serve");
+            (is_server || has("--as-worker")).then_some((Pid::from_raw(pid)?, is_server))
+        };
+        self.processes().into_iter().filter_map(role).collect()
+    }
+
     /// Waits for the end. Afterwards no process of the job may be left.
     pub fn wait(mut self) -> Ended {
         let mut status = None;
@@ -302,7 +314,7 @@ pub fn numbers() -> impl Iterator<Item = u32> {
     std::iter::successors(Some(0x0005_eed5), next).map(|state| (state >> 33) as u32)
 }
 
-fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+pub fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
     let deadline = Instant::now() + LONG;
     while !done() {
         assert!(Instant::now() < deadline, "waited too long until {what}");

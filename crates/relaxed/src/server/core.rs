@@ -76,7 +76,7 @@ pub enum Refusal {
         /// The number that comes next.
         expected: u64,
     },
-    /// It reads at another clock than its own.
+    /// It reads at another clock than its own, or pushes for a step that it has not come to.
     #[error("the worker is at clock {clock}")]
     OtherClock {
         /// Its clock, as the server knows it.
@@ -231,7 +231,7 @@ impl Core {
                 *member = Member::new(push.life);
             }
             member.settle(push);
-            if self.rules.lockstep {
+            if self.rules.lockstep && entry.update > 0 {
                 self.round = self.round.max(push.clock + 1);
             }
         }
@@ -240,7 +240,7 @@ impl Core {
 
     /// A worker comes, or comes back after its connection was lost.
     pub fn join(&mut self, worker: u32, life: u64, now: Duration) -> Result<Joined, Refusal> {
-        if self.members.get(&worker).is_some_and(|member| member.life > life) {
+        if self.is_superseded(worker, life) {
             return Err(Refusal::Superseded);
         }
         let others = self.slowest_but(Some(worker));
@@ -333,10 +333,13 @@ impl Core {
             self.ledger.duplicates += 1;
             return Ok(Pushed::Duplicate);
         }
-        let expected = member.pushes + 1;
+        let expected = member.pushes.saturating_add(1);
         let member = self.present(push.worker, push.life)?;
-        if push.number > expected && !lockstep {
+        if push.number > expected {
             return Err(Refusal::Gap { expected });
+        }
+        if push.clock > member.clock {
+            return Err(Refusal::OtherClock { clock: member.clock });
         }
         if lockstep {
             if push.clock != round {
@@ -345,7 +348,8 @@ impl Core {
             self.collected.insert(push.worker, push);
             return Ok(Pushed::Collected);
         }
-        let age = Age { lead: member.lead, delay: updates - member.read_at.unwrap_or(updates), present };
+        let delay = updates - member.read_at.unwrap_or(updates);
+        let age = Age { lead: member.lead, delay, present };
         member.settle(&push);
         let (update, factor) = match stale.judge(age.staleness()) {
             Verdict::Apply { factor } => {
@@ -357,6 +361,17 @@ impl Core {
         let entry = Entry { update, factor, pushes: vec![(push, age)] };
         self.count(&entry);
         Ok(Pushed::Settled(entry))
+    }
+
+    /// In lock-step: settles a push that was found to be late, by dropping it.
+    pub fn drop_late(&mut self, push: PushId) -> Entry {
+        let age = Age { present: self.present_members(), ..Age::default() };
+        if let Ok(member) = self.member(push.worker, push.life) {
+            member.settle(&push);
+        }
+        let entry = Entry { update: 0, factor: 0.0, pushes: vec![(push, age)] };
+        self.count(&entry);
+        entry
     }
 
     /// In lock-step: the update of the round, if everybody who is present has pushed. To be asked after
@@ -401,6 +416,11 @@ impl Core {
     pub fn is_present(&self, worker: u32, life: u64) -> bool {
         let present = |m: &Member| m.life == life && m.presence == Presence::Present;
         self.members.get(&worker).is_some_and(present)
+    }
+
+    /// Whether a later life of a worker has joined.
+    pub fn is_superseded(&self, worker: u32, life: u64) -> bool {
+        self.members.get(&worker).is_some_and(|member| member.life > life)
     }
 
     /// The clock of the slowest member that is present.

@@ -28,8 +28,16 @@ use super::wire;
 /// What parts of bulk data begin at a multiple of.
 const ALIGNMENT: usize = 8;
 
+/// Bytes that are read at a time where they are copied elsewhere. More: they are no longer in the cache
+/// when they are copied. Fewer: more system calls.
+const CHUNK: usize = 256 << 10;
+
 /// The most parts that are handed to the system at once; it takes no more than 1024.
 const MOST_PARTS: usize = 256;
+
+/// By how many bytes the memory for bulk data grows before they are there. More: whoever announces much
+/// and sends nothing costs that. Fewer: more often, the first time.
+const GROWTH: usize = 1 << 24;
 
 /// The most bytes of bulk data in one direction that a shard maps or reads for a worker: beyond any
 /// model, far from what could overflow.
@@ -156,7 +164,10 @@ impl Link {
         slices.push(IoSlice::new(text));
         for part in parts {
             slices.push(IoSlice::new(part));
-            slices.push(IoSlice::new(&GAP[..aligned(part.len()) - part.len()]));
+            let gap = aligned(part.len()) - part.len();
+            if gap > 0 {
+                slices.push(IoSlice::new(&GAP[..gap]));
+            }
         }
         slices.chunks_mut(MOST_PARTS).try_for_each(|slices| self.write_all(slices))
     }
@@ -185,22 +196,11 @@ impl Link {
     /// other side is replied to.
     pub fn bulk(&mut self, lengths: impl Iterator<Item = usize>) -> io::Result<Vec<&[u8]>> {
         let lengths: Vec<usize> = lengths.collect();
-        let total = lengths.iter().try_fold(0usize, |sum, part| sum.checked_add(aligned(*part)));
-        let total = total.filter(|total| *total as u64 <= MOST_BULK);
-        let total = total.ok_or_else(|| wire::invalid("more bulk data than can be".into()))?;
+        let total = total(&lengths)?;
         self.received += total as u64;
         let bytes = match &self.memory {
             Some(memory) => memory.theirs(total)?,
-            None => {
-                // Grows to the largest push, and is not cleared in between.
-                let elements = total.div_ceil(4);
-                if self.bulk.len() < elements {
-                    self.bulk.resize(elements, 0.0);
-                }
-                let bytes = &mut self.bulk.as_mut_slice().as_mut_bytes()[..total];
-                (&self.socket).read_exact(bytes)?;
-                &*bytes
-            }
+            None => read(&self.socket, &mut self.bulk, total)?,
         };
         let mut start = 0;
         let part = |length: usize| {
@@ -211,10 +211,55 @@ impl Link {
         Ok(lengths.into_iter().map(part).collect())
     }
 
+    /// As [`Link::bulk`], for data that is copied elsewhere: calls `take` with the number of a part,
+    /// where in it some bytes lie, and these, as soon as they are there.
+    pub fn bulk_as_it_comes(
+        &mut self,
+        lengths: &[usize],
+        mut take: impl FnMut(usize, usize, &[u8]) -> io::Result<()>,
+    ) -> io::Result<()> {
+        if self.memory.is_some() {
+            let parts = self.bulk(lengths.iter().copied())?;
+            return parts.iter().enumerate().try_for_each(|(part, bytes)| take(part, 0, bytes));
+        }
+        self.received += total(lengths)? as u64;
+        for (part, &length) in lengths.iter().enumerate() {
+            for start in (0..length).step_by(CHUNK) {
+                let here = CHUNK.min(length - start);
+                let bytes = read(&self.socket, &mut self.bulk, aligned(here))?;
+                take(part, start, &bytes[..here])?;
+            }
+        }
+        Ok(())
+    }
+
     /// Whether the other side has ended the connection, or its process.
     pub fn is_over(&self) -> bool {
         is_over(&self.socket)
     }
+}
+
+/// The bytes of parts of these lengths.
+fn total(lengths: &[usize]) -> io::Result<usize> {
+    let add = |sum: usize, part: &usize| sum.checked_add(part.checked_next_multiple_of(ALIGNMENT)?);
+    let total = lengths.iter().try_fold(0, add).filter(|total| *total as u64 <= MOST_BULK);
+    total.ok_or_else(|| wire::invalid("more bulk data than can be".into()))
+}
+
+/// Reads so many bytes. The buffer grows with what arrives, not with what was announced, and is not
+/// cleared in between.
+fn read<'a>(mut socket: &Socket, into: &'a mut Vec<f32>, bytes: usize) -> io::Result<&'a [u8]> {
+    let mut filled = 0;
+    while filled < bytes {
+        let room = into.len() * size_of::<f32>();
+        let end = if room > filled { room.min(bytes) } else { bytes.min(filled + GROWTH) };
+        if end > room {
+            into.resize(end.div_ceil(size_of::<f32>()), 0.0);
+        }
+        socket.read_exact(&mut into.as_mut_slice().as_mut_bytes()[filled..end])?;
+        filled = end;
+    }
+    Ok(&into.as_slice().as_bytes()[..bytes])
 }
 
 /// Whether the other side of a socket has ended the connection, or its process.
@@ -285,10 +330,15 @@ mod tests {
     use socket2::{Domain, Type};
 
     fn pairs() -> [(Link, Link); 2] {
+        pairs_for(1 << 16)
+    }
+
+    /// Pairs of links of both kinds, for so many bytes of bulk data.
+    fn pairs_for(bytes: usize) -> [(Link, Link); 2] {
         let pair = || Socket::pair(Domain::UNIX, Type::STREAM, None).unwrap();
         let (a, b) = pair();
         let (c, d) = pair();
-        let offered = Link::offer(c, 1 << 16).unwrap();
+        let offered = Link::offer(c, bytes).unwrap();
         [(Link::over(a), Link::over(b)), (offered, Link::accept(d).unwrap())]
     }
 
@@ -310,6 +360,27 @@ mod tests {
             drop(worker);
             assert!(shard.is_over());
             assert_eq!(shard.receive::<u64>().unwrap(), None);
+        }
+    }
+
+    #[test]
+    fn bulk_data_can_be_taken_as_it_comes() {
+        let large: Vec<f32> = (0..CHUNK / 4 + 5).map(|i| i as f32).collect();
+        let parts = [&large[..], &[], &[1.0, 2.0, 3.0]];
+        let lengths = parts.map(|part| 4 * part.len());
+        for (mut worker, mut shard) in pairs_for(4 * large.len() + 64) {
+            std::thread::scope(|scope| {
+                scope.spawn(|| shard.send(&0u64, &parts.map(bytes)).unwrap());
+                worker.receive::<u64>().unwrap();
+                let mut taken = [const { Vec::new() }; 3];
+                let take = |part: usize, start: usize, bytes: &[u8]| {
+                    assert_eq!(start, 4 * taken[part].len());
+                    taken[part].extend_from_slice(numbers(bytes)?);
+                    Ok(())
+                };
+                worker.bulk_as_it_comes(&lengths, take).unwrap();
+                assert_eq!(taken.each_ref().map(Vec::as_slice), parts);
+            });
         }
     }
 

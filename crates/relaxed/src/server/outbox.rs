@@ -55,6 +55,8 @@ impl Outbox {
         if self.pending.is_some_and(|push| push.number <= joined.pushes) {
             self.pending = None;
         }
+        // Whoever has pushed in this life before: a number that was used is never used again.
+        self.number = self.number.max(joined.pushes);
         self.pending
     }
 }
@@ -73,5 +75,7 @@ mod tests {
         assert_eq!(outbox.begin(4).number, 2);
         outbox.settle();
         assert_eq!(outbox.rejoin(Joined { clock: 0, pushes: 0 }), None);
+        assert_eq!(outbox.rejoin(Joined { clock: 9, pushes: 7 }), None);
+        assert_eq!(outbox.begin(9).number, 8);
     }
 }

@@ -5,19 +5,21 @@
 //! falls silent is taken for gone by a thread that looks at the clock.
 
 use std::io;
+use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use socket2::{Domain, SockAddr, Socket, Type};
 use unisono_collective::acceptor::Acceptor;
 use unisono_collective::handshake::{Introduction, Purpose, Token};
 
-use super::job::{Files, Job, JobError, Unserved};
+use super::job::{Caller, Files, Job, JobError, Unserved, total_bytes};
 use super::journal::Journal;
-use super::link::{Link, MOST_BULK, bytes, numbers};
+use super::link::{Link, bytes, numbers};
+use super::store::Weights;
 use super::wire::{Part, Reply, Request, Setup};
 
 /// How a shard is served.
@@ -32,7 +34,7 @@ pub struct ShardOptions {
 /// A server shard, until it is dropped.
 pub struct Shard {
     shared: Arc<Shared>,
-    _acceptor: Acceptor,
+    acceptor: Option<Acceptor>,
     ticker: Option<JoinHandle<()>>,
 }
 
@@ -41,14 +43,20 @@ struct Shared {
     job: OnceLock<Job>,
     /// Held while a run is set up; the journal that waits for one.
     setting_up: Mutex<Option<Journal>>,
-    /// Every connection, to end it.
-    connections: Mutex<Vec<(Arc<Socket>, JoinHandle<()>)>>,
+    connections: Mutex<Vec<Connection>>,
     /// Connections so far.
     accepted: AtomicU64,
     stop: AtomicBool,
     /// Why the shard cannot go on.
     failure: Mutex<Option<JobError>>,
     woken: Condvar,
+}
+
+/// A connection and its thread, to end them.
+struct Connection {
+    caller: Caller,
+    socket: Socket,
+    thread: JoinHandle<()>,
 }
 
 /// How often silent workers are looked for, in a timeout.
@@ -60,8 +68,7 @@ impl Shard {
     /// anything.
     pub fn start(listener: Socket, options: ShardOptions) -> Result<Shard, ShardError> {
         let (job, journal) = Job::recover(&options.files)?;
-        if let Some(job) = &job {
-            let report = job.report();
+        if let Some(Ok(report)) = job.as_ref().map(Job::report) {
             log::info!("goes on after {} updates", report.updates);
         }
         let address = listener.local_addr()?;
@@ -88,7 +95,7 @@ impl Shard {
         let ticker = std::thread::Builder::new()
             .name("unisono-ticker".into())
             .spawn(move || ticking.tick())?;
-        Ok(Shard { shared, _acceptor: acceptor, ticker: Some(ticker) })
+        Ok(Shard { shared, acceptor: Some(acceptor), ticker: Some(ticker) })
     }
 
     /// Waits until `stop` says so, or the shard cannot go on.
@@ -109,16 +116,21 @@ impl Shard {
 
 impl Drop for Shard {
     fn drop(&mut self) {
+        // Nobody comes in any more, so that all who are in can be sent away.
+        drop(self.acceptor.take());
         self.shared.stop.store(true, Ordering::Release);
+        // Whoever is about to wait has seen the stop, or holds the lock and is woken.
+        drop(self.shared.failure.lock());
         self.shared.woken.notify_all();
         if let Some(ticker) = self.ticker.take() {
             let _ = ticker.join();
         }
-        let connections = &self.shared.connections;
-        let connections = std::mem::take(&mut *connections.lock().expect("no panic while locked"));
-        for (socket, thread) in connections {
-            let _ = socket.shutdown(std::net::Shutdown::Both);
-            let _ = thread.join();
+        let connections = std::mem::take(&mut *self.shared.connections());
+        for connection in &connections {
+            let _ = connection.socket.shutdown(std::net::Shutdown::Both);
+        }
+        for connection in connections {
+            let _ = connection.thread.join();
         }
     }
 }
@@ -135,6 +147,16 @@ pub enum ShardError {
     Io(#[from] io::Error),
 }
 
+/// What becomes of a request.
+enum Served {
+    /// This is the reply.
+    Reply(Reply),
+    /// The reply is sent, or none is wanted.
+    Done,
+    /// This is the reply, and the connection ends with it: nobody knows where the request does.
+    Last(Reply),
+}
+
 impl Shared {
     fn welcome(shared: &Arc<Shared>, socket: Socket, introduction: Introduction) {
         if introduction.purpose != Purpose::Server
@@ -144,33 +166,35 @@ impl Shared {
             return;
         }
         let handle = match socket.try_clone() {
-            Ok(handle) => Arc::new(handle),
+            Ok(handle) => handle,
             Err(error) => return log::warn!("a connection was lost: {error}"),
         };
+        let caller = Caller {
+            worker: introduction.from,
+            life: introduction.epoch,
+            connection: shared.accepted.fetch_add(1, Ordering::Relaxed),
+        };
         let serving = shared.clone();
-        let connection = shared.accepted.fetch_add(1, Ordering::Relaxed);
-        let worker = Worker { number: introduction.from, life: introduction.epoch, connection };
         let serve = move || {
-            if let Err(error) = serving.serve(socket, worker) {
-                log::debug!("worker {}: {error}", worker.number);
+            if let Err(error) = serving.serve(&socket, caller) {
+                log::debug!("worker {}: {error}", caller.worker);
             }
-            if let Some(job) = serving.job.get()
-                && let Err(Unserved::Failed(error)) = job.leave(worker.number, worker.life, worker.connection)
-            {
-                serving.fail(error);
-            }
+            serving.leave(caller);
+            // Another handle of the socket is kept, to end it from elsewhere.
+            let _ = socket.shutdown(std::net::Shutdown::Both);
         };
         let thread = std::thread::Builder::new().name("unisono-worker".into()).spawn(serve);
-        let mut connections = shared.connections.lock().expect("no panic while locked");
-        connections.retain(|(_, thread)| !thread.is_finished());
+        let mut connections = shared.connections();
+        connections.retain(|connection| !connection.thread.is_finished());
         match thread {
-            Ok(thread) => connections.push((handle, thread)),
+            Ok(thread) => connections.push(Connection { caller, socket: handle, thread }),
             Err(error) => log::error!("no thread for a worker: {error}"),
         }
     }
 
     /// Serves one connection until it ends.
-    fn serve(&self, socket: Socket, worker: Worker) -> io::Result<()> {
+    fn serve(&self, socket: &Socket, caller: Caller) -> io::Result<()> {
+        let socket = socket.try_clone()?;
         let mut link = match socket.domain()? == Domain::UNIX {
             true => Link::accept(socket)?,
             false => Link::over(socket),
@@ -179,103 +203,96 @@ impl Shared {
             if self.stop.load(Ordering::Acquire) {
                 return Ok(());
             }
-            let reply = match request {
-                Request::Beat => {
-                    if let Some(job) = self.job.get() {
-                        job.hear(worker.number, worker.life);
-                    }
-                    continue;
-                }
-                Request::SetUp(setup) => self.set_up(&mut link, *setup)?,
-                Request::Leave => {
-                    link.send(&Reply::Done, &[])?;
-                    return Ok(());
-                }
-                request => match self.job.get() {
-                    None => Ok(Reply::Unknown),
-                    Some(job) => match Self::handle(job, &mut link, worker, request)? {
-                        Some(reply) => reply,
-                        None => continue,
-                    },
-                },
-            };
-            let reply = match reply {
-                Ok(reply) => reply,
-                Err(Unserved::Refused(refusal)) => Reply::Refused(refusal),
-                Err(Unserved::Invalid(what)) => Reply::Invalid(what),
+            let served = match self.handle(&mut link, caller, request)? {
+                Ok(served) => served,
+                Err(Unserved::Refused(refusal)) => Served::Reply(Reply::Refused(refusal)),
+                Err(Unserved::Invalid(what)) => Served::Reply(Reply::Invalid(what)),
                 Err(Unserved::Gone) => return Ok(()),
                 Err(Unserved::Failed(error)) => {
                     self.fail(error);
                     return Ok(());
                 }
             };
-            link.send(&reply, &[])?;
+            match served {
+                Served::Reply(reply) => link.send(&reply, &[])?,
+                Served::Done => {}
+                Served::Last(reply) => return link.send(&reply, &[]),
+            }
         }
         Ok(())
     }
 
-    /// Handles a request that needs a run. `None` if the reply is sent already.
     fn handle(
-        job: &Job,
+        &self,
         link: &mut Link,
-        worker: Worker,
+        caller: Caller,
         request: Request,
-    ) -> io::Result<Option<Result<Reply, Unserved>>> {
-        let Worker { number, life, connection } = worker;
-        Ok(Some(match request {
-            Request::Join { run } if run != *job.fingerprint() => Ok(Reply::OtherRun),
-            Request::Join { .. } => job.join(number, life, connection),
-            Request::Enter { clock } => job.enter(number, life, clock),
+    ) -> io::Result<Result<Served, Unserved>> {
+        let Some(job) = self.job.get() else {
+            return Ok(match request {
+                Request::SetUp(setup) => self.set_up(link, *setup)?,
+                Request::Beat => Ok(Served::Done),
+                Request::Leave => Ok(Served::Last(Reply::Done)),
+                // Its gradients follow, and there is nothing to tell how many.
+                Request::Push { .. } => Ok(Served::Last(Reply::Unknown)),
+                _ => Ok(Served::Reply(Reply::Unknown)),
+            });
+        };
+        Ok(match request {
+            Request::SetUp(setup) => self.set_up(link, *setup)?,
+            Request::Join { run } if run != *job.fingerprint() => Ok(Served::Reply(Reply::OtherRun)),
+            Request::Join { .. } => job.join(caller).map(|reply| {
+                self.end_older(caller);
+                Served::Reply(reply)
+            }),
+            Request::Enter { clock } => job.enter(caller, clock).map(Served::Reply),
             Request::Push { push, measured, parts } => {
-                if (push.worker, push.life) != (number, life) {
-                    return Err(super::wire::invalid("a push in somebody else's name".into()));
-                }
-                // Of a message that is wrong, nobody knows where it ends.
-                let known = |part: &Part| {
-                    job.expected_bytes(part).map(|bytes| bytes as usize).map_err(super::wire::invalid)
+                let lengths = match job.lengths(caller.worker, &parts) {
+                    Ok(lengths) => lengths,
+                    Err(what) => return Ok(Ok(Served::Last(Reply::Invalid(what)))),
                 };
-                let lengths = parts.iter().map(known).collect::<io::Result<Vec<usize>>>()?;
-                let gone = Gone::of(link)?;
+                let socket = link.socket().try_clone()?;
                 let bulk = link.bulk(lengths.into_iter())?;
                 let parts: Vec<(Part, &[u8])> = parts.into_iter().zip(bulk).collect();
-                job.push(push, measured, &parts, || gone.is_over())
+                let is_over = || super::link::is_over(&socket);
+                job.push(caller, push, measured, &parts, is_over).map(Served::Reply)
             }
             Request::Pull { clock, bound, pieces } => {
-                let over = || link.is_over();
-                match job.pull((number, life), clock, bound, pieces.as_deref(), over) {
-                    Ok(weights) => return Self::send_weights(link, &weights).map(|()| None),
+                let is_over = || link.is_over();
+                match job.pull(caller, clock, bound, pieces.as_deref(), is_over) {
+                    Ok(weights) => Ok(send_weights(link, &weights)?),
                     Err(unserved) => Err(unserved),
                 }
             }
-            Request::Look => return Self::send_weights(link, &job.look()).map(|()| None),
-            Request::Report => Ok(Reply::Report(job.report())),
-            Request::Beat | Request::Leave | Request::SetUp(_) => {
-                Err(Unserved::Invalid("handled before".into()))
+            Request::Beat => {
+                job.hear(caller);
+                Ok(Served::Done)
             }
-        }))
-    }
-
-    fn send_weights(
-        link: &mut Link,
-        weights: &[(u32, u64, super::store::Weights)],
-    ) -> io::Result<()> {
-        let versions = weights.iter().map(|(piece, version, _)| (*piece, *version)).collect();
-        let parts: Vec<&[u8]> = weights.iter().map(|(_, _, weights)| bytes(weights)).collect();
-        link.send(&Reply::Weights { versions }, &parts)
+            Request::Leave => job.leave(caller).map(|()| Served::Last(Reply::Done)),
+            Request::Look { run } if run != *job.fingerprint() => Ok(Served::Reply(Reply::OtherRun)),
+            Request::Look { .. } => match job.look() {
+                Ok(weights) => Ok(send_weights(link, &weights)?),
+                Err(unserved) => Err(unserved),
+            },
+            Request::Report => job.report().map(|report| Served::Reply(Reply::Report(report))),
+        })
     }
 
     /// Sets the shard up, unless somebody has. The weights follow in any case.
-    fn set_up(&self, link: &mut Link, setup: Setup) -> io::Result<Result<Reply, Unserved>> {
-        let lengths: Vec<usize> = setup.pieces.iter().map(|piece| piece.checked_bytes()).collect();
-        if lengths.iter().any(|bytes| *bytes as u64 > MOST_BULK) {
-            return Err(super::wire::invalid("a piece that is too large".into()));
+    fn set_up(&self, link: &mut Link, setup: Setup) -> io::Result<Result<Served, Unserved>> {
+        if total_bytes(&setup.pieces).is_none() {
+            return Ok(Ok(Served::Last(Reply::Invalid("pieces that are too large".into()))));
         }
+        let checked = Job::check(&setup);
         let fingerprint = setup.fingerprint();
-        let bulk = link.bulk(lengths.into_iter())?;
+        let bulk = link.bulk(setup.pieces.iter().map(|piece| 4 * piece.len()))?;
+        if let Err(error) = checked {
+            return Ok(Err(Unserved::Invalid(error.to_string())));
+        }
         let mut journal = self.setting_up.lock().expect("no panic while locked");
         if let Some(job) = self.job.get() {
             let same = *job.fingerprint() == fingerprint;
-            return Ok(Ok(if same { Reply::Done } else { Reply::OtherRun }));
+            return Ok(Ok(Served::Reply(if same { Reply::Done } else { Reply::OtherRun })));
         }
         let weights = bulk.into_iter().map(|part| Ok(numbers(part)?.to_vec()));
         let weights = weights.collect::<io::Result<Vec<Vec<f32>>>>()?;
@@ -283,11 +300,28 @@ impl Shared {
             Ok(job) => {
                 let fresh = self.job.set(job).is_ok();
                 debug_assert!(fresh, "set under the lock");
-                Ok(Reply::Done)
+                Ok(Served::Reply(Reply::Done))
             }
-            Err(error @ JobError::Setup(_)) => Err(Unserved::Invalid(error.to_string())),
             Err(error) => Err(Unserved::Failed(error)),
         })
+    }
+
+    /// Ends the older connections of a worker: it has given them up, though the network may not say so.
+    fn end_older(&self, caller: Caller) {
+        for older in &*self.connections() {
+            let Caller { worker, connection, .. } = older.caller;
+            if worker == caller.worker && connection < caller.connection {
+                let _ = older.socket.shutdown(std::net::Shutdown::Both);
+            }
+        }
+    }
+
+    fn leave(&self, caller: Caller) {
+        if let Some(job) = self.job.get()
+            && let Err(Unserved::Failed(error)) = job.leave(caller)
+        {
+            self.fail(error);
+        }
     }
 
     fn tick(&self) {
@@ -295,8 +329,13 @@ impl Shared {
             let timeout = self.job.get().map_or(1000, |job| job.setup().timeout_ms);
             let pause = Duration::from_millis(timeout.clamp(40, 60_000)) / LOOKS;
             let guard = self.failure.lock().expect("no panic while locked");
-            let stopped = |_: &mut Option<JobError>| !self.stop.load(Ordering::Acquire);
-            drop(self.woken.wait_timeout_while(guard, pause, stopped).expect("no panic"));
+            let goes_on = |_: &mut Option<JobError>| !self.stop.load(Ordering::Acquire);
+            let start = Instant::now();
+            drop(self.woken.wait_timeout_while(guard, pause, goes_on).expect("no panic"));
+            if start.elapsed() > 2 * pause {
+                // This process was stopped, or had no turn: nobody could be heard meanwhile.
+                continue;
+            }
             if let Some(job) = self.job.get()
                 && let Err(Unserved::Failed(error)) = job.expire()
             {
@@ -310,37 +349,29 @@ impl Shared {
         self.failure.lock().expect("no panic while locked").get_or_insert(error);
         self.woken.notify_all();
     }
+
+    fn connections(&self) -> MutexGuard<'_, Vec<Connection>> {
+        self.connections.lock().expect("no panic while locked")
+    }
 }
 
-#[derive(Clone, Copy)]
-struct Worker {
-    number: u32,
-    life: u64,
-    connection: u64,
-}
-
-/// Tells whether a connection is over while its link is borrowed.
-struct Gone(Socket);
-
-impl Gone {
-    fn of(link: &Link) -> io::Result<Gone> {
-        link.socket().try_clone().map(Gone)
-    }
-
-    fn is_over(&self) -> bool {
-        super::link::is_over(&self.0)
-    }
+fn send_weights(link: &mut Link, weights: &[(u32, u64, Weights)]) -> io::Result<Served> {
+    let versions = weights.iter().map(|(piece, version, _)| (*piece, *version)).collect();
+    let blocks = weights.iter().flat_map(|(_, _, weights)| weights.blocks());
+    let parts: Vec<&[u8]> = blocks.map(bytes).collect();
+    link.send(&Reply::Weights { versions }, &parts)?;
+    Ok(Served::Done)
 }
 
 /// The name by which processes of this host find the shard that listens at an address.
-pub(super) fn unix_address(address: &SockAddr) -> io::Result<SockAddr> {
-    let port = address.as_socket().map(|address| address.port()).unwrap_or(0);
-    SockAddr::unix(Path::new(&format!("\0unisono-server-{port}")))
+pub(super) fn unix_address(address: &SocketAddr) -> io::Result<SockAddr> {
+    SockAddr::unix(Path::new(&format!("\0unisono-server-{address}")))
 }
 
 fn unix_listener(address: &SockAddr) -> io::Result<Socket> {
+    let unknown = || io::Error::new(io::ErrorKind::Unsupported, "not an address of IP");
     let unix = Socket::new(Domain::UNIX, Type::STREAM, None)?;
-    unix.bind(&unix_address(address)?)?;
+    unix.bind(&unix_address(&address.as_socket().ok_or_else(unknown)?)?)?;
     unix.listen(128)?;
     Ok(unix)
 }

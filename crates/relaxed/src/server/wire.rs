@@ -121,8 +121,11 @@ pub enum Request {
     Beat,
     /// Is done.
     Leave,
-    /// Wants the weights as they are, and takes no part.
-    Look,
+    /// Wants the weights of the run with this fingerprint as they are, and takes no part.
+    Look {
+        /// The fingerprint of its setup.
+        run: [u8; 32],
+    },
     /// Wants to know how things are.
     Report,
 }
@@ -202,10 +205,11 @@ pub fn read<T: DeserializeOwned>(
     scratch: &mut Vec<u8>,
 ) -> io::Result<Option<T>> {
     let mut length = [0; 4];
-    if from.read(&mut length[..1])? == 0 {
+    let begun = from.read(&mut length)?;
+    if begun == 0 {
         return Ok(None);
     }
-    from.read_exact(&mut length[1..])?;
+    from.read_exact(&mut length[begun..])?;
     let length = u32::from_le_bytes(length) as usize;
     if length > LONGEST {
         return Err(invalid(format!("a text of {length} bytes, where {LONGEST} are allowed")));
@@ -228,7 +232,7 @@ mod tests {
 
     #[test]
     fn messages_survive_the_way() {
-        let messages = [Request::Beat, Request::Enter { clock: 7 }, Request::Look];
+        let messages = [Request::Beat, Request::Enter { clock: 7 }, Request::Leave];
         let mut bytes = Vec::new();
         messages.iter().for_each(|message| write(message, &mut bytes));
         let (mut from, mut scratch) = (&bytes[..], Vec::new());

@@ -21,25 +21,25 @@ use unisono_relaxed::stale::Stale;
 #[test]
 fn lockstep_survives_faults() {
     let tally = survive(5000, |_| Level::Lockstep);
-    assert_eq!(tally.missing(), ["dropped"], "{tally:?}");
+    require_all(&tally, &[]);
 }
 
 #[test]
 fn even_bounds_survive_faults() {
     let tally = survive(5000, |seed| Level::Ssp(seed % 3 * 2));
-    assert_eq!(tally.missing(), ["late"], "{tally:?}");
+    require_all(&tally, &[]);
 }
 
 #[test]
 fn odd_bounds_survive_faults() {
     let tally = survive(5000, |seed| Level::Ssp(seed % 3 * 2 + 1));
-    assert_eq!(tally.missing(), ["late"], "{tally:?}");
+    require_all(&tally, &[]);
 }
 
 #[test]
 fn async_survives_faults() {
     let tally = survive(5000, |_| Level::Async);
-    assert_eq!(tally.missing(), ["held", "late"], "{tally:?}");
+    require_all(&tally, &["held"]);
 }
 
 /// Without faults, all shards see the same rounds, each of everybody.
@@ -65,10 +65,10 @@ fn undisturbed_runs_need_no_second_attempt() {
     for seed in seeds(500) {
         for level in [Level::Ssp(seed % 6), Level::Async] {
             let scenario = Scenario { stale: Stale::Keep, ..Scenario::undisturbed(level, seed) };
-            let Tally { settled, dropped, late, known_by_joining, expired, superseded, .. } =
+            let Tally { settled, dropped, known_by_joining, expired, superseded, .. } =
                 world::run(scenario).unwrap_or_else(|failure| panic!("{failure}")).tally;
             assert_eq!(settled, 4 * scenario.workers * scenario.shards as u64, "{scenario:?}");
-            assert_eq!([dropped, late, known_by_joining, expired, superseded], [0; 5]);
+            assert_eq!([dropped, known_by_joining, expired, superseded], [0; 4]);
         }
     }
 }
@@ -125,6 +125,17 @@ fn a_leaving_that_nobody_notices_is_found() {
     is_found(Sabotage::OverlookLeaving, Level::Lockstep, "no end");
 }
 
+#[test]
+fn clocks_that_differ_between_shards_are_found() {
+    is_found(Sabotage::ClocksApart, Level::Ssp(0), "no end");
+    is_found(Sabotage::ClocksApart, Level::Lockstep, "no end");
+}
+
+#[test]
+fn entering_ahead_of_a_push_under_way_is_found() {
+    is_found(Sabotage::EnterAhead, Level::Ssp(1), "without Some(PushId");
+}
+
 /// Runs so many seeds and adds up what happened.
 fn survive(count: u64, level: impl Fn(u64) -> Level) -> Tally {
     let mut total = Tally::default();
@@ -138,16 +149,19 @@ fn survive(count: u64, level: impl Fn(u64) -> Level) -> Tally {
     total
 }
 
-/// Requires that what is done wrong shows, as what it is, in one of a hundred histories.
+/// Requires that everything has happened at least once, but for the exceptions.
+fn require_all(tally: &Tally, except: &[&str]) {
+    if std::env::var_os("UNISONO_TEST_SEED").is_none() {
+        assert_eq!(tally.missing(), except, "{tally:?}");
+    }
+}
+
+/// Requires that what is done wrong shows, as what it is, in one of many histories.
 fn is_found(sabotage: Sabotage, level: Level, expected: &str) {
     let scenario = |seed| Scenario { sabotage, ..Scenario::new(level, seed) };
-    let failures = (0..100).filter_map(|seed| world::run(scenario(seed)).err());
-    let mut violations = failures.map(|failure| failure.violation);
-    let first = violations.next().unwrap_or_else(|| panic!("nobody noticed {sabotage:?}"));
-    assert!(
-        first.contains(expected) || violations.any(|text| text.contains(expected)),
-        "{sabotage:?} was taken for: {first}"
-    );
+    let mut failures = (0..2000).filter_map(|seed| world::run(scenario(seed)).err());
+    let found = failures.find(|failure| failure.violation.contains(expected));
+    assert!(found.is_some(), "nobody noticed {sabotage:?}");
 }
 
 /// The seeds from 0, or the one that is to be repeated.

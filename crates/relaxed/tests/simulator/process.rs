@@ -6,6 +6,9 @@
 //! became of it the step is finished; the next begins with a meeting, at which everybody is there
 //! already.
 //!
+//! There is one clock for all shards. Were a worker further at one shard than at another, and somebody
+//! else the other way round, each could wait for the other for ever.
+//!
 //! It joins a shard again whenever the connection is lost or the shard takes it for gone. With a
 //! push under way, or one being computed, it then enters at the clock of that push and not further, so
 //! that nobody's read passes over it. A request that is not answered is sent again.
@@ -14,18 +17,17 @@ use unisono_relaxed::server::core::{PushId, Refusal};
 use unisono_relaxed::server::outbox::Outbox;
 
 use crate::message::{Answer, Ask, Reply, Request, Sender};
+use crate::scenario::Sabotage;
 
 pub struct Process {
     pub me: Sender,
-    pub clock: u64,
     /// Steps it has finished in this life.
     pub steps: u64,
     /// After how many steps it is done, once that is known.
     pub goal: Option<u64>,
     pub stage: Stage,
     links: Vec<Link>,
-    /// The furthest clock that a shard has named.
-    told: u64,
+    sabotage: Sabotage,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,8 +53,6 @@ pub enum Act {
         push: PushId,
         by_joining: bool,
     },
-    /// The round was over, and the push is not part of it.
-    Late,
     /// A shard says that pushes are missing which it had acknowledged.
     Gap {
         shard: usize,
@@ -67,6 +67,9 @@ struct Link {
     requests: u64,
     asked: Option<(u64, Ask)>,
     joined: bool,
+    /// Steps that are finished, and the furthest clock that the shard has named.
+    clock: u64,
+    told: u64,
     /// The clock at which the shard has it, if it has entered.
     at: Option<u64>,
     /// The version of the weights of this step.
@@ -75,29 +78,36 @@ struct Link {
 }
 
 impl Process {
-    pub fn new(me: Sender, shards: usize) -> Process {
+    pub fn new(me: Sender, shards: usize, sabotage: Sabotage) -> Process {
         let link = || Link {
             connection: 1,
             requests: 0,
             asked: None,
             joined: false,
+            clock: 0,
+            told: 0,
             at: None,
             version: None,
             outbox: Outbox::new(me.worker, me.life),
         };
         Process {
             me,
-            clock: 0,
             steps: 0,
             goal: None,
             stage: Stage::Meeting,
             links: (0..shards).map(|_| link()).collect(),
-            told: 0,
+            sabotage,
         }
     }
 
     pub fn is_over(&self) -> bool {
         self.stage == Stage::Over
+    }
+
+    /// The furthest clock that it has reached or was told of.
+    pub fn clock(&self) -> u64 {
+        let clocks = self.links.iter().map(|link| link.clock.max(link.told));
+        clocks.max().expect("there are shards")
     }
 
     pub fn connection(&self, shard: usize) -> u64 {
@@ -132,7 +142,7 @@ impl Process {
     pub fn computed(&mut self, acts: &mut Vec<Act>) {
         self.stage = Stage::Pushing;
         for link in &mut self.links {
-            link.outbox.begin(self.clock);
+            link.outbox.begin(link.clock);
         }
         self.go_on(acts);
     }
@@ -148,7 +158,7 @@ impl Process {
             (Answer::Joined(joined), _) => {
                 link.joined = true;
                 link.at = None;
-                self.told = self.told.max(joined.clock);
+                link.told = link.told.max(joined.clock);
                 if let Some(push) = link.outbox.pending()
                     && link.outbox.rejoin(joined).is_none()
                 {
@@ -162,15 +172,15 @@ impl Process {
                 link.at = Some(push.clock + 1);
                 acts.push(Act::Acknowledged { shard, push, by_joining: false });
             }
-            (Answer::Late { clock }, _) => {
+            (Answer::Late { clock }, Ask::Push(push)) => {
                 link.outbox.settle();
                 link.at = None;
-                self.told = self.told.max(clock);
-                acts.push(Act::Late);
+                link.told = link.told.max(clock);
+                acts.push(Act::Acknowledged { shard, push, by_joining: false });
             }
             (Answer::Refused(Refusal::OtherClock { clock }), _) => {
                 link.at = None;
-                self.told = self.told.max(clock);
+                link.told = link.told.max(clock);
             }
             (Answer::Refused(Refusal::Superseded), _) => {
                 self.stage = Stage::Over;
@@ -217,27 +227,32 @@ impl Process {
 
     /// Whether the next stage has begun.
     fn next_stage(&mut self, acts: &mut Vec<Act>) -> bool {
-        let everywhere = |links: &[Link], clock| links.iter().all(|link| link.at == Some(clock));
+        let everywhere = |links: &[Link]| links.iter().all(|link| link.at == Some(link.clock));
         match self.stage {
             Stage::Meeting => {
                 if !self.links.iter().all(|link| link.joined) {
                     return false;
                 }
-                if self.told > self.clock {
-                    self.clock = self.told;
-                    for link in &mut self.links {
+                let furthest = self.clock();
+                for link in &mut self.links {
+                    let clock = match self.sabotage {
+                        Sabotage::ClocksApart => link.clock.max(link.told),
+                        _ => furthest,
+                    };
+                    if clock > link.clock {
+                        link.clock = clock;
                         // What was asked at another clock is no longer wanted.
                         link.asked = None;
                         link.version = None;
                     }
                 }
-                if !everywhere(&self.links, self.clock) {
+                if !everywhere(&self.links) {
                     return false;
                 }
                 self.stage = Stage::Reading;
             }
             Stage::Reading => {
-                if !everywhere(&self.links, self.clock) {
+                if !everywhere(&self.links) {
                     self.stage = Stage::Meeting;
                 } else if self.links.iter().all(|link| link.version.is_some()) {
                     self.stage = Stage::Computing;
@@ -251,8 +266,8 @@ impl Process {
                     return false;
                 }
                 self.steps += 1;
-                self.clock += 1;
                 for link in &mut self.links {
+                    link.clock += 1;
                     link.version = None;
                 }
                 self.stage = Stage::Meeting;
@@ -275,15 +290,19 @@ impl Process {
             return Some(Ask::Join);
         }
         if let Some(push) = link.outbox.pending() {
-            return Some(if link.at.is_some() { Ask::Push(push) } else { Ask::Enter(push.clock) });
+            return Some(match (link.at, self.sabotage) {
+                (Some(_), _) => Ask::Push(push),
+                (None, Sabotage::EnterAhead) => Ask::Enter(link.clock.max(link.told)),
+                (None, _) => Ask::Enter(push.clock),
+            });
         }
         let all_joined = self.links.iter().all(|link| link.joined);
         match self.stage {
-            Stage::Meeting if all_joined && link.at != Some(self.clock) => {
-                Some(Ask::Enter(self.clock))
+            Stage::Meeting if all_joined && link.at != Some(link.clock) => {
+                Some(Ask::Enter(link.clock))
             }
-            Stage::Reading if link.version.is_none() => Some(Ask::Read(self.clock)),
-            Stage::Computing if link.at.is_none() => Some(Ask::Enter(self.clock)),
+            Stage::Reading if link.version.is_none() => Some(Ask::Read(link.clock)),
+            Stage::Computing if link.at.is_none() => Some(Ask::Enter(link.clock)),
             _ => None,
         }
     }

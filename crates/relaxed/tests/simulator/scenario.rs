@@ -36,7 +36,7 @@ pub enum Network {
     Datagrams,
 }
 
-/// What a shard does wrong, to see that it is found.
+/// What shards or workers do wrong, to see that it is found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sabotage {
     Nothing,
@@ -50,6 +50,10 @@ pub enum Sabotage {
     ForgetNumbers,
     /// Whoever is gone still holds the others back.
     OverlookLeaving,
+    /// Workers keep a clock for every shard, instead of going on at the furthest everywhere.
+    ClocksApart,
+    /// Workers that come back with a push under way enter at a later clock than that of the push.
+    EnterAhead,
 }
 
 impl Scenario {

@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use unisono_relaxed::server::core::{Core, Entry, PushId, Pushed, Rules, Saved};
+use unisono_relaxed::server::core::{Core, Entry, PushId, Pushed, Refusal, Rules, Saved};
 
 use crate::message::{Answer, Ask, Reply, Request, Sender};
 use crate::process::Process;
@@ -203,7 +203,11 @@ impl Shard {
                 }
                 Answer::Settled
             }
-            Ok(Pushed::Late { clock }) => Answer::Late { clock },
+            Ok(Pushed::Late { clock }) => {
+                let entry = self.core.drop_late(push);
+                self.settle(entry, push, scene)?;
+                Answer::Late { clock }
+            }
             Err(refusal) => Answer::Refused(refusal),
         };
         scene.replies.push((request.from.process, request.reply(answer)));
@@ -240,13 +244,12 @@ impl Shard {
     }
 
     fn answer_pushes(&mut self, scene: &mut Scene) {
-        let round = self.core.round();
         self.pushes.retain(|process, request| {
             let Ask::Push(push) = request.ask else { return false };
             let answer = if self.core.is_settled(push.worker, push.life, push.number) {
                 Answer::Settled
-            } else if push.clock < round {
-                Answer::Late { clock: round }
+            } else if !self.core.is_present(push.worker, push.life) {
+                Answer::Refused(Refusal::NotPresent)
             } else {
                 return true;
             };

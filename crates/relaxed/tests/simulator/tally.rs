@@ -28,10 +28,9 @@ tally! {
     /// Times that a read had to go on waiting.
     held,
     settled,
+    /// Pushes that were too old, or late for their round.
     dropped,
     duplicates,
-    /// Pushes whose round was over.
-    late,
     /// Pushes of which a worker learned by joining again that they were settled.
     known_by_joining,
     expired,

@@ -8,8 +8,8 @@
 //!   `c − S` or more, and there is no push of a present life for a clock below `c − S` that is under
 //!   way and not yet settled; those that are not under way are acknowledged, and so contained. In
 //!   lock-step the weights contain the rounds below `c` and no other.
-//! - **Pushes.** None is settled twice, and except in lock-step, where a push may be late, the numbers
-//!   of a life are settled without gaps. One that was acknowledged is contained from then on.
+//! - **Pushes.** None is settled twice, and the numbers of a life are settled without gaps. One that
+//!   was acknowledged is contained from then on.
 //! - **Commits.** All pushes of a round are for that round, and everybody has one who is present and
 //!   was so when the round began or entered at it.
 //! - **Ages** are what is counted here, and decide about dropping.
@@ -170,13 +170,15 @@ impl Witness {
             require!(self.settled.insert(identity(push)), "{push:?} is settled twice");
             let last = self.last.entry((push.worker, push.life)).or_insert(0);
             require!(
-                self.lockstep || push.number == *last + 1,
+                push.number == *last + 1,
                 "after push {last} of this life {push:?} was settled"
             );
             *last = push.number;
         }
-        if self.lockstep {
+        if self.lockstep && entry.update > 0 {
             self.commit(entry, round, present)?;
+        } else if self.lockstep {
+            require!(contents.iter().all(|push| push.clock != round), "{entry:?} in round {round}");
         } else {
             let [(push, age)] = entry.pushes[..] else {
                 return Err(format!("an update of {} pushes", entry.pushes.len()));

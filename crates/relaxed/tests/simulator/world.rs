@@ -5,13 +5,15 @@
 //! [`Scenario`]. For some time faults happen. Then the network *heals*, everybody who is not dead for
 //! good comes back, and has to finish a number of steps before too many events have passed.
 
+mod faults;
+
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::fmt;
 use std::hash::{DefaultHasher, Hasher};
 
 use crate::message::{Ask, Reply, Request, Sender};
-use crate::process::{Act, Process, Stage};
+use crate::process::{Act, Process};
 use crate::random::Random;
 use crate::scenario::{Network, Scenario};
 use crate::shard::{Scene, Shard};
@@ -26,16 +28,16 @@ const PATIENCE: u64 = 15_000;
 const RETRY: u64 = 60;
 /// How often a worker says that it lives.
 const HEARTBEAT: u64 = 25;
-/// Events that are shown with a failure.
+/// Events that are shown with a failure; of a history that is repeated, all are.
 const SHOWN: usize = 60;
 
 /// Runs a scenario to its end.
-pub fn run(scenario: Scenario) -> Result<Outcome, Failure> {
+pub fn run(scenario: Scenario) -> Result<Outcome, Box<Failure>> {
     World::new(scenario, false).run()
 }
 
 /// As [`run`], with a fingerprint of everything that happened.
-pub fn run_recorded(scenario: Scenario) -> Result<Outcome, Failure> {
+pub fn run_recorded(scenario: Scenario) -> Result<Outcome, Box<Failure>> {
     World::new(scenario, true).run()
 }
 
@@ -53,52 +55,20 @@ pub struct Failure {
     last_events: Vec<(u64, Event)>,
 }
 
+/// What happens. A broken connection is noticed by the worker, as `Lost`, and by the shard, as `Closed`.
 #[derive(Clone, Copy, Debug)]
 enum Event {
-    Request {
-        shard: usize,
-        request: Request,
-    },
-    Reply {
-        process: usize,
-        shard: usize,
-        reply: Reply,
-    },
-    Retry {
-        process: usize,
-        shard: usize,
-        id: u64,
-    },
-    Computed {
-        process: usize,
-    },
-    Heartbeat {
-        process: usize,
-    },
-    /// The worker notices that a connection is broken.
-    Lost {
-        process: usize,
-        shard: usize,
-        connection: u64,
-    },
-    /// The shard does.
-    Closed {
-        shard: usize,
-        from: Sender,
-        connection: u64,
-    },
-    Sweep {
-        shard: usize,
-    },
-    Snapshot {
-        shard: usize,
-    },
-    Start {
-        worker: usize,
-    },
-    Restart {
-        shard: usize,
-    },
+    Request { shard: usize, request: Request },
+    Reply { process: usize, shard: usize, reply: Reply },
+    Retry { process: usize, shard: usize, id: u64 },
+    Computed { process: usize },
+    Heartbeat { process: usize },
+    Lost { process: usize, shard: usize, connection: u64 },
+    Closed { shard: usize, from: Sender, connection: u64 },
+    Sweep { shard: usize },
+    Snapshot { shard: usize },
+    Start { worker: usize },
+    Restart { shard: usize },
     Fault,
     Heal,
 }
@@ -117,6 +87,7 @@ struct World {
     workers: Vec<Worker>,
     tally: Tally,
     last_events: VecDeque<(u64, Event)>,
+    shown: usize,
     history: Option<DefaultHasher>,
 }
 
@@ -157,22 +128,23 @@ impl World {
             workers,
             tally: Tally::default(),
             last_events: VecDeque::new(),
+            shown: std::env::var_os("UNISONO_TEST_SEED").map_or(SHOWN, |_| usize::MAX),
             history: recorded.then(DefaultHasher::new),
         }
     }
 
-    fn run(mut self) -> Result<Outcome, Failure> {
+    fn run(mut self) -> Result<Outcome, Box<Failure>> {
         match self.events() {
             Ok(()) => Ok(Outcome {
                 tally: self.tally,
                 fingerprint: self.history.map(|hasher| hasher.finish()),
                 commits: self.shards.into_iter().map(|shard| shard.witness.commits).collect(),
             }),
-            Err(violation) => Err(Failure {
+            Err(violation) => Err(Box::new(Failure {
                 scenario: self.scenario,
                 violation,
                 last_events: self.last_events.into(),
-            }),
+            })),
         }
     }
 
@@ -257,7 +229,7 @@ impl World {
             }
             Event::Start { worker } => self.start(worker)?,
             Event::Restart { shard } => self.shards[shard].restart(self.now, &mut self.tally)?,
-            Event::Fault => self.fault()?,
+            Event::Fault => self.fault(),
             Event::Heal => self.heal(),
         }
         Ok(())
@@ -323,7 +295,6 @@ impl World {
                 self.tally.known_by_joining += u64::from(by_joining);
                 self.shards[shard].witness.acknowledge(&push)?;
             }
-            Act::Late => self.tally.late += 1,
             Act::Gap { shard, expected } => {
                 let me = self.processes[process].me;
                 return Err(format!("shard {shard} asks {me:?} for push {expected}, long settled"));
@@ -385,7 +356,7 @@ impl World {
         slot.lives += 1;
         slot.process = Some(process);
         let me = Sender { process, worker: worker as u32, life: slot.lives };
-        let mut new = Process::new(me, shards);
+        let mut new = Process::new(me, shards, self.scenario.sabotage);
         new.goal = self.healed.then_some(STEPS);
         self.processes.push(new);
         self.conditions.push(Condition {
@@ -395,114 +366,6 @@ impl World {
         });
         self.plan(HEARTBEAT, Event::Heartbeat { process });
         self.at_process(process, Event::Start { worker }, Process::go_on)
-    }
-
-    /// One of the things that go wrong.
-    fn fault(&mut self) -> Result<(), Violation> {
-        if self.healed {
-            return Ok(());
-        }
-        let pause = self.random.between(1, 2 * self.scenario.fault_every);
-        self.plan(pause, Event::Fault);
-        let worker = self.random.below(self.scenario.workers) as usize;
-        let shard = self.random.below(self.shards.len() as u64) as usize;
-        let process = self.workers[worker].process;
-        let alive = process.filter(|process| !self.processes[*process].is_over());
-        match (self.random.below(100), alive) {
-            (0..25, Some(process)) => self.break_connection(process, shard),
-            (25..35, Some(process)) => {
-                self.tally.reconnects += 1;
-                let connection = self.processes[process].connection(shard);
-                self.plan(0, Event::Lost { process, shard, connection });
-                self.close(process, shard);
-            }
-            (35..50, Some(process)) => {
-                self.tally.worker_crashes += 1;
-                self.kill(process);
-                let rest = self.random.between(1, 150);
-                self.plan(rest, Event::Start { worker });
-            }
-            (50..55, Some(process)) => {
-                if self.workers.iter().filter(|worker| !worker.is_dead).count() > 1 {
-                    self.tally.worker_deaths += 1;
-                    self.workers[worker].is_dead = true;
-                    self.kill(process);
-                }
-            }
-            (55..70, Some(process)) => {
-                self.tally.pauses += 1;
-                self.pause(process);
-            }
-            (70..75, Some(process)) => {
-                self.tally.replacements += 1;
-                self.pause(process);
-                let rest = self.random.between(0, 50);
-                self.workers[worker].process = None;
-                self.plan(rest, Event::Start { worker });
-            }
-            (80.., _) if self.shards[shard].is_up => {
-                self.tally.shard_crashes += 1;
-                self.crash(shard);
-            }
-            _ => {}
-        }
-        Ok(())
-    }
-
-    fn break_connection(&mut self, process: usize, shard: usize) {
-        self.tally.breaks += 1;
-        let connection = self.processes[process].connection(shard);
-        self.conditions[process].broken[shard] = connection;
-        let noticed = self.random.between(1, 50);
-        self.plan(noticed, Event::Lost { process, shard, connection });
-        // Sometimes only silence tells the shard.
-        if self.random.chance(700) {
-            self.close(process, shard);
-        }
-    }
-
-    /// The shard is going to notice that the present connection is closed.
-    fn close(&mut self, process: usize, shard: usize) {
-        let (from, connection) =
-            (self.processes[process].me, self.processes[process].connection(shard));
-        let noticed = self.random.between(1, 50);
-        self.plan(noticed, Event::Closed { shard, from, connection });
-    }
-
-    fn kill(&mut self, process: usize) {
-        self.processes[process].stage = Stage::Over;
-        for shard in 0..self.shards.len() {
-            if self.random.chance(700) {
-                self.close(process, shard);
-            }
-        }
-        let worker = self.processes[process].me.worker as usize;
-        self.workers[worker].process = None;
-    }
-
-    fn pause(&mut self, process: usize) {
-        let duration = self.random.between(10, 250);
-        self.conditions[process].paused_until = self.now + duration;
-    }
-
-    fn crash(&mut self, shard: usize) {
-        self.shards[shard].crash();
-        let rest = self.random.between(1, 80);
-        self.plan(rest, Event::Restart { shard });
-        for process in 0..self.processes.len() {
-            let connection = self.processes[process].connection(shard);
-            self.conditions[process].broken[shard] = connection;
-            let noticed = self.random.between(1, 50);
-            self.plan(noticed, Event::Lost { process, shard, connection });
-        }
-    }
-
-    fn heal(&mut self) {
-        self.healed = true;
-        for (process, condition) in self.processes.iter_mut().zip(&mut self.conditions) {
-            process.goal = Some(process.steps + STEPS);
-            condition.paused_until = self.now;
-        }
     }
 
     /// Whether everybody who can has done all steps.
@@ -523,7 +386,7 @@ impl World {
     }
 
     fn note(&mut self, event: Event) {
-        if self.last_events.len() == SHOWN {
+        if self.last_events.len() == self.shown {
             self.last_events.pop_front();
         }
         self.last_events.push_back((self.now, event));
@@ -535,7 +398,8 @@ impl World {
     fn describe_standstill(&self) -> Violation {
         let mut text = format!("no end {PATIENCE} events after the last fault");
         for process in self.processes.iter().filter(|process| !process.is_over()) {
-            let Process { me, clock, steps, goal, stage, .. } = process;
+            let Process { me, steps, goal, stage, .. } = process;
+            let clock = process.clock();
             text += &format!("\n  {me:?} at clock {clock}, {steps} steps of {goal:?}, {stage:?}");
         }
         text

@@ -2,7 +2,6 @@
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::atomic::Ordering;
 use std::time::{Instant, SystemTime};
 
 use anyhow::{Context, ensure};
@@ -15,12 +14,13 @@ use unisono::sync::shards::Shards;
 use super::super::args::{Plan, TrainArgs};
 use super::super::progress::Reporter;
 use super::student::Student;
-use super::worker::{Place, peers};
+use super::worker::{Place, need_leader, peers};
 use super::{run_dir, weights};
 use crate::serve;
 
 /// Trains its replica, and exchanges after every step.
 pub fn run(args: &TrainArgs, plan: &Plan, place: &Place) -> anyhow::Result<ExitCode> {
+    let listener = serve::inherited()?.with_context(|| need_leader("--strategy gossip"))?;
     let dir = run_dir(plan)?;
     let own = Shards::new(plan.shards, place.workers)?.of(place.rank, place.workers);
     let mut student = Student::new(plan, own, false)?;
@@ -30,7 +30,7 @@ pub fn run(args: &TrainArgs, plan: &Plan, place: &Place) -> anyhow::Result<ExitC
         rank: place.rank as u32,
         life: place.life,
         addresses: peers()?,
-        listener: serve::inherited()?.context("UNISONO_LISTEN_FD is not set")?,
+        listener,
         token: serve::token()?,
         timeout: args.options()?.timeout,
         seed: plan.seed,
@@ -38,6 +38,12 @@ pub fn run(args: &TrainArgs, plan: &Plan, place: &Place) -> anyhow::Result<ExitC
     };
     let began = began(&dir)?;
     let gossip = Gossip::start(config, student.read_all())?;
+    if gossip.joined().is_none()
+        && let Some(left) = left_behind(&dir, place)
+    {
+        // Killed on the last stretch, and nobody is there any more: the end is where they left it.
+        return weights::copy(&left, &weights::path(&dir, place.rank)).map(|()| ExitCode::SUCCESS);
+    }
     let mut step = gossip.joined().map_or(0, |joined| joined.clock);
     let mut updates = 0;
     let path = RelaxedFolder::updates(&dir, place.rank);
@@ -50,7 +56,7 @@ pub fn run(args: &TrainArgs, plan: &Plan, place: &Place) -> anyhow::Result<ExitC
     let slowness = plan.slow.filter(|(rank, _)| *rank == place.rank).map_or(1.0, |(_, s)| s);
     let mut buffers: Vec<Vec<f32>> = lengths.iter().map(|length| vec![0.0; *length]).collect();
     let (mut push, mut bytes) = (0, 0);
-    while step < plan.steps && !place.stop.load(Ordering::Relaxed) {
+    while step < plan.steps && !place.is_told_to_stop() {
         let start = Instant::now();
         for (parameter, buffer) in buffers.iter_mut().enumerate() {
             gossip.weights(parameter, buffer)?;
@@ -104,6 +110,12 @@ pub fn run(args: &TrainArgs, plan: &Plan, place: &Place) -> anyhow::Result<ExitC
 /// Where a worker says how often it has averaged.
 pub fn exchanges(dir: &Path, worker: usize) -> PathBuf {
     dir.join(format!("exchanges-{worker}"))
+}
+
+/// The weights of somebody who is done, this worker itself first.
+fn left_behind(dir: &Path, place: &Place) -> Option<PathBuf> {
+    let mut ranks = std::iter::once(place.rank).chain(0..place.workers);
+    ranks.find_map(|rank| Some(weights::path(dir, rank)).filter(|path| path.exists()))
 }
 
 /// When the run began: when its folder was made.

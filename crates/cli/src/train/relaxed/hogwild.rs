@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use anyhow::{Context, ensure};
@@ -15,7 +15,7 @@ use unisono::sync::shards::Shards;
 
 use super::super::args::{Plan, TrainArgs};
 use super::super::progress::Reporter;
-use super::lead::{describe, finish, make_folder};
+use super::home::{Home, describe};
 use super::optimizer;
 use super::student::Student;
 
@@ -25,6 +25,11 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     for signal in [SIGINT, SIGTERM] {
         signal_hook::flag::register(signal, stop.clone()).context("listening for signals")?;
     }
+    ensure!(
+        !super::is_launched(),
+        "--strategy hogwild: its workers are threads of one process; start `unisono train --workers N` \
+         by itself"
+    );
     let threads = args.workers();
     let plan = args.plan(threads)?;
     let relaxed = plan.relaxed.clone().context("a relaxed run")?;
@@ -37,8 +42,8 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         ),
     };
     let student = Student::new(&plan, 0..1, false)?;
-    let folder = make_folder(&plan, describe(&plan, &relaxed, threads, args))?;
-    let mut log = UpdateLog::create(RelaxedFolder::updates(folder.path(), 0))?;
+    let home = Home::make(&plan, &describe(&plan, &relaxed, threads, args))?;
+    let mut log = UpdateLog::create(RelaxedFolder::updates(home.path(), 0))?;
     let weights = SharedWeights::new(student.read_all());
     let updates = plan.steps.saturating_mul(threads as u64);
     let mut reporter = Reporter::new(updates, plan.batch / threads, false);
@@ -87,6 +92,6 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     for (parameter, weights) in weights.into_parameters().into_iter().enumerate() {
         student.write(parameter, 0, &weights)?;
     }
-    finish(&student, folder, None, &AtomicU32::new(0), args.json)?;
+    home.finish(&student, None, 0, args.json)?;
     Ok(ExitCode::SUCCESS)
 }

@@ -1,32 +1,33 @@
 //! Leads a run: starts servers and workers, and sums up what they did.
 
 use std::ffi::OsString;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use anyhow::Context;
-use serde_json::json;
-use unisono::cluster::launch::{Launch, Outcome as Ended, Restarts, Servers};
+use anyhow::{Context, bail, ensure};
+use unisono::cluster::launch::{Ending, Launch, Outcome as Ended, Restarts, Servers};
 use unisono::collective::handshake::Token;
-use unisono::insight::folder::FolderError;
-use unisono::insight::relaxed::{RelaxedFolder, SavedRun};
-use unisono::insight::{Outcome, RunInfo};
-use unisono::relaxed::server::{ClientOptions, Run, ServerError, Transport, look};
+use unisono::relaxed::server::{ClientOptions, Run, ServerError, Transport, glance, look};
 use unisono::relaxed::spec::Level;
 
-use super::super::args::{Plan, RelaxedPlan, ServersChoice, TrainArgs};
+use super::super::args::{RelaxedPlan, ServersChoice, TrainArgs};
 use super::super::progress::Display;
+use super::home::{Found, Home, advise_to_record, describe, tell_complete};
 use super::student::Student;
-use super::{described, optimizer, weights};
+use super::{described, weights};
+use crate::serve;
 
 /// How long workers may take to end when they are told to.
 const GRACE: Duration = Duration::from_secs(10);
 
 /// How long the leader looks for a server that is being started again.
 const PATIENCE: Duration = Duration::from_secs(30);
+
+/// How long servers are looked for that should be there already. Longer: a mistake is told later.
+/// Shorter: servers and workers cannot be started at the same time.
+const FIRST_LOOK: Duration = Duration::from_secs(5);
 
 /// Starts everything, and stays until it is over.
 pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
@@ -37,23 +38,41 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     plan.optimizer.build(&[])?;
     let timeout = args.options()?.timeout;
     let run = described(&plan, &relaxed, student.parameters(), workers, timeout);
-    let folder = make_folder(&plan, describe(&plan, &relaxed, workers, args))?;
-    let dir = folder.path().to_owned();
-    let journal = relaxed.journal.clone().unwrap_or_else(|| dir.join("journal"));
-
     let token = match &relaxed.servers {
-        ServersChoice::At(_) => crate::serve::token()?,
+        ServersChoice::At(_) => serve::token()?,
         _ => Token::random()?,
     };
+    let mut visitor = visitor(token.clone());
+    if let ServersChoice::At(addresses) = &relaxed.servers {
+        visitor.servers.clone_from(addresses);
+        expect_unfinished(&run, &visitor)?;
+    }
+    let info = describe(&plan, &relaxed, workers, args);
+    let found = relaxed.journal.as_deref().map(|journal| Home::find(journal, &plan, &info));
+    let home = match found.transpose()? {
+        Some(Found::Complete(saved)) => {
+            return tell_complete(&saved, args.json).map(|()| ExitCode::SUCCESS);
+        }
+        Some(Found::Unfinished(home)) => home,
+        Some(Found::Nothing) | None => Home::make(&plan, &info)?,
+    };
+    let dir = home.path().to_owned();
+    let journal = journal(&relaxed, &dir);
+    if let Some(journal) = &journal {
+        home.remember_in(journal)?;
+    }
+
     let display = Display::new();
     let program = std::env::current_exe()?.into_os_string();
     let mut command = vec![program.clone()];
     command.extend(without_run_dir(std::env::args_os().skip(1)));
     command.extend(["--as-worker".into(), "--run-dir".into(), dir.clone().into_os_string()]);
-    let servers = match relaxed.servers {
-        ServersChoice::Started(count) if relaxed.level.has_servers() => {
-            let command = |server| serve_command(&program, &journal, &dir, server);
-            Some(Servers::bind((0..count).map(command).collect())?)
+    let servers = match (&relaxed.servers, &journal) {
+        (ServersChoice::Started(count), Some(journal)) => {
+            let command = |server| serve_command(&program, journal, &dir, server);
+            let servers = Servers::bind((0..*count).map(command).collect())?;
+            visitor.servers = servers.addresses().iter().map(ToString::to_string).collect();
+            Some(servers)
         }
         _ => None,
     };
@@ -62,76 +81,120 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         grace: GRACE,
         stdout: display.stdout(),
         stderr: display.stderr(),
-        token: Some(token.clone()),
-        servers: servers.clone(),
+        token: Some(token),
+        servers,
         listeners_for_ranks: inside || relaxed.level == Level::Gossip,
         restarts: Restarts { limit: relaxed.restarts },
         ..Launch::new(command, u32::try_from(workers)?)
     };
     let restarted = launch.restarted.clone();
-    let fetch = Fetch {
-        run,
-        options: ClientOptions {
-            servers: match (&relaxed.servers, &servers) {
-                (ServersChoice::At(addresses), _) => addresses.clone(),
-                (_, Some(servers)) => servers.addresses().iter().map(ToString::to_string).collect(),
-                _ => Vec::new(),
-            },
-            token,
-            worker: 0,
-            life: 0,
-            patience: PATIENCE,
-            transport: Transport::Auto,
-            warm_up: 0,
-            error_feedback: true,
-        },
-    };
-    let outcome = launch.run_with(move || fetch.weights());
+    let fetches = relaxed.level.has_servers() && !inside;
+    let asked = run.clone();
+    let outcome = launch.run_with(move || fetches.then(|| look(&asked, &visitor)));
     let heard = display.close();
     let (outcome, fetched) = outcome?;
-    match (&outcome, heard.failure) {
-        (Ended::Success, _) => {}
-        (_, Some(failure)) => eprintln!("unisono: {}", failure.reason),
-        (Ended::Interrupted { .. }, None) => match &relaxed.journal {
-            Some(_) => eprintln!("unisono: stopped; the same command goes on from the journal"),
-            None => eprintln!("unisono: stopped; with --journal, the run could go on"),
-        },
-        (other, None) => eprintln!("unisono: {other}"),
-    }
     if outcome != Ended::Success {
+        let failure = heard.failure.map(|failure| failure.reason);
+        let again = match (&journal, &relaxed.journal) {
+            (Some(_), Some(_)) => "the same command goes on".to_owned(),
+            (Some(own), None) => {
+                format!("the same command with --journal {} goes on", own.display())
+            }
+            (None, _) => "start again".to_owned(),
+        };
+        explain(&outcome, failure, home, &again)?;
         return Ok(ExitCode::from(outcome.exit_code()));
     }
     let lengths: Vec<usize> = student.parameters().iter().map(|p| p.elements()).collect();
     let (weights, exchanges) = match relaxed.level {
         Level::Gossip => gossiped(&dir, workers, &lengths)?,
         _ if inside => (weights::take(&weights::path(&dir, 0), &lengths)?, None),
-        _ => (fetched.context("the servers ended too early")??, None),
+        _ => (fetched.flatten().context("the servers ended too early")??, None),
     };
     for (parameter, weights) in weights.iter().enumerate() {
         student.write(parameter, 0, weights)?;
     }
-    if relaxed.journal.is_none() {
+    let pushes = home.finish(&student, exchanges, restarted.load(Ordering::Relaxed), args.json)?;
+    advise_to_record(pushes, &run);
+    if let (Some(journal), None) = (journal, relaxed.journal) {
         // It has done its duty.
-        let _ = std::fs::remove_dir_all(&journal);
+        let _ = std::fs::remove_dir_all(journal);
     }
-    finish(&student, folder, exchanges, &restarted, args.json)?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Fetches the weights when the workers are done.
-struct Fetch {
-    run: Run,
-    options: ClientOptions,
+/// Where the servers of a run write their journals, if it starts them.
+pub fn journal(relaxed: &RelaxedPlan, dir: &Path) -> Option<PathBuf> {
+    match relaxed.servers {
+        ServersChoice::Started(_) | ServersChoice::Inside if relaxed.level.has_servers() => {
+            Some(relaxed.journal.clone().unwrap_or_else(|| dir.join("journal")))
+        }
+        _ => None,
+    }
 }
 
-impl Fetch {
-    fn weights(&self) -> Result<Vec<Vec<f32>>, ServerError> {
-        if self.options.servers.is_empty() {
-            Ok(Vec::new())
-        } else {
-            look(&self.run, &self.options)
+/// Fails if servers that run already are not there, serve another run, or are done with this one.
+fn expect_unfinished(run: &Run, options: &ClientOptions) -> anyhow::Result<()> {
+    let options = ClientOptions { patience: FIRST_LOOK, ..options.clone() };
+    let reports = match glance(run, &options) {
+        Ok(reports) => reports,
+        Err(error @ ServerError::Unreachable { .. }) => {
+            bail!("--servers: {error}; start `unisono serve --listen HOST:PORT` there first")
         }
+        Err(error) => return Err(error).context("--servers"),
+    };
+    ensure!(
+        !reports.iter().flatten().any(|report| report.finished),
+        "--servers {}: they hold a run that is complete; start them again for another, with another \
+         journal or none",
+        options.servers.join(",")
+    );
+    Ok(())
+}
+
+/// Somebody who only looks.
+pub fn visitor(token: Token) -> ClientOptions {
+    ClientOptions {
+        servers: Vec::new(),
+        token,
+        worker: 0,
+        life: 0,
+        patience: PATIENCE,
+        transport: Transport::Auto,
+        warm_up: 0,
+        error_feedback: true,
     }
+}
+
+/// Says why a run did not end well, and how it can go on: `again`.
+fn explain(
+    outcome: &Ended,
+    failure: Option<String>,
+    home: Home,
+    again: &str,
+) -> anyhow::Result<()> {
+    let was_killed = match outcome {
+        Ended::Failed(failed) => matches!(failed.ending, Ending::Signal(_)),
+        Ended::ServerFailed(failed) => matches!(failed.ending, Ending::Signal(_)),
+        _ => false,
+    };
+    match (outcome, failure) {
+        (Ended::Interrupted { .. }, _) => {
+            let report = home.leave()?;
+            // That it was stopped, the launcher has said.
+            eprintln!("unisono: {again}; report so far: {}", report.display());
+        }
+        _ if was_killed => {
+            eprintln!("unisono: {outcome}, more often than --restarts allows; {again}");
+        }
+        (_, Some(failure)) => eprintln!("unisono: {failure}"),
+        (Ended::ServerFailed(failed), None) => {
+            let last = failed.stderr.last().map(|line| line.trim_start_matches("unisono: "));
+            eprintln!("unisono: server {}: {}", failed.server, last.unwrap_or("failed"));
+        }
+        (other, None) => eprintln!("unisono: {other}; {again}"),
+    }
+    Ok(())
 }
 
 /// The mean of what the workers have left, and how often two averaged.
@@ -154,95 +217,6 @@ fn gossiped(
         text.trim().parse::<u64>().unwrap_or(0)
     };
     Ok((mean, Some((0..workers).map(count).sum())))
-}
-
-/// Judges the model, writes the report, and says how it went.
-pub fn finish(
-    student: &Student,
-    folder: RelaxedFolder,
-    exchanges: Option<u64>,
-    restarted: &AtomicU32,
-    json: bool,
-) -> anyhow::Result<()> {
-    let judgement = student.judge()?;
-    let outcome = Outcome {
-        accuracy: Some(judgement.accuracy),
-        held_out_loss: Some(judgement.loss),
-        weights_hash: student.weights_hash(),
-    };
-    let saved: SavedRun = folder.finish(outcome, exchanges)?;
-    let summary = saved.summary.as_ref().context("a finished run has a summary")?;
-    let mut out = std::io::stdout().lock();
-    if json {
-        let mut object = serde_json::to_value(summary)?;
-        object["processes_restarted"] = json!(restarted.load(Ordering::Relaxed));
-        object["report"] = json!(saved.report_path());
-        return writeln!(out, "{object}").context("writing the result");
-    }
-    write!(out, "loss {:.4}, ", summary.final_loss)?;
-    write!(out, "held-out accuracy {:.1} %, ", judgement.accuracy * 100.0)?;
-    writeln!(out, "weights {}", summary.weights_hash)?;
-    writeln!(out, "{}", saved.report().terminal(100))?;
-    writeln!(out, "report: {}", saved.report_path().display())?;
-    Ok(())
-}
-
-/// The folder of the run: the one that was named, or the first in `runs` that does not exist.
-pub fn make_folder(plan: &Plan, info: RunInfo) -> anyhow::Result<RelaxedFolder> {
-    if let Some(dir) = &plan.run_dir {
-        return RelaxedFolder::create(dir, &info).context("--run-dir");
-    }
-    for number in 1.. {
-        match RelaxedFolder::create(format!("runs/{}-{number}", info.name), &info) {
-            Err(FolderError::Occupied { .. }) => {}
-            made => return made.context("making a folder for the report; choose one by --run-dir"),
-        }
-    }
-    unreachable!("there are more numbers than folders")
-}
-
-/// The run, for its report.
-pub fn describe(plan: &Plan, relaxed: &RelaxedPlan, workers: usize, args: &TrainArgs) -> RunInfo {
-    let (model, data) = plan.names();
-    let name = model.split([' ', ':', '/']).next().unwrap_or("run").to_owned();
-    let mut settings = toml::Table::new();
-    let mut set = |key: &str, value: toml::Value| settings.insert(key.to_owned(), value);
-    let number = |n: u64| i64::try_from(n).map_or_else(|_| n.to_string().into(), toml::Value::from);
-    set("version", env!("CARGO_PKG_VERSION").into());
-    for (key, value) in plan.identity() {
-        set(key, value.into());
-    }
-    set("steps", number(plan.steps));
-    set("optimizer", optimizer(plan, relaxed.level, workers).to_string().into());
-    set("stale", relaxed.stale.to_string().into());
-    let servers = match &relaxed.servers {
-        ServersChoice::Started(count) => count.to_string(),
-        ServersChoice::Inside => "inside".to_owned(),
-        ServersChoice::At(addresses) => addresses.join(","),
-    };
-    set("servers", servers.into());
-    if let Some((rank, factor)) = plan.slow {
-        set("slow", format!("{rank}:{factor}").into());
-    }
-    let transport = match (relaxed.level, args.transport()) {
-        (Level::Hogwild, _) => "shared weights",
-        (Level::Gossip, _) | (_, unisono::Transport::Tcp) => "tcp",
-        _ => "shm where possible",
-    };
-    RunInfo {
-        name,
-        model,
-        data,
-        strategy: relaxed.level.to_string(),
-        transport: transport.to_owned(),
-        algorithm: if relaxed.level.has_servers() { "server" } else { "none" }.to_owned(),
-        codec: plan.codec_name(),
-        workers,
-        shards: plan.shards,
-        hosts: vec![String::new(); workers],
-        settings,
-        ..RunInfo::default()
-    }
 }
 
 /// The command line of a server.

@@ -3,10 +3,13 @@
 //! The process that the user starts *leads*: it makes the folder of the run, starts servers and workers,
 //! and starts those again that die. The servers record every push in the folder. When the workers are
 //! done, the leader fetches the weights, judges the model, and writes the report. With `hogwild` the
-//! workers are threads of the leader.
+//! workers are threads of the leader. Workers that somebody else has started have no leader; then rank 0
+//! makes the folder and writes the report.
 
 mod gossip;
 mod hogwild;
+mod home;
+mod inside;
 mod lead;
 mod student;
 mod weights;
@@ -22,6 +25,7 @@ use unisono::sync::Parameter;
 use unisono::sync::optimizer::{LearningRate, OptimizerSpec};
 
 use super::args::{Plan, RelaxedPlan, TrainArgs};
+use super::is_launched;
 use super::progress::Failure;
 
 /// Leads a run, or is one of its workers.
@@ -29,7 +33,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     if args.level() == Some(Level::Hogwild) {
         return hogwild::run(args);
     }
-    if !args.as_worker && std::env::var_os("RANK").is_none() {
+    if !args.as_worker && !is_launched() {
         return lead::run(args);
     }
     match worker::run(args) {

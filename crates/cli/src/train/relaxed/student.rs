@@ -89,11 +89,6 @@ impl Student {
         &self.parameters
     }
 
-    /// The shapes of all parameters.
-    pub fn shapes(&self) -> Vec<Vec<usize>> {
-        self.parameters.iter().map(|parameter| parameter.shape.clone()).collect()
-    }
-
     /// The weights of a parameter.
     pub fn read(&self, parameter: usize) -> Vec<f32> {
         self.weights.read(parameter, <[f32]>::to_vec)

@@ -18,6 +18,16 @@ pub fn write(path: &Path, weights: &[Vec<f32>]) -> anyhow::Result<()> {
         .with_context(|| format!("writing {}", path.display()))
 }
 
+/// Leaves the weights of one worker as those of another.
+pub fn copy(from: &Path, to: &Path) -> anyhow::Result<()> {
+    let partial = to.with_extension("partial");
+    let copied = || match from == to {
+        true => Ok(()),
+        false => std::fs::copy(from, &partial).and_then(|_| std::fs::rename(&partial, to)),
+    };
+    copied().with_context(|| format!("writing {}", to.display()))
+}
+
 /// Reads weights of these lengths, and removes the file.
 pub fn take(path: &Path, lengths: &[usize]) -> anyhow::Result<Vec<Vec<f32>>> {
     let bytes = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;

@@ -6,11 +6,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
-use anyhow::{Context, anyhow, ensure};
+use anyhow::{Context, bail, ensure};
 use signal_hook::consts::{SIGINT, SIGTERM};
+use unisono::cluster;
 use unisono::relaxed::server::wire::Measured;
 use unisono::relaxed::server::{
-    Client, ClientOptions, Files, Run, ServerError, Shard, ShardOptions, Transport, look, reports,
+    Client, ClientOptions, Run, ServerError, Transport, glance, look, reports,
 };
 use unisono::relaxed::spec::Level;
 use unisono::sync::optimizer::Optimizer;
@@ -18,15 +19,17 @@ use unisono::sync::shards::Shards;
 
 use super::super::args::{Plan, RelaxedPlan, ServersChoice, TrainArgs};
 use super::super::progress::Reporter;
+use super::home::{Home, advise_to_record, describe};
+use super::inside::Inside;
 use super::student::{Computed, Student};
-use super::{described, gossip, run_dir, weights};
+use super::{described, gossip};
 use crate::serve;
 
 /// How long a worker looks for servers that are not there: long enough for a restart.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// How often somebody who waits for the end looks.
-const GLANCE: Duration = Duration::from_millis(50);
+/// How often somebody who waits for something looks.
+pub const GLANCE: Duration = Duration::from_millis(50);
 
 /// Where a worker is in its job.
 pub struct Place {
@@ -34,60 +37,134 @@ pub struct Place {
     pub workers: usize,
     /// Larger for a later start of this worker.
     pub life: u64,
+    /// Whether this launcher has started it before.
+    pub is_restarted: bool,
     pub stop: Arc<AtomicBool>,
 }
 
-/// Works until the run is over.
-pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
-    let stop = Arc::new(AtomicBool::new(false));
-    for signal in [SIGINT, SIGTERM] {
-        signal_hook::flag::register(signal, stop.clone()).context("listening for signals")?;
+impl Place {
+    fn find() -> anyhow::Result<Place> {
+        let stop = Arc::new(AtomicBool::new(false));
+        for signal in [SIGINT, SIGTERM] {
+            signal_hook::flag::register(signal, stop.clone()).context("listening for signals")?;
+        }
+        let place = cluster::place::Place::from_env()?;
+        let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
+        Ok(Place {
+            rank: place.rank as usize,
+            workers: place.world as usize,
+            // Unlike a count of restarts, it also grows when the whole run is started again.
+            life: now.as_millis() as u64,
+            is_restarted: std::env::var("UNISONO_LIFE").is_ok_and(|life| life != "0"),
+            stop,
+        })
     }
-    let number = |name: &str| -> anyhow::Result<usize> {
-        let text = std::env::var(name).with_context(|| format!("{name} is not set"))?;
-        text.parse().with_context(|| format!("{name}={text} is no number"))
-    };
-    let began = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
-    let place = Place {
-        rank: number("RANK")?,
-        workers: number("WORLD_SIZE")?,
-        // Unlike a count of restarts, it also grows when the whole run is started again.
-        life: began.as_millis() as u64,
-        stop,
-    };
+
+    pub fn is_told_to_stop(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+}
+
+/// Works until the run is over. Where nobody leads, rank 0 sums it up.
+pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
+    let place = Place::find()?;
     let plan = args.plan(place.workers)?;
     let relaxed = plan.relaxed.clone().context("a relaxed run")?;
     if relaxed.level == Level::Gossip {
         return gossip::run(args, &plan, &place);
     }
-    let inside = relaxed.servers == ServersChoice::Inside;
-    let shard = if inside { Some(serve_inside(&plan, &relaxed, &place)?) } else { None };
+    let inside = match relaxed.servers {
+        ServersChoice::Inside => match Inside::start(&plan, &relaxed, &place)? {
+            Some(inside) => Some(inside),
+            None => return Ok(ExitCode::SUCCESS),
+        },
+        _ => None,
+    };
     let own = Shards::new(plan.shards, place.workers)?.of(place.rank, place.workers);
     let mut student = Student::new(&plan, own, relaxed.level.is_lockstep())?;
     let timeout = args.options()?.timeout;
     let run = described(&plan, &relaxed, student.parameters(), place.workers, timeout);
     let options = options(args, &relaxed, &place)?;
+    if !args.as_worker || matches!(relaxed.servers, ServersChoice::At(_)) {
+        expect_remembered(&run, &options)?;
+    }
+    let home = match args.as_worker || place.rank > 0 {
+        true => None,
+        false => {
+            let info = describe(&plan, &relaxed, place.workers, args);
+            Some(Home::make_or_go_on(&plan, &info, place.is_restarted)?)
+        }
+    };
     let client = Client::join(&run, options.clone(), &|parameter| student.read(parameter))?;
-    let ended = Watch::over(&client, &place.stop);
+    let watch = Watch::over(&client, &place.stop);
     let mut work = Work { plan: &plan, level: relaxed.level, place: &place, client };
     let mut reporter = (place.rank == 0)
         .then(|| Reporter::new(plan.steps, plan.batch / place.workers, args.as_worker));
     let outcome = work.train(&mut student, &run, &mut reporter);
-    drop(ended);
+    drop(watch);
     match outcome {
-        // Told to, and nothing is lost but what was being computed.
-        Err(error) if place.stop.load(Ordering::Relaxed) && is_stop(&error) => {}
+        // Nothing is lost but what was being computed.
+        Err(error) if place.is_told_to_stop() && is_stop(&error) => {}
         other => other?,
     }
     work.client.leave();
-    if inside && !place.stop.load(Ordering::Relaxed) {
-        wait_for_all(&plan, &run, &options, &place)?;
+    if let Some(inside) = inside {
+        inside.wait_for_all(&run, &options, &place)?;
     }
-    drop(shard);
+    if let Some(home) = home {
+        sum_up(args, home, &student, &run, &options, &place)?;
+    }
     if let Some(reporter) = reporter {
         reporter.finish();
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// What to do about something that only the leader of a run provides.
+pub fn need_leader(flag: &str) -> String {
+    format!("{flag} needs sockets that only `unisono train --workers N` opens: start it by itself")
+}
+
+/// Fails if a server has forgotten what others know of the run: this worker would give it the weights
+/// of the beginning. Servers that a leader started cannot forget.
+fn expect_remembered(run: &Run, options: &ClientOptions) -> anyhow::Result<()> {
+    // Whoever pushes has joined all servers. So one that knows of nothing while another has updates
+    // has forgotten; unless others have begun while this one was looking.
+    for is_sure in [false, true] {
+        let reports = glance(run, options)?;
+        let has_begun = reports.iter().flatten().any(|report| report.updates > 0);
+        match reports.iter().position(Option::is_none) {
+            Some(server) if has_begun && is_sure => bail!(ServerError::Forgotten { server }),
+            Some(_) if has_begun => {}
+            _ => break,
+        }
+    }
+    Ok(())
+}
+
+/// Waits until the others are done, and sums the run up.
+fn sum_up(
+    args: &TrainArgs,
+    home: Home,
+    student: &Student,
+    run: &Run,
+    options: &ClientOptions,
+    place: &Place,
+) -> anyhow::Result<()> {
+    while !reports(run, options)?.iter().all(|report| report.finished && report.present == 0) {
+        if place.is_told_to_stop() {
+            let report = home.leave()?;
+            eprintln!("unisono: stopped; report: {}", report.display());
+            return Ok(());
+        }
+        std::thread::sleep(GLANCE);
+    }
+    for (parameter, weights) in look(run, options)?.iter().enumerate() {
+        student.write(parameter, 0, weights)?;
+    }
+    let pushes = home.finish(student, None, 0, args.json)?;
+    advise_to_record(pushes, run);
+    Ok(())
 }
 
 /// One worker's part of a run.
@@ -122,7 +199,9 @@ impl Work<'_> {
         student: &mut Student,
         reporter: &mut Option<Reporter>,
     ) -> anyhow::Result<()> {
-        pull(&mut self.client, student)?;
+        if !self.client.is_finished() {
+            pull(&mut self.client, student)?;
+        }
         while !self.client.is_finished() {
             let start = Instant::now();
             let clock = self.client.clock();
@@ -150,7 +229,9 @@ impl Work<'_> {
         fetch: u32,
         reporter: &mut Option<Reporter>,
     ) -> anyhow::Result<()> {
-        pull(&mut self.client, student)?;
+        if !self.client.is_finished() {
+            pull(&mut self.client, student)?;
+        }
         let (push, fetch) = (u64::from(push), u64::from(fetch));
         let parameters = student.parameters().len();
         let mut gathered: Vec<Vec<f32>> =
@@ -201,7 +282,9 @@ impl Work<'_> {
         if let Some(reporter) = to {
             let seconds = start.elapsed().as_secs_f64();
             let blocked = (seconds - computed.seconds).max(0.0);
-            reporter.took(step.min(self.plan.steps), computed.loss, seconds, blocked);
+            // A worker may have more steps than its share; the run is over when all are made.
+            let most = self.plan.steps - u64::from(!self.client.is_finished());
+            reporter.took(step.min(most), computed.loss, seconds, blocked);
         }
     }
 }
@@ -235,19 +318,16 @@ pub fn options(
     relaxed: &RelaxedPlan,
     place: &Place,
 ) -> anyhow::Result<ClientOptions> {
-    let from = |name: &str| -> anyhow::Result<Vec<String>> {
-        let text = std::env::var(name).with_context(|| format!("{name} is not set"))?;
-        Ok(text.split(',').map(str::to_owned).collect())
-    };
     let servers = match &relaxed.servers {
         ServersChoice::At(addresses) => addresses.clone(),
-        ServersChoice::Inside => from("UNISONO_PEERS")?,
-        ServersChoice::Started(_) => from("UNISONO_SERVERS").map_err(|_| {
-            anyhow!(
-                "there are no servers: start workers by `unisono run --servers S`, or name them by \
-                     --servers HOST:PORT"
-            )
-        })?,
+        ServersChoice::Inside => peers()?.iter().map(ToString::to_string).collect(),
+        ServersChoice::Started(_) => {
+            let text = std::env::var("UNISONO_SERVERS").context(
+                "there are no servers: start workers by `unisono run --servers S`, or name servers \
+                 by --servers HOST:PORT",
+            )?;
+            text.split(',').map(str::to_owned).collect()
+        }
     };
     Ok(ClientOptions {
         servers,
@@ -264,44 +344,9 @@ pub fn options(
     })
 }
 
-/// Starts the shard that lives in this worker.
-fn serve_inside(plan: &Plan, relaxed: &RelaxedPlan, place: &Place) -> anyhow::Result<Shard> {
-    let listener = serve::inherited()?.context("UNISONO_LISTEN_FD is not set")?;
-    let run_dir = run_dir(plan)?;
-    let journal = relaxed.journal.clone().unwrap_or_else(|| run_dir.join("journal"));
-    let files = Files {
-        number: place.rank,
-        journal: Some(journal.join(place.rank.to_string())),
-        run: Some(run_dir),
-        ..Files::default()
-    };
-    Ok(Shard::start(listener, ShardOptions { token: serve::token()?, files })?)
-}
-
-/// Stays until everybody is done, since others need the shard in this worker; rank 0 then leaves the
-/// weights for the leader.
-fn wait_for_all(
-    plan: &Plan,
-    run: &Run,
-    options: &ClientOptions,
-    place: &Place,
-) -> anyhow::Result<()> {
-    let path = weights::path(&run_dir(plan)?, 0);
-    while !place.stop.load(Ordering::Relaxed) && !path.exists() {
-        if place.rank == 0 {
-            let over = reports(run, options)?.iter().all(|r| r.finished && r.present == 0);
-            if over {
-                return weights::write(&path, &look(run, options)?);
-            }
-        }
-        std::thread::sleep(GLANCE);
-    }
-    Ok(())
-}
-
 /// Where peers listen.
 pub fn peers() -> anyhow::Result<Vec<SocketAddr>> {
-    let text = std::env::var("UNISONO_PEERS").context("UNISONO_PEERS is not set")?;
+    let text = std::env::var("UNISONO_PEERS").with_context(|| need_leader("--strategy gossip"))?;
     let parse = |text: &str| text.parse().with_context(|| format!("UNISONO_PEERS: {text}"));
     text.split(',').map(parse).collect()
 }

@@ -22,7 +22,7 @@ mod plan;
 mod round;
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant, SystemTime};
 
 use unisono_insight::folder::FolderError;
@@ -36,7 +36,7 @@ use crate::bound::{AdaptiveBound, Limits};
 use crate::spec::Level;
 use crate::stale::Stale;
 pub use disk::Files;
-use plan::{Gradients, Plan};
+use plan::{Gradient, Plan};
 pub(super) use plan::{SLACK, total_bytes};
 use round::Contribution;
 
@@ -47,6 +47,9 @@ const GLANCE: Duration = Duration::from_millis(50);
 /// Elements from which on the pieces of a push are updated by several threads. Fewer: starting them
 /// takes longer than they save.
 const MANY: usize = 1 << 20;
+
+/// No worker gets so far, and whoever says so cannot make clocks overflow.
+const LAST_CLOCK: u64 = 1 << 62;
 
 /// Why a shard cannot go on.
 #[derive(Debug, thiserror::Error)]
@@ -189,6 +192,9 @@ impl Job {
 
     /// A worker begins.
     pub fn enter(&self, caller: Caller, clock: u64) -> Result<Reply, Unserved> {
+        if clock > LAST_CLOCK {
+            return Err(Unserved::Invalid(format!("a worker at clock {clock}")));
+        }
         let mut state = self.lock()?;
         state.expect_current(caller)?;
         state.core.enter(caller.worker, caller.life, clock)?;
@@ -330,7 +336,7 @@ impl Job {
         caller: Caller,
         push: PushId,
         measured: Measured,
-        mut gradients: Gradients<'_>,
+        mut gradients: Vec<Gradient<'_>>,
     ) -> Result<Reply, Unserved> {
         let mut state = self.lock()?;
         state.expect_current(caller)?;
@@ -360,24 +366,26 @@ impl Job {
         drop(state);
         self.changed.notify_all();
         self.apply(factor, &versions, &gradients);
-        self.snapshot_if_due(&mut self.lock()?)?;
+        let mut state = self.lock()?;
+        self.snapshot_if_due(&mut state)?;
         Ok(reply)
     }
 
     /// Updates pieces, several at a time if that is much.
-    fn apply(&self, factor: f64, versions: &[u64], gradients: &Gradients<'_>) {
+    fn apply(&self, factor: f64, versions: &[u64], gradients: &[Gradient<'_>]) {
         let all: Vec<_> = versions.iter().zip(gradients).collect();
-        let apply = |updates: &[_]| {
+        let apply = |updates: &[(&u64, &Gradient<'_>)]| {
             for (version, (piece, gradient)) in updates {
                 self.store.apply(*piece, **version, factor, gradient);
             }
         };
         let elements: usize = gradients.iter().map(|(_, gradient)| gradient.len()).sum();
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads = cores.min(all.len()).min(elements / MANY + 1);
+        let threads = all.len().min(elements / MANY + 1);
         if threads < 2 {
             return apply(&all);
         }
+        // It reads files: not for every small push.
+        let threads = std::thread::available_parallelism().map_or(1, usize::from).min(threads);
         std::thread::scope(|scope| {
             for updates in all.chunks(all.len().div_ceil(threads)) {
                 scope.spawn(move || apply(updates));

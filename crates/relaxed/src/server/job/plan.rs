@@ -24,8 +24,8 @@ pub const MOST_WORKERS: u32 = 1 << 16;
 /// tiny pieces may be encoded too.
 pub const SLACK: u64 = 1024;
 
-/// The gradients of a push: pieces, and one vector or several for each.
-pub type Gradients<'a> = Vec<(usize, Cow<'a, [f32]>)>;
+/// A piece, and its gradient: one vector, or in lock-step one after the other.
+pub type Gradient<'a> = (usize, Cow<'a, [f32]>);
 
 /// A setup that makes sense, and what follows from it.
 pub struct Plan {
@@ -154,7 +154,7 @@ impl Plan {
         &self,
         push: PushId,
         parts: &[(Part, &'a [u8])],
-    ) -> Result<Gradients<'a>, String> {
+    ) -> Result<Vec<Gradient<'a>>, String> {
         let mut scratch = Scratch::default();
         let gradient = |(part, bytes): &(Part, &'a [u8])| {
             let piece = part.piece as usize;

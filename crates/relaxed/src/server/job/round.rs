@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use unisono_collective::tree::Tree;
 use unisono_collective::{Dtype, Reduction, kernel};
 
-use super::plan::{Gradients, Rounds};
+use super::plan::{Gradient, Rounds};
 use super::{Caller, Job, State, Unserved};
 use crate::server::core::{self, Age, PushId, Refusal};
 use crate::server::wire::{Measured, Reply};
@@ -31,7 +31,7 @@ impl Job {
         caller: Caller,
         push: PushId,
         measured: Measured,
-        gradients: &Gradients<'_>,
+        gradients: &[Gradient<'_>],
         is_over: impl Fn() -> bool,
     ) -> Result<Reply, Unserved> {
         let mut state = self.lock()?;
@@ -39,14 +39,18 @@ impl Job {
         let now = self.now();
         state.core.hear(push.worker, push.life, now);
         match state.core.push(push)? {
+            core::Pushed::Late { clock } if push.clock > clock => {
+                // It has not entered there, or this shard would be as far.
+                return Err(Refusal::OtherClock { clock }.into());
+            }
             core::Pushed::Late { clock } => {
                 let entry = state.core.drop_late(push);
-                self.write_down(&mut state, entry, vec![measured], &Vec::new())?;
+                self.write_down(&mut state, entry, vec![measured], &[])?;
                 return Ok(self.pushed(&state, false, Age::default(), clock));
             }
             core::Pushed::Duplicate => {}
             _ => {
-                let vectors = |(piece, gradient): &(usize, Cow<'_, [f32]>)| {
+                let vectors = |(piece, gradient): &Gradient<'_>| {
                     let length = self.plan.pieces()[*piece].len().max(1);
                     (*piece, gradient.chunks(length).map(<[f32]>::to_vec).collect())
                 };
@@ -76,7 +80,8 @@ impl Job {
     pub(super) fn settle_rounds(&self, state: &mut State) -> Result<(), Unserved> {
         if let Some(rounds) = &self.plan.rounds {
             // While workers are gathered nothing is updated, but rounds that nobody is left of may end.
-            while state.round.is_empty() || !self.is_gathering(state) {
+            let is_gathering = self.is_gathering(state);
+            while state.round.is_empty() || !is_gathering {
                 let Some(entry) = state.core.commit() else { break };
                 self.settle_round(state, rounds, entry)?;
             }
@@ -93,18 +98,59 @@ impl Job {
     ) -> Result<(), Unserved> {
         let round = std::mem::take(&mut state.round);
         let measured = round.values().map(|contribution| contribution.measured).collect();
-        let (mut gradients, mut versions) = (Gradients::new(), Vec::new());
-        for (piece, Some(mean)) in
-            self.plan.pieces().iter().map(|piece| piece.len()).enumerate().map(|(piece, length)| {
-                (piece, mean(rounds, &round, piece, length))
-            })
-        {
-            state.versions[piece] += 1;
-            versions.push(state.versions[piece]);
-            gradients.push((piece, Cow::Owned(mean)));
+        let (mut gradients, mut versions) = (Vec::new(), Vec::new());
+        for (number, piece) in self.plan.pieces().iter().enumerate() {
+            if let Some(mean) = mean(rounds, &round, number, piece.len()) {
+                state.versions[number] += 1;
+                versions.push(state.versions[number]);
+                gradients.push((number, Cow::Owned(mean)));
+            }
         }
         self.write_down(state, entry, measured, &gradients)?;
         self.apply(1.0, &versions, &gradients);
         self.snapshot_if_due(state)
     }
+}
+
+/// The mean over the shards of the batch that were computed; `None` if nobody has a gradient of the
+/// piece, which then stays as it is.
+fn mean(
+    rounds: &Rounds,
+    round: &BTreeMap<u32, Contribution>,
+    piece: usize,
+    length: usize,
+) -> Option<Vec<f32>> {
+    if length == 0 || !round.values().any(|who| who.pieces.contains_key(&piece)) {
+        return None;
+    }
+    let zeros = vec![0.0; length];
+    let (mut inputs, mut shards) = (Vec::new(), 0);
+    for (worker, contribution) in round {
+        let worker = *worker as usize;
+        shards += rounds.shards[worker];
+        match contribution.pieces.get(&piece) {
+            Some(vectors) => {
+                inputs.extend(vectors.iter().map(|vector| vector.as_ptr().cast::<u8>()));
+            }
+            None => inputs.extend(vec![zeros.as_ptr().cast::<u8>(); rounds.subtrees[worker]]),
+        }
+    }
+    let of_those_here;
+    let tree = match round.len() == rounds.shards.len() {
+        true => &rounds.tree,
+        false => {
+            of_those_here = Tree::canonical(inputs.len());
+            &of_those_here
+        }
+    };
+    let mut sum = vec![0.0f32; length];
+    let into = sum.as_mut_ptr().cast();
+    // SAFETY: every input is a vector of `length` numbers that lives until the end of this call:
+    // pushes are checked to be of that length, and of as many vectors as the worker has subtrees.
+    // `sum` is none of them.
+    unsafe {
+        kernel::fold(Dtype::F32, Reduction::Sum, tree, &inputs, into, None, length, None);
+    }
+    sum.iter_mut().for_each(|x| *x /= shards as f32);
+    Some(sum)
 }

@@ -1,0 +1,284 @@
+//! The folder of a run: made, found again by its journal, and finished.
+//!
+//! A journal remembers in which folder its run is recorded. So a run that was stopped goes on with both,
+//! and every push is in the records once, whenever it was made.
+
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::io::Write;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail, ensure};
+use serde_json::json;
+use unisono::insight::folder::FolderError;
+use unisono::insight::relaxed::{RelaxedFolder, RelaxedSummary, SavedRun};
+use unisono::insight::{Outcome, RunInfo};
+use unisono::relaxed::server::Run;
+use unisono::relaxed::spec::Level;
+
+use super::super::args::{Plan, RelaxedPlan, ServersChoice, TrainArgs};
+use super::optimizer;
+use super::student::Student;
+
+/// In a journal: names the folder of its run.
+const FOLDER: &str = "run-dir";
+
+/// Settings that may change when a run goes on.
+const FREE: [&str; 2] = ["version", "slow"];
+
+/// The folder of a run that is going on.
+pub struct Home {
+    dir: PathBuf,
+}
+
+/// What a journal holds.
+pub enum Found {
+    /// Nothing.
+    Nothing,
+    /// A run that was stopped, and goes on.
+    Unfinished(Home),
+    /// A run with nothing left to do.
+    Complete(Box<SavedRun>),
+}
+
+impl Home {
+    /// Makes the folder: the one that was named, or the first in `runs` that does not exist.
+    pub fn make(plan: &Plan, info: &RunInfo) -> anyhow::Result<Home> {
+        let home = |folder: RelaxedFolder| Home { dir: folder.path().to_owned() };
+        if let Some(dir) = &plan.run_dir {
+            return RelaxedFolder::create(dir, info).map(home).context("--run-dir");
+        }
+        for number in 1.. {
+            match RelaxedFolder::create(format!("runs/{}-{number}", info.name), info) {
+                Err(FolderError::Occupied { .. }) => {}
+                made => {
+                    let made = made.map(home);
+                    return made.context("making a folder for the report; choose one by --run-dir");
+                }
+            }
+        }
+        unreachable!("there are more numbers than folders")
+    }
+
+    /// Goes on in the folder that an earlier life of this process made, or makes one.
+    pub fn make_or_go_on(plan: &Plan, info: &RunInfo, is_restarted: bool) -> anyhow::Result<Home> {
+        match &plan.run_dir {
+            Some(dir) if is_restarted && RelaxedFolder::is_relaxed(dir) => {
+                let saved = RelaxedFolder::open(dir).context("--run-dir")?;
+                ensure!(saved.summary.is_none(), FolderError::Occupied { path: dir.clone() });
+                Ok(Home { dir: dir.clone() })
+            }
+            _ => Home::make(plan, info),
+        }
+    }
+
+    /// Looks for the run of a journal.
+    pub fn find(journal: &Path, plan: &Plan, info: &RunInfo) -> anyhow::Result<Found> {
+        let name = journal.display();
+        let dir = match std::fs::read(journal.join(FOLDER)) {
+            Ok(path) => PathBuf::from(OsString::from_vec(path)),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                return Ok(Found::Nothing);
+            }
+            Err(error) => return Err(error).with_context(|| format!("--journal {name}")),
+        };
+        if let Some(asked) = &plan.run_dir {
+            ensure!(
+                asked.canonicalize().is_ok_and(|asked| asked == dir),
+                "--run-dir {}: the run of --journal {name} is recorded in {}; name that or none to go \
+                 on with it, or another journal for another run",
+                asked.display(),
+                dir.display()
+            );
+        }
+        let saved = RelaxedFolder::open(&dir).with_context(|| {
+            format!("--journal {name} belongs to a run in {}; name another journal", dir.display())
+        })?;
+        if let Some((key, theirs, ours)) = difference(&saved.run.info, info) {
+            bail!(
+                "--journal {name} holds a run with {key} {theirs}, and this one has {ours}; go on with \
+                 the settings of that one, or name another journal"
+            );
+        }
+        Ok(match saved.summary {
+            Some(_) => Found::Complete(Box::new(saved)),
+            None => Found::Unfinished(Home { dir }),
+        })
+    }
+
+    /// Lets a journal remember this folder.
+    pub fn remember_in(&self, journal: &Path) -> anyhow::Result<()> {
+        let remember = || {
+            std::fs::create_dir_all(journal)?;
+            // Wherever the run is continued from.
+            let dir = self.dir.canonicalize()?.into_os_string();
+            std::fs::write(journal.join(FOLDER), dir.as_bytes())
+        };
+        remember().with_context(|| {
+            format!("--journal {}: name a folder that can be written to", journal.display())
+        })
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Writes the report of a run that was stopped: where it is.
+    pub fn leave(self) -> anyhow::Result<PathBuf> {
+        let saved = RelaxedFolder::open(&self.dir)?;
+        saved.write()?;
+        Ok(saved.report_path())
+    }
+
+    /// Judges the model, writes the report, and says how it went. Where workers average by themselves,
+    /// `exchanges` says how often two did; `restarted` is how many processes were started again. Returns
+    /// how many pushes were recorded.
+    pub fn finish(
+        self,
+        student: &Student,
+        exchanges: Option<u64>,
+        restarted: u32,
+        json: bool,
+    ) -> anyhow::Result<u64> {
+        let judgement = student.judge()?;
+        let outcome = Outcome {
+            accuracy: Some(judgement.accuracy),
+            held_out_loss: Some(judgement.loss),
+            weights_hash: student.weights_hash(),
+        };
+        let mut saved = RelaxedFolder::open(&self.dir)?;
+        saved.summary = Some(RelaxedSummary::new(&saved.run, outcome, exchanges));
+        saved.write()?;
+        tell(&saved, restarted, json)?;
+        Ok(saved.run.pushes)
+    }
+}
+
+/// Says what to do about servers that somebody else started, if they have recorded nothing.
+pub fn advise_to_record(pushes: u64, run: &Run) {
+    if pushes == 0 && run.total > 0 {
+        eprintln!(
+            "unisono: the servers recorded nothing here, so that the report lacks all that they know; \
+             start them with the same --run-dir, in a folder that they share with rank 0"
+        );
+    }
+}
+
+/// Says that there is nothing to do, and what the run came to.
+pub fn tell_complete(saved: &SavedRun, json: bool) -> anyhow::Result<()> {
+    eprintln!("unisono: nothing left to do: the run of this journal is complete");
+    tell(saved, 0, json)
+}
+
+/// Says how a run went.
+fn tell(saved: &SavedRun, restarted: u32, json: bool) -> anyhow::Result<()> {
+    let summary = saved.summary.as_ref().context("a finished run has a summary")?;
+    let mut out = std::io::stdout().lock();
+    if json {
+        let mut object = serde_json::to_value(summary)?;
+        object["processes_restarted"] = json!(restarted);
+        object["report"] = json!(saved.report_path());
+        return writeln!(out, "{object}").context("writing the result");
+    }
+    write!(out, "loss {:.4}, ", summary.final_loss)?;
+    if let Some(accuracy) = summary.accuracy {
+        write!(out, "held-out accuracy {:.1} %, ", accuracy * 100.0)?;
+    }
+    writeln!(out, "weights {}", summary.weights_hash)?;
+    writeln!(out, "{}", saved.report().terminal(100))?;
+    writeln!(out, "report: {}", saved.report_path().display())?;
+    Ok(())
+}
+
+/// The first setting in which two runs differ that one cannot have changed on the way, and its values.
+fn difference(theirs: &RunInfo, ours: &RunInfo) -> Option<(String, String, String)> {
+    if theirs.workers != ours.workers {
+        let (theirs, ours) = (theirs.workers.to_string(), ours.workers.to_string());
+        return Some(("workers".to_owned(), theirs, ours));
+    }
+    let keys: BTreeSet<&String> = theirs.settings.keys().chain(ours.settings.keys()).collect();
+    let value = |info: &RunInfo, key: &str| {
+        let value = info.settings.get(key);
+        value.map_or("none".to_owned(), |value| {
+            value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+        })
+    };
+    let mut values = keys
+        .into_iter()
+        .filter(|key| !FREE.contains(&key.as_str()))
+        .map(|key| (key.clone(), value(theirs, key), value(ours, key)));
+    values.find(|(_, theirs, ours)| theirs != ours)
+}
+
+/// The run, for its report.
+pub fn describe(plan: &Plan, relaxed: &RelaxedPlan, workers: usize, args: &TrainArgs) -> RunInfo {
+    let (model, data) = plan.names();
+    let name = model.split([' ', ':', '/']).next().unwrap_or("run").to_owned();
+    let mut settings = toml::Table::new();
+    let mut set = |key: &str, value: toml::Value| settings.insert(key.to_owned(), value);
+    let number = |n: u64| i64::try_from(n).map_or_else(|_| n.to_string().into(), toml::Value::from);
+    set("version", env!("CARGO_PKG_VERSION").into());
+    for (key, value) in plan.identity() {
+        set(key, value.into());
+    }
+    set("steps", number(plan.steps));
+    set("optimizer", optimizer(plan, relaxed.level, workers).to_string().into());
+    set("stale", relaxed.stale.to_string().into());
+    if relaxed.level.has_servers() {
+        let servers = match &relaxed.servers {
+            ServersChoice::Started(count) => count.to_string(),
+            ServersChoice::Inside => "inside".to_owned(),
+            ServersChoice::At(addresses) => addresses.join(","),
+        };
+        set("servers", servers.into());
+    }
+    if let Some((rank, factor)) = plan.slow {
+        set("slow", format!("{rank}:{factor}").into());
+    }
+    let transport = match (relaxed.level, args.transport()) {
+        (Level::Hogwild, _) => "shared weights",
+        (Level::Gossip, _) | (_, unisono::Transport::Tcp) => "tcp",
+        _ => "shm where possible",
+    };
+    RunInfo {
+        name,
+        model,
+        data,
+        strategy: relaxed.level.to_string(),
+        transport: transport.to_owned(),
+        algorithm: if relaxed.level.has_servers() { "server" } else { "none" }.to_owned(),
+        codec: plan.codec_name(),
+        workers,
+        shards: plan.shards,
+        hosts: vec![String::new(); workers],
+        settings,
+        ..RunInfo::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn info(settings: &[(&str, &str)]) -> RunInfo {
+        let settings = settings.iter().map(|(key, value)| ((*key).to_owned(), (*value).into()));
+        RunInfo { workers: 2, settings: settings.collect(), ..RunInfo::default() }
+    }
+
+    #[test]
+    fn settings_that_decide_are_told_apart() {
+        let run = info(&[("seed", "1"), ("version", "1"), ("slow", "1:4")]);
+        assert_eq!(difference(&run, &run), None);
+        let again = info(&[("seed", "1"), ("version", "2")]);
+        assert_eq!(difference(&run, &again), None, "they decide nothing");
+        let other = info(&[("seed", "2"), ("version", "1")]);
+        let (key, theirs, ours) = difference(&run, &other).expect("another seed");
+        assert_eq!((&*key, &*theirs, &*ours), ("seed", "1", "2"));
+        let more = info(&[("seed", "1"), ("batch", "8")]);
+        assert_eq!(difference(&run, &more).expect("one has a batch").1, "none");
+        let (key, ..) = difference(&run, &RunInfo { workers: 3, ..run.clone() }).expect("more");
+        assert_eq!(key, "workers");
+    }
+}

@@ -1,0 +1,66 @@
+//! `--servers inside`: a shard of the weights in every worker.
+//!
+//! Others need the shard of a worker until all are done, so nobody leaves before. Rank 0 finds out, and
+//! then leaves the weights in a file. Where that file is, the run is over: for workers that wait for it,
+//! and for those that were killed on the last stretch and come back.
+
+use std::path::PathBuf;
+use std::sync::atomic::Ordering;
+
+use anyhow::Context;
+use unisono::relaxed::server::{ClientOptions, Files, Run, Shard, ShardOptions, look, reports};
+
+use super::super::args::{Plan, RelaxedPlan};
+use super::lead::journal;
+use super::worker::{GLANCE, Place, need_leader};
+use super::{run_dir, weights};
+use crate::serve;
+
+/// The shard that lives in this worker.
+pub struct Inside {
+    _shard: Shard,
+    end: PathBuf,
+}
+
+impl Inside {
+    /// Starts it; `None` if the run is over.
+    pub fn start(
+        plan: &Plan,
+        relaxed: &RelaxedPlan,
+        place: &Place,
+    ) -> anyhow::Result<Option<Inside>> {
+        let listener = serve::inherited()?.with_context(|| need_leader("--servers inside"))?;
+        let dir = run_dir(plan)?;
+        let end = weights::path(&dir, 0);
+        if end.exists() {
+            return Ok(None);
+        }
+        let files = Files {
+            number: place.rank,
+            journal: journal(relaxed, &dir).map(|journal| journal.join(place.rank.to_string())),
+            run: Some(dir),
+            ..Files::default()
+        };
+        let shard = Shard::start(listener, ShardOptions { token: serve::token()?, files })?;
+        Ok(Some(Inside { _shard: shard, end }))
+    }
+
+    /// Serves until everybody is done.
+    pub fn wait_for_all(
+        self,
+        run: &Run,
+        options: &ClientOptions,
+        place: &Place,
+    ) -> anyhow::Result<()> {
+        while !place.stop.load(Ordering::Relaxed) && !self.end.exists() {
+            if place.rank == 0 {
+                let is_over = reports(run, options)?.iter().all(|r| r.finished && r.present == 0);
+                if is_over {
+                    return weights::write(&self.end, &look(run, options)?);
+                }
+            }
+            std::thread::sleep(GLANCE);
+        }
+        Ok(())
+    }
+}

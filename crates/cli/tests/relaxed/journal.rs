@@ -1,0 +1,131 @@
+//! Runs that are stopped, and go on from their journal.
+
+use std::fs;
+
+use rustix::process::Signal;
+
+use crate::common::{Desk, Ended};
+use crate::records::{assert_adds_up, records, updates};
+
+/// Starts a run, and interrupts it after so many updates.
+fn interrupt(desk: &Desk, arguments: &str, run_dir: &str, after: u64) -> Ended {
+    let mut job = desk.start(&mut desk.command(&format!("train --json {arguments}")));
+    let run_dir = desk.path(run_dir);
+    job.wait_until(&format!("update {after}"), || updates(&run_dir) >= after);
+    job.signal(Signal::INT);
+    let ended = job.wait();
+    assert_eq!(ended.status.code(), Some(130), "{}", ended.stderr);
+    assert_eq!(ended.stdout, "", "no result");
+    assert!(run_dir.join("report.html").exists(), "there is something to look at");
+    ended
+}
+
+#[test]
+fn an_interrupted_run_goes_on_and_finishes() {
+    for (level, servers) in
+        [("ssp:3", "2"), ("bsp", "2"), ("async", "inside"), ("downpour:2,2", "1")]
+    {
+        let desk = Desk::new();
+        let settings = format!("--strategy {level} --servers {servers} --workers 2 --steps 400");
+        let arguments = format!("{settings} --journal journal");
+        let ended = interrupt(&desk, &arguments, "runs/mlp-1", 100);
+        assert!(ended.stderr.contains("the same command goes on"), "{}", ended.stderr);
+        let before = records(&desk.path("runs/mlp-1"), 0);
+
+        // The same command, and where nobody is told a folder, the same folder.
+        let resumed = desk.train(&arguments);
+        let count = if servers == "1" { 1 } else { 2 };
+        assert!(!desk.path("runs/mlp-2").exists());
+        let lives = assert_adds_up(&desk.path("runs/mlp-1"), count);
+        assert_eq!(lives, 4, "{level}: both workers had two lives");
+        let after = records(&desk.path("runs/mlp-1"), 0);
+        assert_eq!(after[..before.len()], before, "{level}: what was done is not done again");
+        assert_eq!(resumed.object["ledger"], "balanced");
+        let asked = if level.starts_with("downpour") { 400 } else { 800 };
+        let pushes = resumed.count("pushes");
+        assert!((asked..=asked + 1).contains(&pushes) || level == "bsp", "{level}: {pushes}");
+        if level == "bsp" {
+            // A round that was interrupted may have been settled by some and not by others.
+            assert_eq!(resumed.count("updates"), 400);
+        }
+
+        // Once more: there is nothing left to do.
+        let again = desk.run(&format!("train --json {arguments}"));
+        assert!(again.stderr.contains("nothing left to do"), "{level}: {}", again.stderr);
+        let again = again.summary();
+        again.assert_same_weights(&resumed);
+        assert_eq!(again.count("pushes"), pushes);
+        assert_eq!(records(&desk.path("runs/mlp-1"), 0), after);
+    }
+}
+
+#[test]
+fn without_a_journal_of_its_own_a_run_can_go_on_from_that_in_its_folder() {
+    let desk = Desk::new();
+    let settings = "--strategy ssp:1 --servers 1 --workers 2 --steps 300 --run-dir run";
+    let ended = interrupt(&desk, settings, "run", 50);
+    let hint = "the same command with --journal run/journal goes on";
+    assert!(ended.stderr.contains(hint), "{}", ended.stderr);
+    let resumed = desk.train(&format!("{settings} --journal run/journal"));
+    assert_eq!(resumed.object["ledger"], "balanced");
+    assert_eq!(assert_adds_up(&desk.path("run"), 1), 4);
+}
+
+#[test]
+fn an_interrupted_run_with_a_killed_launcher_goes_on() {
+    let desk = Desk::new();
+    let arguments = "--strategy ssp:1 --servers 2 --workers 2 --steps 400 --journal journal";
+    let mut job = desk.start(&mut desk.command(&format!("train --json {arguments}")));
+    let run_dir = desk.path("runs/mlp-1");
+    job.wait_until("update 100", || updates(&run_dir) >= 100);
+    job.signal(Signal::KILL);
+    assert!(job.wait().was_killed_by(Signal::KILL));
+    let resumed = desk.train(arguments);
+    assert_eq!(resumed.object["ledger"], "balanced");
+    assert_adds_up(&run_dir, 2);
+}
+
+#[test]
+fn a_journal_goes_on_with_nothing_but_its_run() {
+    let desk = Desk::new();
+    let settings = "--strategy async --servers 1 --workers 2 --journal journal";
+    interrupt(&desk, &format!("{settings} --steps 300 --run-dir run"), "run", 20);
+    let refused = |arguments: &str, words: &[&str]| {
+        let ended = desk.run(&format!("train {arguments}"));
+        let complaint = ended.complaint();
+        for word in words {
+            assert!(complaint.contains(word), "no {word:?}: {complaint}");
+        }
+    };
+    refused(&format!("{settings} --steps 400"), &["--journal journal", "steps 300", "has 400"]);
+    refused(
+        &format!("{settings} --steps 300 --seed 2"),
+        &["--journal", "seed 1", "another journal"],
+    );
+    refused(&format!("{settings} --steps 300 --batch 32"), &["--journal", "batch 64"]);
+    let other_folder = format!("{settings} --steps 300 --run-dir other");
+    refused(&other_folder, &["--run-dir other", "--journal journal", "another journal"]);
+    let more = "--strategy async --servers 1 --workers 3 --journal journal --steps 300";
+    refused(more, &["workers 2", "has 3"]);
+    fs::rename(desk.path("run"), desk.path("moved")).unwrap();
+    refused(&format!("{settings} --steps 300"), &["--journal journal", "another journal"]);
+    assert!(!desk.path("runs").exists() && !desk.path("other").exists());
+}
+
+#[test]
+fn runs_without_servers_stop_as_well() {
+    let desk = Desk::new();
+    let ended = interrupt(&desk, "--strategy gossip --steps 100000 --run-dir run", "run", 20);
+    assert!(ended.stderr.contains("start again"), "{}", ended.stderr);
+
+    let settings = "train --json --strategy hogwild --steps 100000 --run-dir hogwild";
+    let mut job = desk.start(&mut desk.command(settings));
+    let run_dir = desk.path("hogwild");
+    job.wait_until("update 20", || updates(&run_dir) >= 20);
+    job.signal(Signal::INT);
+    let ended = job.wait();
+    assert!(ended.stderr.contains("stopped after"), "{}", ended.stderr);
+    let summary = ended.summary();
+    assert_eq!(summary.object["ledger"], "balanced");
+    assert!(summary.count("pushes") >= 20);
+}

@@ -1,0 +1,447 @@
+//! A worker's side of the parameter server.
+//!
+//! A [`Client`] has a [session] with every shard. What it asks of one, it asks of all before it waits
+//! for the first reply, so that the shards work at the same time.
+//!
+//! The worker has one clock, the same at all shards. They may differ about it for a while: a shard that
+//! the worker joins again may tell it that the others are further. It then goes on there, with the next
+//! step, everywhere ([`Client::meet`]). A push that is under way keeps the clock that it was computed
+//! for, and the worker comes back to the shard at that clock, so that nobody's read passes over it.
+//!
+//! A connection that is lost, because the shard was killed or the network was cut, is opened again,
+//! for as long as the client's patience lasts. The worker then joins again, and sends again what was
+//! under way and had not arrived ([`Outbox`](super::outbox::Outbox)): whoever calls notices nothing but
+//! the time it took.
+
+mod dial;
+mod options;
+mod session;
+mod visit;
+mod voice;
+
+use std::io;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use socket2::Socket;
+use unisono_codec::parcel::Scratch;
+
+use super::core::{Age, Refusal};
+use super::wire::{Measured, Setup};
+pub use options::{ClientOptions, Run, ServerError, Transport};
+use session::{Fault, Session};
+pub use visit::{glance, look, reports};
+pub use voice::Stopper;
+use voice::Voices;
+
+/// How often a worker says that it lives, in a timeout.
+const BEATS: u32 = 4;
+
+/// Pauses between attempts to reach a shard: the first, and the longest.
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+const LONGEST_PAUSE: Duration = Duration::from_millis(500);
+
+/// How long a worker that leaves waits until a shard has heard it.
+const FAREWELL: Duration = Duration::from_secs(5);
+
+/// What became of a push, over all shards.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Pushed {
+    /// Whether it is part of the weights on every shard. If a connection was lost after a push had
+    /// arrived and before the reply, it is taken to be.
+    pub applied: bool,
+    /// How old its weights were, on the first shard.
+    pub age: Age,
+    /// Whether the run is over.
+    pub finished: bool,
+}
+
+/// A gradient to be pushed: vectors of one parameter, each of all its elements. More than one only in
+/// lock-step, where they are the sums of the worker's subtrees.
+pub type Gradient<'a> = (usize, Vec<&'a [f32]>);
+
+/// Takes weights: the parameter, where they begin in it, the weights.
+pub type Take<'a> = dyn FnMut(usize, usize, &[f32]) + 'a;
+
+/// Gives the initial weights of a parameter.
+type Initial<'a> = Option<&'a dyn Fn(usize) -> Vec<f32>>;
+
+/// A worker's connection to the servers of its run. After an error it is of no more use.
+pub struct Client {
+    options: ClientOptions,
+    sessions: Vec<Session>,
+    clock: u64,
+    /// The furthest clock that a shard has named.
+    told: u64,
+    bound: Option<u64>,
+    finished: bool,
+    voices: Arc<Voices>,
+    beating: Option<JoinHandle<()>>,
+    scratch: Scratch,
+    meter: Meter,
+}
+
+impl Client {
+    /// Joins a run at all its servers. The first worker brings the initial weights of a parameter, which
+    /// must be equal everywhere.
+    pub fn join(
+        run: &Run,
+        options: ClientOptions,
+        initial: &dyn Fn(usize) -> Vec<f32>,
+    ) -> Result<Client, ServerError> {
+        let setups = run.setups(options.servers.len().max(1));
+        let voices = Arc::new(Voices::new(setups.len()));
+        let session = |(number, setup): (usize, Setup)| Session::new(number, setup, &options);
+        let no_thread = |error: io::Error| ServerError::Unreachable {
+            server: 0,
+            address: options.servers.first().cloned().unwrap_or_default(),
+            last: format!("there is no thread to say that this worker lives: {error}"),
+        };
+        let beating = Voices::beat(&voices, run.timeout / BEATS).map_err(no_thread)?;
+        let mut client = Client {
+            sessions: setups.into_iter().enumerate().map(session).collect(),
+            clock: 0,
+            told: 0,
+            bound: run.level.bound(),
+            finished: false,
+            beating: Some(beating),
+            scratch: Scratch::default(),
+            meter: Meter::new(),
+            voices,
+            options,
+        };
+        client.meet(Some(initial))?;
+        Ok(client)
+    }
+
+    /// Steps that this worker has finished. Data of the next step follows from it: it stays the same
+    /// from a pull to the push of what was computed from it.
+    pub fn clock(&self) -> u64 {
+        self.clock
+    }
+
+    /// Whether the run is over.
+    pub fn is_finished(&self) -> bool {
+        self.finished
+    }
+
+    /// Whether bulk data lies in common memory on the way to every shard.
+    pub fn is_shared(&self) -> bool {
+        self.sessions.iter().all(Session::is_shared)
+    }
+
+    /// Something that ends every wait.
+    pub fn stopper(&self) -> Stopper {
+        Stopper(self.voices.clone())
+    }
+
+    /// Pulls the weights of all parameters, or of some; waits until the worker may read. If a connection
+    /// is lost meanwhile, some may be given more than once, the last time as they should be.
+    pub fn pull(&mut self, only: Option<&[usize]>, take: &mut Take<'_>) -> Result<(), ServerError> {
+        let start = Instant::now();
+        self.read(only, take)?;
+        self.meter.held += start.elapsed();
+        self.meter.blocked += start.elapsed();
+        Ok(())
+    }
+
+    /// Pushes gradients, and waits until the servers have said what became of them. Of `measured`,
+    /// times of waiting and bytes are filled in.
+    ///
+    /// # Panics
+    /// If a vector is shorter than its parameter.
+    pub fn push(
+        &mut self,
+        gradients: &[Gradient<'_>],
+        measured: Measured,
+    ) -> Result<Pushed, ServerError> {
+        let start = Instant::now();
+        let measured = self.begin(gradients, measured)?;
+        let pushed = self.settle(gradients, measured)?;
+        self.meter.blocked += start.elapsed();
+        Ok(pushed)
+    }
+
+    /// Pushes gradients and pulls the weights for the next step, in one round trip.
+    ///
+    /// # Panics
+    /// If a vector is shorter than its parameter.
+    pub fn push_pull(
+        &mut self,
+        gradients: &[Gradient<'_>],
+        measured: Measured,
+        take: &mut Take<'_>,
+    ) -> Result<Pushed, ServerError> {
+        let start = Instant::now();
+        let measured = self.begin(gradients, measured)?;
+        for session in &mut self.sessions {
+            let _speaking = self.voices.speak(session.number);
+            // The clock after the push. If it becomes another, this is asked again.
+            let _ = session.ask(self.clock + 1, self.bound, None);
+        }
+        let pushed = self.settle(gradients, measured)?;
+        let settled = Instant::now();
+        self.read(None, take)?;
+        self.meter.held += settled.elapsed();
+        self.meter.blocked += start.elapsed();
+        Ok(pushed)
+    }
+
+    /// Leaves the run, so that nobody waits for this worker.
+    pub fn leave(mut self) {
+        let patience = self.options.patience.min(FAREWELL);
+        for session in &mut self.sessions {
+            let _speaking = self.voices.speak(session.number);
+            session.leave(patience);
+        }
+    }
+
+    /// Sends the push to every shard; what was measured.
+    fn begin(
+        &mut self,
+        gradients: &[Gradient<'_>],
+        measured: Measured,
+    ) -> Result<Measured, ServerError> {
+        self.meet(None)?;
+        if let Some(session) = self.sessions.iter().find(|s| s.outbox.pending().is_some()) {
+            // Whether that one has arrived is not known, and its gradients are gone.
+            let what = "a push before this one has failed; join again in a later life".to_owned();
+            return Err(ServerError::Protocol { server: session.number, what });
+        }
+        let traffic = self.sessions.iter().map(Session::traffic).sum();
+        let measured = self.meter.complete(measured, traffic);
+        for session in &mut self.sessions {
+            session.begin(self.clock, gradients, &mut self.scratch);
+        }
+        for session in &mut self.sessions {
+            let _speaking = self.voices.speak(session.number);
+            // What fails now is found out when the reply is waited for.
+            let _ = session.send_push(gradients, measured);
+        }
+        Ok(measured)
+    }
+
+    /// Waits until every shard has said what became of the push. The step is then finished.
+    fn settle(
+        &mut self,
+        gradients: &[Gradient<'_>],
+        measured: Measured,
+    ) -> Result<Pushed, ServerError> {
+        let mut all = Pushed { applied: true, ..Pushed::default() };
+        for session in 0..self.sessions.len() {
+            let pushed = self.settle_at(session, gradients, measured)?;
+            all.applied &= pushed.applied;
+            if session == 0 {
+                all.age = pushed.age;
+            }
+            self.finished |= pushed.finished;
+        }
+        self.clock = self.told.max(self.clock + 1);
+        all.finished = self.finished;
+        Ok(all)
+    }
+
+    /// Waits until a shard has said what became of the push, and sends it again if it was lost.
+    fn settle_at(
+        &mut self,
+        session: usize,
+        gradients: &[Gradient<'_>],
+        measured: Measured,
+    ) -> Result<Pushed, ServerError> {
+        loop {
+            match self.sessions[session].receive_pushed() {
+                Ok(settled) => {
+                    self.told = self.told.max(settled.clock);
+                    if session == 0 {
+                        self.bound = settled.bound;
+                    }
+                    return Ok(settled.pushed);
+                }
+                Err(fault) => self.give_up(session, fault)?,
+            }
+            if !self.come_back(session)? {
+                return Ok(Pushed { applied: true, ..Pushed::default() });
+            }
+            let _speaking = self.voices.speak(session);
+            let _ = self.sessions[session].send_push(gradients, measured);
+        }
+    }
+
+    /// Joins a shard again with a push under way, at its clock; whether it still is.
+    fn come_back(&mut self, session: usize) -> Result<bool, ServerError> {
+        loop {
+            if !self.sessions[session].is_open() {
+                self.open(session, None)?;
+            }
+            let Some(push) = self.sessions[session].outbox.pending() else { return Ok(false) };
+            match self.enter(session, push.clock) {
+                Ok(()) => return Ok(true),
+                Err(fault) => self.give_up(session, fault)?,
+            }
+        }
+    }
+
+    /// Takes the weights of every shard at the worker's clock, and asks for those that nobody has asked
+    /// for yet.
+    fn read(&mut self, only: Option<&[usize]>, take: &mut Take<'_>) -> Result<(), ServerError> {
+        let mut taken = vec![None; self.sessions.len()];
+        loop {
+            self.meet(None)?;
+            let clock = self.clock;
+            for session in self.sessions.iter_mut().filter(|session| session.asked.is_none()) {
+                if taken[session.number] != Some(clock) {
+                    let _speaking = self.voices.speak(session.number);
+                    let _ = session.ask(clock, self.bound, only);
+                }
+            }
+            for (session, taken) in taken.iter_mut().enumerate() {
+                if *taken == Some(clock) {
+                    continue;
+                }
+                match self.sessions[session].receive_weights(take) {
+                    Ok(()) => *taken = Some(clock),
+                    Err(fault) => self.mend(session, fault)?,
+                }
+            }
+            if taken.iter().all(|taken| *taken == Some(clock)) {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Has all shards agree on the worker's clock: joins where it has not, and enters at the furthest
+    /// clock where it is at another.
+    fn meet(&mut self, initial: Initial<'_>) -> Result<(), ServerError> {
+        loop {
+            if self.voices.is_stopped() {
+                return Err(ServerError::Stopped);
+            }
+            for session in 0..self.sessions.len() {
+                if !self.sessions[session].is_open() {
+                    self.open(session, initial)?;
+                }
+            }
+            self.clock = self.clock.max(self.told);
+            let clock = self.clock;
+            let differs = |session: &Session| {
+                session.at != Some(clock) || session.asked.is_some_and(|asked| asked != clock)
+            };
+            let Some(session) = self.sessions.iter().position(differs) else { return Ok(()) };
+            let done = match self.sessions[session].asked {
+                // Weights for another clock are still to come, and must be out of the way.
+                Some(_) => self.sessions[session].receive_weights(&mut |_, _, _| {}),
+                None => self.enter(session, clock),
+            };
+            if let Err(fault) = done {
+                self.mend(session, fault)?;
+            }
+        }
+    }
+
+    fn enter(&mut self, session: usize, clock: u64) -> Result<(), Fault> {
+        let _speaking = self.voices.speak(session);
+        self.sessions[session].enter(clock)
+    }
+
+    /// Joins a shard over a new connection.
+    fn open(&mut self, session: usize, initial: Initial<'_>) -> Result<(), ServerError> {
+        loop {
+            match self.try_to_open(session, initial) {
+                Ok(()) => return Ok(()),
+                Err(fault) => self.give_up(session, fault)?,
+            }
+        }
+    }
+
+    fn try_to_open(&mut self, session: usize, initial: Initial<'_>) -> Result<(), Fault> {
+        // Nothing else may be said before the worker has joined.
+        let _speaking = self.voices.speak(session);
+        let opened = |socket: &Socket| {
+            let socket = socket.try_clone().map_err(Fault::Lost)?;
+            self.voices.open(session, socket).map_err(Fault::Fatal)
+        };
+        let of = &mut self.sessions[session];
+        of.connect(&self.options, self.options.worker, opened)?;
+        let welcome = of.join(initial)?;
+        // It is there. How long to wait for it counts from the next time that it is not.
+        of.trouble = of.trouble.map(|(_, pause)| (Instant::now(), pause));
+        self.told = self.told.max(welcome.clock);
+        self.finished |= welcome.finished;
+        if session == 0 {
+            self.bound = welcome.bound;
+        }
+        Ok(())
+    }
+
+    /// Does what can be done about a fault while no push is under way. A worker that is somewhere else
+    /// than it thought goes on there.
+    fn mend(&mut self, session: usize, fault: Fault) -> Result<(), ServerError> {
+        match fault {
+            Fault::Rejoin(Refusal::OtherClock { clock }) => {
+                self.told = self.told.max(clock);
+                self.sessions[session].at = None;
+                Ok(())
+            }
+            other => self.give_up(session, other),
+        }
+    }
+
+    /// Gives a connection up, and waits a little before the next attempt; or gives up altogether.
+    fn give_up(&mut self, session: usize, fault: Fault) -> Result<(), ServerError> {
+        let last = match fault {
+            _ if self.voices.is_stopped() => return Err(ServerError::Stopped),
+            Fault::Fatal(error) => return Err(error),
+            Fault::Lost(error) => error.to_string(),
+            Fault::Rejoin(refusal) => refusal.to_string(),
+        };
+        log::info!("server {session}: {last}; trying again");
+        let of = &mut self.sessions[session];
+        of.close();
+        self.voices.close(session);
+        let (since, pause) = of.trouble.unwrap_or((Instant::now(), FIRST_PAUSE));
+        of.trouble = Some((since, (pause * 2).min(LONGEST_PAUSE)));
+        if since.elapsed() + pause > self.options.patience {
+            let address = self.options.servers.get(session).cloned().unwrap_or_default();
+            return Err(ServerError::Unreachable { server: session, address, last });
+        }
+        self.voices.pause(pause);
+        if self.voices.is_stopped() { Err(ServerError::Stopped) } else { Ok(()) }
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        self.voices.finish();
+        if let Some(beating) = self.beating.take() {
+            let _ = beating.join();
+        }
+    }
+}
+
+/// What a client measures from one push to the next.
+struct Meter {
+    since: Instant,
+    held: Duration,
+    blocked: Duration,
+    traffic: u64,
+}
+
+impl Meter {
+    fn new() -> Meter {
+        Meter { since: Instant::now(), held: Duration::ZERO, blocked: Duration::ZERO, traffic: 0 }
+    }
+
+    /// Fills in what is known of a step, and begins anew. `traffic` is in bytes, since ever.
+    fn complete(&mut self, measured: Measured, traffic: u64) -> Measured {
+        let completed = Measured {
+            held: self.held.as_secs_f64(),
+            blocked: self.blocked.as_secs_f64(),
+            wall: self.since.elapsed().as_secs_f64(),
+            bytes: traffic - self.traffic,
+            ..measured
+        };
+        *self = Meter { traffic, ..Meter::new() };
+        completed
+    }
+}

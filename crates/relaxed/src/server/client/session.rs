@@ -1,0 +1,387 @@
+//! A worker and one shard: what is said, and what has to be said again.
+//!
+//! A session is *open* if its connection is, and the worker has joined by it. It is then *at* a clock
+//! if it has entered. Whatever goes wrong, the connection is given up: on a new one nothing is under
+//! way, and the shard says what it knows.
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use socket2::Socket;
+use unisono_codec::CodecSpec;
+use unisono_codec::parcel::{Origin, Scratch, Sender};
+use unisono_sync::shards::Shards;
+
+use super::dial::Call;
+use super::options::{ClientOptions, ServerError};
+use super::{Gradient, Pushed, Take};
+use crate::server::core::Refusal;
+use crate::server::job::SLACK;
+use crate::server::layout::Piece;
+use crate::server::link::{Link, bytes, numbers};
+use crate::server::outbox::Outbox;
+use crate::server::wire::{Measured, Part, Reply, Request, Setup};
+use crate::spec::Level;
+
+/// What went wrong with a request.
+pub enum Fault {
+    /// The connection; it can be opened again.
+    Lost(io::Error),
+    /// The shard wants the worker to join again, for this reason.
+    Rejoin(Refusal),
+    /// There is nothing to be done.
+    Fatal(ServerError),
+}
+
+/// A worker and one shard.
+pub struct Session {
+    pub number: usize,
+    setup: Setup,
+    fingerprint: [u8; 32],
+    link: Option<Link>,
+    /// The clock at which the shard has the worker.
+    pub at: Option<u64>,
+    /// The clock for which weights were asked that have not come yet.
+    pub asked: Option<u64>,
+    pub outbox: Outbox,
+    /// Since when nothing has come of what was tried, and how long to wait before the next attempt.
+    pub trouble: Option<(Instant, Duration)>,
+    /// Encodes each piece, where it is encoded, from a clock on.
+    senders: Vec<Option<Sender>>,
+    warm_up: u64,
+    /// What is under way: the parts, and the encodings among them.
+    parts: Vec<Part>,
+    encoded: Vec<Vec<u8>>,
+    /// Bytes moved over connections that are closed.
+    moved: u64,
+}
+
+/// What a shard says to a worker that joins.
+pub struct Welcome {
+    /// The clock of the run.
+    pub clock: u64,
+    /// By how much the worker may be ahead.
+    pub bound: Option<u64>,
+    /// Whether the run is over.
+    pub finished: bool,
+}
+
+/// What a shard says about a push.
+pub struct Settled {
+    pub pushed: Pushed,
+    /// The worker's clock now.
+    pub clock: u64,
+    /// By how much the worker may be ahead.
+    pub bound: Option<u64>,
+}
+
+impl Session {
+    pub fn new(number: usize, setup: Setup, options: &ClientOptions) -> Session {
+        let sender = |(piece, codec): (usize, &Option<String>)| {
+            let codec: CodecSpec = codec.as_ref()?.parse().expect("the text of a codec");
+            let origin = Origin {
+                shape: setup.pieces[piece].shape.clone(),
+                parameter: piece,
+                seed: setup.seed,
+                worker: options.worker as usize,
+                mean_of: 1,
+            };
+            Some(Sender::new(codec.build(), origin, options.error_feedback))
+        };
+        Session {
+            number,
+            fingerprint: setup.fingerprint(),
+            senders: setup.codecs.iter().enumerate().map(sender).collect(),
+            warm_up: options.warm_up,
+            link: None,
+            at: None,
+            asked: None,
+            outbox: Outbox::new(options.worker, options.life),
+            trouble: None,
+            parts: Vec::new(),
+            encoded: Vec::new(),
+            moved: 0,
+            setup,
+        }
+    }
+
+    pub fn is_open(&self) -> bool {
+        self.link.is_some()
+    }
+
+    /// Whether bulk data lies in common memory.
+    pub fn is_shared(&self) -> bool {
+        self.link.as_ref().is_some_and(Link::is_shared)
+    }
+
+    /// Opens a connection, by which nobody has joined yet.
+    pub fn connect(
+        &mut self,
+        options: &ClientOptions,
+        worker: u32,
+        opened: impl Fn(&Socket) -> Result<(), Fault>,
+    ) -> Result<(), Fault> {
+        let call = Call {
+            options,
+            server: self.number,
+            worker,
+            most_bulk: self.most_bulk(),
+            timeout: Duration::from_millis(self.setup.timeout_ms),
+        };
+        self.close();
+        self.link = Some(call.dial(opened)?);
+        Ok(())
+    }
+
+    /// Gives the connection up.
+    pub fn close(&mut self) {
+        self.moved = self.traffic();
+        self.link = None;
+        self.at = None;
+        self.asked = None;
+    }
+
+    /// Bytes sent and received so far.
+    pub fn traffic(&self) -> u64 {
+        self.moved + self.link.as_ref().map_or(0, Link::traffic)
+    }
+
+    /// Joins, and sets the shard up if it knows of no run and the weights are there.
+    pub fn join(
+        &mut self,
+        initial: Option<&dyn Fn(usize) -> Vec<f32>>,
+    ) -> Result<Welcome, Fault> {
+        loop {
+            match self.call(&Request::Join { run: self.fingerprint }, &[])? {
+                Reply::Joined { joined, bound, finished } => {
+                    self.outbox.rejoin(joined);
+                    return Ok(Welcome { clock: joined.clock, bound, finished });
+                }
+                Reply::Unknown => match initial {
+                    Some(initial) => self.set_up(initial)?,
+                    None => return Err(self.unexpected(Reply::Unknown)),
+                },
+                other => return Err(self.unexpected(other)),
+            }
+        }
+    }
+
+    fn set_up(&mut self, initial: &dyn Fn(usize) -> Vec<f32>) -> Result<(), Fault> {
+        let mut weights: Vec<(usize, Vec<f32>)> = Vec::new();
+        // Pieces of one parameter are neighbours.
+        for piece in &self.setup.pieces {
+            if weights.last().is_none_or(|(parameter, _)| *parameter != piece.parameter) {
+                weights.push((piece.parameter, initial(piece.parameter)));
+            }
+        }
+        let of = |parameter: usize| {
+            let found = weights.binary_search_by_key(&parameter, |(parameter, _)| *parameter);
+            &weights[found.expect("fetched above, in order")].1
+        };
+        let parts = self.setup.pieces.iter();
+        let parts: Vec<&[u8]> =
+            parts.map(|piece| bytes(&of(piece.parameter)[piece.span()])).collect();
+        let request = Request::SetUp(Box::new(self.setup.clone()));
+        match self.call(&request, &parts)? {
+            Reply::Done => Ok(()),
+            other => Err(self.unexpected(other)),
+        }
+    }
+
+    /// Begins at a clock.
+    pub fn enter(&mut self, clock: u64) -> Result<(), Fault> {
+        match self.call(&Request::Enter { clock }, &[])? {
+            Reply::Done => {
+                self.at = Some(clock);
+                Ok(())
+            }
+            other => Err(self.unexpected(other)),
+        }
+    }
+
+    /// Prepares a push for a clock, and encodes what is encoded. What is sent again later is the same.
+    pub fn begin(&mut self, clock: u64, gradients: &[Gradient<'_>], scratch: &mut Scratch) {
+        self.outbox.begin(clock);
+        self.parts.clear();
+        self.encoded.clear();
+        for (number, piece) in self.setup.pieces.iter().enumerate() {
+            let Some(vectors) = of(gradients, piece) else { continue };
+            let mut encoded = Vec::new();
+            let mut part = Part {
+                piece: number as u32,
+                vectors: vectors.len() as u32,
+                bytes: (4 * piece.len() * vectors.len()) as u64,
+                encoded: false,
+            };
+            if clock >= self.warm_up
+                && let (Some(sender), [gradient]) = (&mut self.senders[number], vectors)
+            {
+                sender.encode(clock, &gradient[piece.span()], scratch, &mut encoded);
+                part.bytes = encoded.len() as u64;
+                part.encoded = true;
+            }
+            self.parts.push(part);
+            self.encoded.push(encoded);
+        }
+    }
+
+    /// Sends the push that is under way.
+    pub fn send_push(&mut self, gradients: &[Gradient<'_>], measured: Measured) -> io::Result<()> {
+        let Session { setup, parts, encoded, link, outbox, .. } = self;
+        let push = outbox.pending().expect("a push is under way");
+        let vectors = |part: &Part| {
+            let piece = &setup.pieces[part.piece as usize];
+            let vectors = of(gradients, piece).expect("a part of a gradient");
+            vectors.iter().map(|vector| &vector[piece.span()])
+        };
+        // Several vectors of a piece travel as one part.
+        let joined: Vec<Vec<f32>> = parts
+            .iter()
+            .map(|part| match part.vectors {
+                1 => Vec::new(),
+                _ => vectors(part).flatten().copied().collect(),
+            })
+            .collect();
+        let mut slices: Vec<&[u8]> = Vec::with_capacity(parts.len());
+        for ((part, encoded), joined) in parts.iter().zip(&*encoded).zip(&joined) {
+            slices.push(match (part.encoded, part.vectors) {
+                (true, _) => encoded,
+                (false, 1) => bytes(vectors(part).next().expect("there is one")),
+                (false, _) => bytes(joined),
+            });
+        }
+        let request = Request::Push { push, measured, parts: parts.clone() };
+        link.as_mut().ok_or_else(not_connected)?.send(&request, &slices)
+    }
+
+    /// What became of the push that is under way.
+    pub fn receive_pushed(&mut self) -> Result<Settled, Fault> {
+        match self.receive()? {
+            Reply::Pushed { applied, age, clock, bound, finished } => {
+                self.outbox.settle();
+                self.at = Some(clock);
+                self.trouble = None;
+                Ok(Settled { pushed: Pushed { applied, age, finished }, clock, bound })
+            }
+            other => Err(self.unexpected(other)),
+        }
+    }
+
+    /// Asks for weights.
+    pub fn ask(
+        &mut self,
+        clock: u64,
+        bound: Option<u64>,
+        only: Option<&[usize]>,
+    ) -> io::Result<()> {
+        let pieces = only.map(|only| {
+            let wanted = self.setup.pieces.iter().enumerate();
+            let wanted = wanted.filter(|(_, piece)| only.contains(&piece.parameter));
+            wanted.map(|(number, _)| number as u32).collect()
+        });
+        self.link()?.send(&Request::Pull { clock, bound, pieces }, &[])?;
+        self.asked = Some(clock);
+        Ok(())
+    }
+
+    /// Takes the weights that were asked for.
+    pub fn receive_weights(&mut self, take: &mut Take<'_>) -> Result<(), Fault> {
+        let reply = self.receive()?;
+        self.asked = None;
+        let Reply::Weights { versions } = reply else { return Err(self.unexpected(reply)) };
+        let pieces = &self.setup.pieces;
+        let known = |(number, _): &(u32, u64)| pieces.get(*number as usize).ok_or(*number);
+        let read: Result<Vec<&Piece>, u32> = versions.iter().map(known).collect();
+        let server = self.number;
+        let read = read.map_err(|number| {
+            let what = format!("there is no piece {number}");
+            Fault::Fatal(ServerError::Protocol { server, what })
+        })?;
+        let link = self.link.as_mut().ok_or_else(|| Fault::Lost(not_connected()))?;
+        let lengths: Vec<usize> = read.iter().map(|piece| 4 * piece.len()).collect();
+        let taken = link.bulk_as_it_comes(&lengths, |part, start, bytes| {
+            take(read[part].parameter, read[part].start + start / 4, numbers(bytes)?);
+            Ok(())
+        });
+        taken.map_err(Fault::Lost)?;
+        self.trouble = None;
+        Ok(())
+    }
+
+    /// Looks at the weights, without taking part.
+    pub fn look(&mut self, take: &mut Take<'_>) -> Result<(), Fault> {
+        let request = Request::Look { run: self.fingerprint };
+        self.link().and_then(|link| link.send(&request, &[])).map_err(Fault::Lost)?;
+        self.receive_weights(take)
+    }
+
+    pub fn call(&mut self, request: &Request, parts: &[&[u8]]) -> Result<Reply, Fault> {
+        self.link().and_then(|link| link.send(request, parts)).map_err(Fault::Lost)?;
+        self.receive()
+    }
+
+    fn receive(&mut self) -> Result<Reply, Fault> {
+        let reply = self.link().and_then(Link::receive).map_err(Fault::Lost)?;
+        reply.ok_or_else(|| Fault::Lost(io::ErrorKind::UnexpectedEof.into()))
+    }
+
+    /// Says that the worker is done, and waits until the shard knows, though not for long.
+    pub fn leave(&mut self, patience: Duration) {
+        if let Some(link) = &mut self.link
+            && link.socket().set_read_timeout(Some(patience)).is_ok()
+        {
+            // Whoever cannot be told sees the connection end.
+            let _ = link.send(&Request::Leave, &[]).and_then(|()| link.receive::<Reply>());
+        }
+    }
+
+    /// What a reply means that was not hoped for.
+    pub fn unexpected(&self, reply: Reply) -> Fault {
+        let server = self.number;
+        Fault::Fatal(match reply {
+            Reply::Refused(Refusal::Superseded) => {
+                ServerError::Superseded { worker: self.outbox.worker() }
+            }
+            Reply::Refused(refusal @ (Refusal::NotPresent | Refusal::OtherClock { .. })) => {
+                return Fault::Rejoin(refusal);
+            }
+            Reply::Refused(refusal) => ServerError::Protocol { server, what: refusal.to_string() },
+            Reply::OtherRun => ServerError::OtherRun { server },
+            Reply::Unknown => ServerError::Forgotten { server },
+            Reply::Invalid(what) => ServerError::Protocol { server, what },
+            _ => ServerError::Protocol { server, what: "a reply to another question".into() },
+        })
+    }
+
+    fn link(&mut self) -> io::Result<&mut Link> {
+        self.link.as_mut().ok_or_else(not_connected)
+    }
+
+    /// The most bulk data that travels at once: a push, or all weights.
+    fn most_bulk(&self) -> usize {
+        let Setup { level, pieces, codecs, shards, workers, .. } = &self.setup;
+        let (shards, workers) = (*shards as usize, *workers as usize);
+        let is_lockstep = level.parse().is_ok_and(|level: Level| level.is_lockstep());
+        let shards = Shards::new(shards, workers).ok().filter(|_| is_lockstep);
+        let subtrees = shards.map(|shards| shards.subtrees(workers));
+        let vectors = subtrees.and_then(|all| all.iter().map(Vec::len).max()).unwrap_or(1);
+        let most = |(piece, codec): (&Piece, &Option<String>)| {
+            let encoded = if codec.is_some() { 8 * piece.len() + SLACK as usize } else { 0 };
+            (4 * piece.len() * vectors).max(encoded).next_multiple_of(8)
+        };
+        pieces.iter().zip(codecs).map(most).sum()
+    }
+}
+
+/// The vectors of a piece's parameter, if it has a gradient.
+fn of<'a, 'b>(gradients: &'b [Gradient<'a>], piece: &Piece) -> Option<&'b [&'a [f32]]> {
+    let is_its = |(parameter, _): &&Gradient<'_>| *parameter == piece.parameter;
+    // Mostly all parameters have one, in order.
+    let at_once = gradients.get(piece.parameter).filter(is_its);
+    let of = at_once.or_else(|| gradients.iter().find(is_its));
+    of.map(|(_, vectors)| vectors.as_slice())
+}
+
+fn not_connected() -> io::Error {
+    io::ErrorKind::NotConnected.into()
+}

@@ -1,0 +1,269 @@
+//! Whoever has proved the token may still say anything: by mistake, or of another version. A shard
+//! answers or ends the connection, and serves the others as if nothing were.
+
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use socket2::{Domain, SockAddr, Socket, Type};
+use unisono_collective::handshake::{Introduction, Purpose, initiate};
+use unisono_relaxed::server::core::PushId;
+use unisono_relaxed::server::layout::Piece;
+use unisono_relaxed::server::link::Link;
+use unisono_relaxed::server::wire::{self, Measured, Part, Request, Setup};
+use unisono_relaxed::server::{Run, Transport};
+
+use crate::lab::{Counter, HUNG, Lab, TOKEN, counting, counts, setup, within};
+
+/// Everything that is said by somebody who is up to no good: requests, and bytes after them.
+fn insults(run: &Run) -> Vec<(Request, Vec<u8>)> {
+    let good = setup(run, 1);
+    let mut all = Vec::new();
+    let mut say = |request: Request| all.push((request, vec![0; 64]));
+    for run in [[0; 32], good.fingerprint()] {
+        say(Request::Join { run });
+        say(Request::Look { run });
+    }
+    for clock in [0, 1, u64::MAX / 2, u64::MAX] {
+        say(Request::Enter { clock });
+        for pieces in [None, Some(vec![]), Some(vec![0, 0]), Some(vec![u32::MAX]), Some(vec![1])] {
+            say(Request::Pull { clock, bound: Some(clock), pieces });
+        }
+    }
+    let part = Part { piece: 0, vectors: 1, bytes: 8, encoded: false };
+    let parts = [
+        vec![],
+        vec![part],
+        vec![part, part],
+        vec![Part { piece: u32::MAX, ..part }],
+        vec![Part { vectors: 0, ..part }],
+        vec![Part { vectors: u32::MAX, bytes: u64::MAX, ..part }],
+        vec![Part { bytes: u64::MAX, ..part }],
+        vec![Part { bytes: 7, ..part }],
+        vec![Part { encoded: true, ..part }],
+        vec![Part { encoded: true, bytes: u64::MAX, ..part }],
+    ];
+    let worker = 1;
+    for parts in parts {
+        for (worker, life) in [(worker, 1), (worker, 2), (0, 1), (u32::MAX, u64::MAX)] {
+            for (number, clock) in [(0, 0), (1, 0), (1, 1), (2, 0), (u64::MAX, u64::MAX)] {
+                let push = PushId { worker, life, number, clock };
+                let measured = Measured { loss: f32::NAN, compute: f64::NAN, ..Measured::default() };
+                say(Request::Push { push, measured, parts: parts.clone() });
+            }
+        }
+    }
+    for setup in absurd_setups(&good) {
+        say(Request::SetUp(Box::new(setup)));
+    }
+    say(Request::Beat);
+    say(Request::Report);
+    say(Request::Leave);
+    all
+}
+
+fn absurd_setups(good: &Setup) -> Vec<Setup> {
+    let piece = |shape: &[usize]| Piece { parameter: 0, start: 0, shape: shape.to_vec() };
+    let with = |shapes: &[&[usize]]| Setup {
+        pieces: shapes.iter().map(|shape| piece(shape)).collect(),
+        codecs: vec![None; shapes.len()],
+        ..good.clone()
+    };
+    let codec = |text: &str| Setup { codecs: vec![Some(text.into())], ..with(&[&[3]]) };
+    let most = usize::MAX;
+    vec![
+        good.clone(),
+        with(&[]),
+        with(&[&[]]),
+        with(&[&[0]]),
+        with(&[&[most, most]]),
+        with(&[&[0, most, most]]),
+        with(&[&[most, 2, 0]]),
+        with(&[&[1 << 60]]),
+        with(&[&[1 << 34]]),
+        with(&[&[1 << 37], &[1 << 37]]),
+        with(&[&[most], &[most], &[most]]),
+        Setup { pieces: vec![Piece { start: most, ..piece(&[4]) }], ..with(&[&[4]]) },
+        Setup { codecs: vec![], ..good.clone() },
+        Setup { workers: 0, shards: 0, ..good.clone() },
+        Setup { workers: u32::MAX, shards: u32::MAX, ..good.clone() },
+        Setup { workers: 5, shards: 4, ..good.clone() },
+        Setup { timeout_ms: 0, ..good.clone() },
+        Setup { timeout_ms: u64::MAX, total: 0, ..good.clone() },
+        Setup { level: "gossip".into(), ..good.clone() },
+        Setup { level: "x".repeat(100_000), ..good.clone() },
+        Setup { stale: "compensate:nan".into(), ..good.clone() },
+        codec("powersgd:4"),
+        codec("topk:2"),
+        codec("\u{0}"),
+    ]
+}
+
+/// Says something, then nothing more, and waits until the shard has ended the connection.
+fn insult(mut socket: Socket, bytes: &[u8]) {
+    // The shard may have had enough before all is said.
+    let _ = socket.write_all(bytes);
+    let _ = socket.shutdown(Shutdown::Write);
+    let mut replies = Vec::new();
+    match socket.read_to_end(&mut replies) {
+        Ok(_) => {}
+        Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => {}
+        Err(error) => panic!("the connection stays open: {error}"),
+    }
+}
+
+fn text(request: &Request, rest: &[u8]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    wire::write(request, &mut bytes);
+    bytes.extend_from_slice(rest);
+    bytes
+}
+
+/// Bytes that follow from a seed.
+fn noise(seed: u64, length: usize) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 24) as u8
+    };
+    (0..length).map(|_| next()).collect()
+}
+
+/// A worker goes on undisturbed while `disturb` runs; the counts say that nobody else's pushes count.
+fn undisturbed(lab: &Lab, run: &Run, disturb: impl FnOnce()) {
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let working = scope.spawn(|| {
+            let mut worker = Counter::join(lab, run, 0);
+            worker.pull().unwrap();
+            while !over.load(Ordering::Relaxed) || worker.client.clock() < 10 {
+                worker.push_pull().unwrap();
+                assert_eq!(worker.seen[0], worker.client.clock());
+            }
+            worker.client.clock()
+        });
+        disturb();
+        over.store(true, Ordering::Relaxed);
+        let clock = working.join().expect("it is disturbed");
+        assert_eq!(counts(&lab.look(run))[0], clock);
+    });
+}
+
+#[test]
+fn absurd_requests_disturb_nobody() {
+    within("an insult", || {
+        let (lab, run) = (Lab::start(1, Transport::Tcp), counting("async", 2));
+        undisturbed(&lab, &run, || {
+            lab.client(&run, 0);
+        });
+        undisturbed(&lab, &run, || {
+            let joins = text(&Request::Join { run: setup(&run, 1).fingerprint() }, &[]);
+            let enters = text(&Request::Enter { clock: 3 }, &[]);
+            for (request, rest) in insults(&run) {
+                // As a stranger, and as a member.
+                insult(lab.knock(0, 1, 1), &text(&request, &rest));
+                let words = [&joins[..], &enters, &text(&request, &rest)].concat();
+                insult(lab.knock(0, 1, 1), &words);
+            }
+        });
+    });
+}
+
+#[test]
+fn absurd_requests_disturb_nobody_in_lockstep() {
+    within("an insult", || {
+        let (lab, run) = (Lab::start(1, Transport::Tcp), counting("bsp", 1));
+        undisturbed(&lab, &run, || {
+            for (request, rest) in insults(&run) {
+                // Nobody else is of this run, so that nobody else can stop it.
+                insult(lab.knock(0, 1, 1), &text(&request, &rest));
+            }
+        });
+    });
+}
+
+#[test]
+fn noise_disturbs_nobody() {
+    within("noise", || {
+        let (lab, run) = (Lab::start(1, Transport::Tcp), counting("async", 2));
+        undisturbed(&lab, &run, || {
+            for seed in 0..200 {
+                let mut bytes = noise(seed, 300);
+                if seed % 2 == 0 {
+                    // A length that can be, so that the text is read.
+                    bytes[..4].copy_from_slice(&(seed as u32).to_le_bytes());
+                }
+                insult(lab.knock(0, 1, 1), &bytes);
+            }
+            let mut endless = u32::MAX.to_le_bytes().to_vec();
+            endless.extend(noise(0, 1000));
+            insult(lab.knock(0, 1, 1), &endless);
+        });
+    });
+}
+
+/// A shard that knows of no run yet, and is insulted first.
+#[test]
+fn absurd_setups_leave_room_for_a_good_one() {
+    within("a setup", || {
+        let (lab, run) = (Lab::start(1, Transport::Tcp), counting("async", 2));
+        let good = setup(&run, 1);
+        // A shard without weights may be, if there are more shards than rows.
+        let has_weights = |setup: &Setup| setup.pieces.iter().any(|piece| piece.checked_bytes() > 0);
+        for absurd in absurd_setups(&good).into_iter().filter(has_weights) {
+            // Weights are missing even for those that make sense.
+            insult(lab.knock(0, 1, 1), &text(&Request::SetUp(Box::new(absurd)), &[]));
+        }
+        for (request, rest) in insults(&run) {
+            if !matches!(request, Request::SetUp(_)) {
+                insult(lab.knock(0, 1, 1), &text(&request, &rest));
+            }
+        }
+        undisturbed(&lab, &run, || {});
+    });
+}
+
+/// Over a Unix socket: memory that is missing, or too small for what is said to be in it.
+#[test]
+fn bad_memory_disturbs_nobody() {
+    within("memory", || {
+        let (lab, run) = (Lab::start(1, Transport::Auto), counting("async", 2));
+        let knock = || {
+            let socket = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
+            let name = format!("\0unisono-server-{}", lab.addresses[0]);
+            socket.connect(&SockAddr::unix(name).unwrap()).unwrap();
+            socket.set_read_timeout(Some(HUNG)).unwrap();
+            let introduction = Introduction {
+                purpose: Purpose::Server,
+                epoch: 1,
+                group: 0,
+                from: 1,
+                to: 0,
+                channel: 0,
+            };
+            let deadline = std::time::Instant::now() + HUNG;
+            initiate(&socket, &TOKEN, &introduction, deadline).unwrap();
+            socket
+        };
+        undisturbed(&lab, &run, || {
+            insult(knock(), &[]);
+            insult(knock(), &noise(1, 8));
+            insult(knock(), &noise(2, 100));
+            let socket = knock();
+            let mut link = Link::offer(socket.try_clone().unwrap(), 4096).unwrap();
+            let large = Piece { parameter: 0, start: 0, shape: vec![1 << 20] };
+            let large =
+                Setup { pieces: vec![large], codecs: vec![None], ..setup(&run, 1) };
+            link.send(&Request::SetUp(Box::new(large)), &[]).unwrap();
+            insult(socket, &[]);
+            for (request, _) in insults(&run) {
+                let socket = knock();
+                let mut link = Link::offer(socket.try_clone().unwrap(), 4096).unwrap();
+                link.send(&request, &[]).unwrap();
+                insult(socket, &[]);
+            }
+        });
+    });
+}

@@ -1,0 +1,17 @@
+//! The parameter server over loopback: shards and workers as threads of one process, and where it
+//! matters shards as processes that are killed.
+//!
+//! Most tests count: the optimizer is plain descent with a rate of 1, a push of worker `w` is one where
+//! the weights have its number and zero elsewhere, so that the weights say how often each worker's
+//! pushes were applied.
+
+mod bounds;
+mod codecs;
+mod departures;
+mod failures;
+mod hostile;
+mod lab;
+mod lockstep;
+mod pieces;
+mod restarts;
+mod staleness;
