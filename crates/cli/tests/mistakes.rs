@@ -3,6 +3,7 @@
 mod common;
 
 use std::fs;
+use std::net::TcpListener;
 use std::process::Command;
 
 use common::{Desk, PROGRAM, checkpoints, contents};
@@ -147,6 +148,90 @@ fn settings_that_contradict_each_other() {
     );
 }
 
+#[test]
+fn settings_of_other_strategies() {
+    let desk = Desk::new();
+    let of_servers = ["leave it out", "a strategy with servers, such as ssp:3"];
+    for (flag, value, strategies) in [
+        ("--servers", "2", &["all-reduce", "local:4", "hogwild", "gossip"][..]),
+        ("--stale", "drop:3", &["all-reduce", "hogwild", "gossip"]),
+        ("--journal", "here", &["all-reduce", "hogwild", "gossip"]),
+        ("--codec", "int8", &["hogwild", "gossip"]),
+        ("--restarts", "5", &["all-reduce", "hogwild"]),
+    ] {
+        for strategy in strategies {
+            let train = format!("train --strategy {strategy} {flag} {value}");
+            let words = [flag, strategy, of_servers[0], of_servers[1]];
+            each(&desk, &[(&train, &words)]);
+        }
+    }
+    each(
+        &desk,
+        &[
+            (
+                "train --strategy bsp --stale scale",
+                &["--stale scale", "no gradient is stale", "leave it out"],
+            ),
+            (
+                "train --strategy hogwild --optimizer adamw",
+                &["hogwild", "use --optimizer sgd without weight decay", "adamw"],
+            ),
+            (
+                "train --strategy hogwild --optimizer sgd --weight-decay 0.1",
+                &["use --optimizer sgd without weight decay"],
+            ),
+            (
+                "train --strategy ssp:3 --model replay:gpt2",
+                &["--strategy ssp:3", "a replayed model", "use --strategy all-reduce"],
+            ),
+            (
+                "train --strategy async --checkpoint-dir here",
+                &["--checkpoint-dir", "--strategy async", "give --journal DIR"],
+            ),
+            ("train --strategy async --measure-scaling", &["--measure-scaling", "leave it out"]),
+            ("train --strategy async --codec auto", &["--codec auto", "name a codec"]),
+            (
+                "train --strategy async --servers 127.0.0.1:9 --journal here",
+                &["--journal", "give it to `unisono serve`"],
+            ),
+            ("train --strategy async --servers 127.0.0.1:9", &["UNISONO_TOKEN", "64 hexadecimal"]),
+            ("train --strategy async --workers 9 --shards 8", &["--shards", "at least 9 shards"]),
+        ],
+    );
+    assert!(!desk.path("here").exists());
+}
+
+#[test]
+fn servers_that_cannot_start() {
+    let desk = Desk::new();
+    desk.write("file", "mine");
+    let busy = TcpListener::bind("127.0.0.1:0").unwrap();
+    let taken = format!("serve --listen {}", busy.local_addr().unwrap());
+    each(
+        &desk,
+        &[
+            ("serve", &["--listen HOST:PORT", "unisono run"]),
+            ("serve --listen 127.0.0.1:0", &["UNISONO_TOKEN is not set", "64 hexadecimal digits"]),
+            ("serve --listen 127.0.0.1", &["--listen 127.0.0.1", "give HOST:PORT"]),
+            (
+                "serve --listen nowhere.invalid:1",
+                &["--listen nowhere.invalid:1", "of this machine"],
+            ),
+            (&taken, &["--listen", "a free port", "in use"]),
+        ],
+    );
+    for (flags, words) in [
+        ("--journal file", ["journal", "file"]),
+        ("--run-dir file", ["--run-dir file", "another folder"]),
+    ] {
+        let mut command = desk.command(&format!("serve --listen 127.0.0.1:0 {flags}"));
+        let ended = desk.start(command.env("UNISONO_TOKEN", "5a".repeat(32))).wait();
+        let complaint = ended.complaint();
+        assert!(words.iter().all(|word| complaint.contains(word)), "{flags}: {complaint}");
+    }
+    assert_eq!(desk.read("file"), "mine");
+}
+
 /// What is no value at all, the parser of the command line says in its own words, before anything
 /// else is looked at.
 #[test]
@@ -166,6 +251,15 @@ fn values_that_are_not_understood() {
         ("--strategy diloco:0", &["'--strategy <STRATEGY>'", "diloco:0", "from 1"]),
         ("--strategy local:5..2", &["'--strategy <STRATEGY>'", "MAX must not be below H"]),
         ("--strategy diloco:4,streams=9", &["'--strategy <STRATEGY>'", "streams"]),
+        ("--strategy eventual", &["'--strategy <STRATEGY>'", "eventual", "ssp:S", "gossip"]),
+        ("--strategy ssp", &["'--strategy <STRATEGY>'", "S is missing", "such as ssp:3"]),
+        ("--strategy ssp:x", &["'--strategy <STRATEGY>'", "ssp:x", "from 0 to 1000000, or auto"]),
+        ("--strategy bsp:2", &["'--strategy <STRATEGY>'", "bsp:2", "no settings"]),
+        ("--strategy downpour:2", &["'--strategy <STRATEGY>'", "two numbers", "PUSH,FETCH"]),
+        ("--servers 0", &["'--servers <SERVERS>'", "use 1 to 256"]),
+        ("--servers nonsense", &["'--servers <SERVERS>'", "a number, inside, or HOST:PORT"]),
+        ("--stale drop", &["'--stale <STALE>'", "T is missing", "such as drop:8"]),
+        ("--stale forget", &["'--stale <STALE>'", "forget", "keep, scale, drop:T"]),
     ];
     for (arguments, words) in mistakes {
         let ended = desk.run(&format!("train {arguments}"));
@@ -208,6 +302,10 @@ fn folders_that_cannot_be_used() {
             ("train --run-dir file/below", &["--run-dir", "choose another folder"]),
             ("train --run-dir file/below --workers 1", &["--run-dir", "choose another folder"]),
             ("train --run-dir file/below --workers 8", &["--run-dir", "choose another folder"]),
+            ("train --strategy async --run-dir file", &["--run-dir", "choose another folder"]),
+            ("train --strategy hogwild --run-dir file", &["--run-dir", "choose another folder"]),
+            ("train --strategy async --journal file", &["--journal file", "another folder"]),
+            ("train --strategy async --journal file/below", &["--journal", "another folder"]),
         ],
     );
     assert_eq!(desk.read("file"), "mine");
@@ -244,6 +342,19 @@ fn a_learning_rate_that_is_too_high() {
     assert!(last.contains("no longer a number") && last.contains("--learning-rate"), "{last}");
     assert!(desk.path("run/report.html").exists(), "there is something to look at");
     assert_eq!(checkpoints(&desk.path("saved")), [] as [u64; 0], "nothing to go on from");
+}
+
+#[test]
+fn a_learning_rate_that_is_too_high_for_workers_that_do_not_wait() {
+    for strategy in ["bsp", "async", "async --servers inside", "downpour:2,2", "hogwild", "gossip"]
+    {
+        let desk = Desk::new();
+        let settings = "--optimizer sgd --learning-rate 1e9 --steps 200 --run-dir run";
+        let ended = desk.run(&format!("train --strategy {strategy} {settings}"));
+        let complaint = ended.complaint();
+        assert!(complaint.contains("no longer a number"), "{strategy}: {complaint}");
+        assert!(complaint.contains("lower --learning-rate"), "{strategy}: {complaint}");
+    }
 }
 
 #[test]

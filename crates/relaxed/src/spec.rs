@@ -75,7 +75,9 @@ impl FromStr for Level {
             ("ssp", Some("auto")) => Ok(Level::SspAuto),
             ("ssp", Some(bound)) => {
                 let bound = bound.parse().ok().filter(|bound| *bound <= MOST);
-                bound.map(Level::Ssp).ok_or(bad("S is a number of clocks, from 0 to 1000000, or auto"))
+                bound
+                    .map(Level::Ssp)
+                    .ok_or(bad("S is a number of clocks, from 0 to 1000000, or auto"))
             }
             ("ssp", None) => Err(bad("the bound S is missing")),
             ("downpour", Some(periods)) => {
@@ -125,7 +127,9 @@ mod tests {
 
     #[test]
     fn texts_parse_to_themselves() {
-        for text in ["bsp", "ssp:0", "ssp:3", "ssp:auto", "async", "downpour:2,5", "hogwild", "gossip"] {
+        for text in
+            ["bsp", "ssp:0", "ssp:3", "ssp:auto", "async", "downpour:2,5", "hogwild", "gossip"]
+        {
             assert_eq!(text.parse::<Level>().unwrap().to_string(), text);
         }
     }

@@ -135,11 +135,11 @@ fn several_kills_of_replicas_that_push_and_fetch() {
 
 #[test]
 fn several_kills_with_servers_inside() {
-    let four = [Whom::Worker; 4];
+    let many = [Whom::Worker; 8];
     let settings = "--strategy ssp:3 --workers 3 --servers inside --steps 600 --schedule cosine";
-    assert!(survives(settings, 3, 1800, &four).count("max_lead") <= 3);
+    assert!(survives(settings, 3, 1800, &many).count("max_lead") <= 3);
     let settings = "--strategy bsp --workers 3 --servers inside --steps 600 --schedule cosine";
-    survives(settings, 3, 600, &four);
+    survives(settings, 3, 600, &many);
 }
 
 #[test]

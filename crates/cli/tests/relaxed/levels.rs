@@ -105,7 +105,8 @@ fn stale_gradients_are_treated_as_was_asked() {
         let desk = Desk::new();
         let settings = format!("--steps 120 --servers 2 --stale {stale} {SLOW}");
         let summary = train(&desk, &format!("--strategy async {settings}"));
-        assert_eq!(summary.object["stale"], stale);
+        let treated = summary.object["stale"].as_str().unwrap_or_default();
+        assert!(treated.starts_with(stale), "{stale}: {treated}");
         assert!(summary.number("accuracy") > 0.85, "{stale}: {}", summary.object);
         let dropped = summary.count("dropped");
         assert_eq!(dropped > 0, stale == "drop:1", "{stale}: {dropped}");

@@ -1,8 +1,9 @@
 //! Which consistency level suits the workers of a run.
 //!
 //! What counts is how many gradients per second a level would let these workers compute. Each worker
-//! has a pace: how long its gradients took, one after the other, smoothed by medians so that the noise
-//! of a busy machine is not mistaken for a slow worker. The paces are replayed at every level: a worker
+//! has a pace: how long its gradients took, one after the other, in blocks of which the lower quartile
+//! counts. A worker that is slow takes long every time; one that shares a busy machine now and then, and
+//! no level would give it more of that machine. The paces are replayed at every level: a worker
 //! begins a clock when its last one is done and, at a bound of S, when every other worker has finished
 //! the one S + 1 clocks before. `bsp` is a bound of 0, `async` none at all. To every gradient comes the
 //! exchange with the server: what the worker that waited least waited, for that one did not wait for
@@ -23,14 +24,18 @@ use crate::updates::UpdateRecord;
 /// equal weights for what a busy machine may take back; further, for a fifth of their hardware.
 pub const WORTH_IT: f64 = 1.2;
 
+/// The same if no worker is slower than others throughout. More, because slowness that comes and goes is
+/// often another program's, and gone the next time.
+const WORTH_IT_IN_TURNS: f64 = 1.4;
+
 /// A bound is advised if it gets this share of what no bound at all would gain.
 const MOST_OF_IT: f64 = 2.0 / 3.0;
 
 /// Bounds that are considered. Larger ones are hardly told from none; between them lies little.
 const BOUNDS: [usize; 2] = [3, 10];
 
-/// Gradients whose median is one pace. Fewer would take noise for slowness; with more, a worker that
-/// is slow for a while would not be seen to be.
+/// Gradients that have one pace. Fewer would take noise for slowness; with more, a worker that is slow
+/// for a while would not be seen to be.
 const BLOCK: usize = 16;
 
 /// Clocks of `bsp` that are replayed. With fewer, the head start of a bound would count as a gain; more
@@ -40,8 +45,8 @@ const HORIZON: usize = 512;
 /// With fewer gradients of a worker, one hiccup is its pace.
 const ENOUGH: usize = 5;
 
-/// A worker is slow throughout if its median is this many times the median of all. Nearer to 1, it is
-/// one of them.
+/// A worker is slow throughout if its pace is this many times the median of all. Nearer to 1, it is one
+/// of them.
 const SLOWER: f64 = 1.15;
 
 /// How fast one worker computes.
@@ -50,7 +55,7 @@ pub(super) struct Pace {
     worker: u32,
     /// Seconds of its gradients, in order, block by block.
     computes: Vec<f64>,
-    /// The median of them all.
+    /// The pace of them all.
     typical: f64,
     /// The median of what it waited for a gradient.
     blocked: f64,
@@ -87,14 +92,11 @@ impl Pace {
             warm.iter().map(|record| known(part(record))).collect()
         };
         let all = of(|record| record.compute);
-        let block = |block: &[f64]| {
-            let pace = median(block.to_vec()).unwrap_or(0.0);
-            std::iter::repeat_n(pace, block.len())
-        };
+        let block = |block: &[f64]| std::iter::repeat_n(pace(block), block.len());
         Pace {
             worker,
             computes: all.chunks(BLOCK).flat_map(block).collect(),
-            typical: median(all.clone()).unwrap_or(0.0),
+            typical: pace(&all),
             blocked: median(of(|record| record.blocked)).unwrap_or(0.0),
         }
     }
@@ -121,7 +123,11 @@ impl LevelAdvice {
         }
         predictions.push(prediction("async".into(), replay.unbounded()));
         let most = predictions.last().map_or(1.0, |unbounded| unbounded.ratio);
-        let chosen = if most < WORTH_IT {
+        let worth_it = match slow_throughout(paces) {
+            Some(_) => WORTH_IT,
+            None => WORTH_IT_IN_TURNS,
+        };
+        let chosen = if most < worth_it {
             predictions.first()
         } else {
             let enough = |prediction: &&LevelPrediction| {
@@ -133,6 +139,13 @@ impl LevelAdvice {
         let text = sentences(&level, &predictions, paces);
         Some(LevelAdvice { level, predictions, text })
     }
+}
+
+/// How long a gradient takes of which some were disturbed: the lower quartile.
+fn pace(seconds: &[f64]) -> f64 {
+    let mut seconds = seconds.to_vec();
+    seconds.sort_by(f64::total_cmp);
+    seconds.get(seconds.len() / 4).copied().unwrap_or(0.0)
 }
 
 /// The paces, to be run through at any level.
@@ -186,23 +199,29 @@ impl Replay<'_> {
     }
 }
 
+/// The worker that is slower than the others throughout, if one is, and how many times.
+fn slow_throughout(paces: &[Pace]) -> Option<(u32, f64)> {
+    let typical = median(paces.iter().map(|pace| pace.typical).collect())?;
+    let slowest = paces.iter().max_by(|a, b| a.typical.total_cmp(&b.typical))?;
+    let factor = slowest.typical / typical;
+    (factor >= SLOWER).then_some((slowest.worker, factor))
+}
+
 fn sentences(level: &str, predictions: &[LevelPrediction], paces: &[Pace]) -> String {
     let ratio = |level: &str| {
         let found = predictions.iter().find(|prediction| prediction.level == level);
         found.map_or(1.0, |prediction| prediction.ratio)
     };
-    let typical = median(paces.iter().map(|pace| pace.typical).collect()).unwrap_or(0.0);
-    let slowest = paces.iter().max_by(|a, b| a.typical.total_cmp(&b.typical));
-    let slow = slowest.filter(|pace| pace.typical >= SLOWER * typical);
-    let who = slow.map(|pace| {
-        format!(
-            "worker {} takes {} as long as the median worker",
-            pace.worker,
-            times(pace.typical / typical)
-        )
+    let who = slow_throughout(paces).map(|(worker, factor)| {
+        format!("worker {worker} takes {} as long as the median worker", times(factor))
     });
     let unbounded = times(ratio("async"));
     match (level, who) {
+        ("bsp", None) if ratio("async") >= WORTH_IT => format!(
+            "bsp suits: no worker is slower than the others throughout, and whatever slowed them down \
+             in turns may be gone the next time (async would have given {unbounded} the gradients per \
+             second); it gives the weights of the synchronous run."
+        ),
         ("bsp", None) => format!(
             "bsp suits: the workers are about equally fast, so that waiting for each other costs \
              little (async would give {unbounded} the gradients per second), and it gives the weights \
@@ -293,6 +312,17 @@ mod tests {
     }
 
     #[test]
+    fn a_busy_machine_is_not_a_slow_worker() {
+        // Worker 1 shares its core: of three gradients one is undisturbed. Worker 0 has luck.
+        let busy = |worker: u32, push: u64| {
+            if worker == 0 || push.is_multiple_of(3) { 1.0 } else { 1.0 + (push % 5) as f64 / 2.0 }
+        };
+        let advice = advise(2, 200, 0.0, busy).unwrap();
+        assert_eq!(advice.level, "bsp", "{advice:?}");
+        assert!(advice.text.contains("about equally fast"), "{}", advice.text);
+    }
+
+    #[test]
     fn one_of_four_slowed_four_times_is_advised_async() {
         let advice = advise(4, 100, 0.0, one_slow).unwrap();
         assert_eq!(advice.level, "async");
@@ -330,6 +360,16 @@ mod tests {
         assert!(ratio(&advice, "ssp:10") > ratio(&advice, "ssp:3"), "{advice:?}");
         assert_ne!(advice.level, "bsp");
         assert!(advice.text.contains("slow in turns"), "{}", advice.text);
+    }
+
+    #[test]
+    fn a_little_slowness_in_turns_may_be_another_programs() {
+        let block = |push: u64| push.saturating_sub(2) / BLOCK as u64 % 2;
+        let in_turn = |worker, push| if block(push) == u64::from(worker) { 1.6 } else { 1.0 };
+        let advice = advise(2, 8 * BLOCK as u64 + 1, 0.0, in_turn).unwrap();
+        assert!((WORTH_IT..WORTH_IT_IN_TURNS).contains(&ratio(&advice, "async")), "{advice:?}");
+        assert_eq!(advice.level, "bsp");
+        assert!(advice.text.contains("may be gone the next time"), "{}", advice.text);
     }
 
     #[test]

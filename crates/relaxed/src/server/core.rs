@@ -418,6 +418,11 @@ impl Core {
         self.members.get(&worker).is_some_and(present)
     }
 
+    /// The clock of a worker, if this life of it has been here before.
+    pub fn clock(&self, worker: u32, life: u64) -> Option<u64> {
+        self.members.get(&worker).filter(|member| member.life == life).map(|member| member.clock)
+    }
+
     /// Whether a later life of a worker has joined.
     pub fn is_superseded(&self, worker: u32, life: u64) -> bool {
         self.members.get(&worker).is_some_and(|member| member.life > life)

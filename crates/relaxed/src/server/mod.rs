@@ -17,7 +17,8 @@ pub mod store;
 pub mod wire;
 
 pub use client::{
-    Client, ClientOptions, Gradient, Pushed, Run, ServerError, Stopper, Transport, glance, look, reports,
+    Client, ClientOptions, Gradient, Pushed, Run, ServerError, Stopper, Transport, glance, look,
+    reports,
 };
 pub use job::{Files, Job, JobError};
 pub use shard::{Shard, ShardError, ShardOptions};

@@ -29,8 +29,7 @@ impl Outbox {
     pub fn begin(&mut self, clock: u64) -> PushId {
         assert!(self.pending.is_none(), "one push at a time");
         self.number += 1;
-        let push =
-            PushId { worker: self.worker, life: self.life, number: self.number, clock };
+        let push = PushId { worker: self.worker, life: self.life, number: self.number, clock };
         self.pending = Some(push);
         push
     }

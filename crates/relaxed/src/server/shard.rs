@@ -240,7 +240,9 @@ impl Shared {
         };
         Ok(match request {
             Request::SetUp(setup) => self.set_up(link, *setup)?,
-            Request::Join { run } if run != *job.fingerprint() => Ok(Served::Reply(Reply::OtherRun)),
+            Request::Join { run } if run != *job.fingerprint() => {
+                Ok(Served::Reply(Reply::OtherRun))
+            }
             Request::Join { .. } => job.join(caller).map(|reply| {
                 self.end_older(caller);
                 Served::Reply(reply)
@@ -269,7 +271,9 @@ impl Shared {
                 Ok(Served::Done)
             }
             Request::Leave => job.leave(caller).map(|()| Served::Last(Reply::Done)),
-            Request::Look { run } if run != *job.fingerprint() => Ok(Served::Reply(Reply::OtherRun)),
+            Request::Look { run } if run != *job.fingerprint() => {
+                Ok(Served::Reply(Reply::OtherRun))
+            }
             Request::Look { .. } => match job.look() {
                 Ok(weights) => Ok(send_weights(link, &weights)?),
                 Err(unserved) => Err(unserved),

@@ -50,8 +50,7 @@ fn async_holds_nobody_back() {
         within("async", move || {
             let lab = Lab::start(2, transport);
             let run = counting("async", 2);
-            let (mut fast, mut slow) =
-                (Counter::join(&lab, &run, 0), Counter::join(&lab, &run, 1));
+            let (mut fast, mut slow) = (Counter::join(&lab, &run, 0), Counter::join(&lab, &run, 1));
             slow.pull().unwrap();
             for _ in 0..50 {
                 fast.push_pull().unwrap();

@@ -2,11 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use unisono_relaxed::server::core::Refusal;
-use unisono_relaxed::server::wire::{Reply, Request};
-use unisono_relaxed::server::{Client, ClientOptions, ServerError, Transport};
+use unisono_relaxed::server::core::{PushId, Refusal};
+use unisono_relaxed::server::wire::{Part, Reply, Request};
+use unisono_relaxed::server::{Client, ClientOptions, Files, ServerError, Transport, link};
 
-use crate::lab::{Counter, Lab, TRANSPORTS, call, counting, within};
+use crate::lab::{Counter, Lab, TRANSPORTS, call, counting, recorded, run_folder, within};
 
 /// The timeout is an hour here: only the end of the connection frees the others.
 #[test]
@@ -144,6 +144,46 @@ fn in_lockstep_a_later_life_takes_part_in_the_next_round() {
     }
 }
 
+/// A push that comes when its round is over is dropped, and accounted for.
+#[test]
+fn in_lockstep_a_push_that_comes_too_late_is_dropped() {
+    within("a late push", || {
+        let dir = tempfile::tempdir().unwrap();
+        let run = counting("bsp", 2);
+        run_folder(dir.path(), &run);
+        let mut lab = Lab::idle(1, Transport::Tcp);
+        lab.serve(Files { run: Some(dir.path().to_owned()), ..Files::default() });
+        let mut stays = lab.client(&run, 0);
+        let ones = [1.0f32; 2];
+        let gradients = [(0, vec![&ones[..]])];
+        let cut_off = lab.quiet(&run, 1, 0);
+        drop(cut_off);
+        assert!(stays.push(&gradients, Default::default()).unwrap().applied);
+        let mut back = lab.quiet(&run, 1, 0);
+        let push = |number, clock| Request::Push {
+            push: PushId { worker: 1, life: 1, number, clock },
+            measured: Default::default(),
+            parts: vec![Part { piece: 0, vectors: 1, bytes: 8, encoded: false }],
+        };
+        let bytes = link::bytes(&ones);
+        // Once more, as if the reply had been lost.
+        for applied in [false, true] {
+            let reply = call(&mut back, &push(1, 0), &[bytes]);
+            let Some(Reply::Pushed { applied: said, clock: 1, .. }) = reply else {
+                panic!("{reply:?}")
+            };
+            assert_eq!(said, applied);
+        }
+        back.send(&push(2, 1), &[bytes]).unwrap();
+        assert!(stays.push(&gradients, Default::default()).unwrap().applied);
+        let reply = back.receive::<Reply>().unwrap();
+        assert!(matches!(reply, Some(Reply::Pushed { applied: true, clock: 2, .. })), "{reply:?}");
+        assert_eq!(lab.look(&run), [[-2.0, -2.0]]);
+        let ledger = recorded(dir.path()).ledger().unwrap();
+        assert_eq!((ledger.pushes, ledger.applied, ledger.dropped), (4, 3, 1));
+    });
+}
+
 #[test]
 fn an_older_life_is_refused() {
     for transport in TRANSPORTS {
@@ -172,16 +212,27 @@ fn a_new_connection_takes_the_place_of_the_old() {
         let (lab, run) = (Lab::start(1, Transport::Tcp), counting("async", 2));
         let other = Counter::join(&lab, &run, 1);
         let mut old = lab.quiet(&run, 0, 0);
-        let mut new = Counter::join(&lab, &run, 0);
+        let mut new = lab.quiet(&run, 0, 0);
         let ended = old.receive::<Reply>();
         assert!(matches!(ended, Ok(None) | Err(_)), "{ended:?}");
         drop(old);
-        new.push_pull().unwrap();
-        lab.wait_for(&run, "both are there", |report| report.present == 2);
+        // The shard notices at any time from now on.
+        for _ in 0..50 {
+            let pull = Request::Pull { clock: 0, bound: None, pieces: None };
+            let reply = call(&mut new, &pull, &[]);
+            assert!(matches!(reply, Some(Reply::Weights { .. })), "{reply:?}");
+            new.bulk([8].into_iter()).unwrap();
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(lab.reports(&run)[0].present, 2);
         drop(other);
         lab.wait_for(&run, "one is there", |report| report.present == 1);
-        new.push_pull().unwrap();
-        assert_eq!(new.seen, [2, 0]);
+        // A client that comes by a third connection does not notice the second.
+        let mut third = Counter::join(&lab, &run, 0);
+        third.push_pull().unwrap();
+        drop(new);
+        third.push_pull().unwrap();
+        assert_eq!(third.seen, [2, 0]);
     });
 }
 

@@ -4,9 +4,7 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use unisono_collective::handshake::Token;
-use unisono_relaxed::server::{
-    Client, ClientOptions, Files, Run, ServerError, look, reports,
-};
+use unisono_relaxed::server::{Client, ClientOptions, Files, Run, ServerError, look, reports};
 
 use crate::lab::{Counter, HUNG, Lab, NEVER, TRANSPORTS, counting, descent, within, zeros};
 

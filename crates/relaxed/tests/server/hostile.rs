@@ -48,7 +48,8 @@ fn insults(run: &Run) -> Vec<(Request, Vec<u8>)> {
         for (worker, life) in [(worker, 1), (worker, 2), (0, 1), (u32::MAX, u64::MAX)] {
             for (number, clock) in [(0, 0), (1, 0), (1, 1), (2, 0), (u64::MAX, u64::MAX)] {
                 let push = PushId { worker, life, number, clock };
-                let measured = Measured { loss: f32::NAN, compute: f64::NAN, ..Measured::default() };
+                let measured =
+                    Measured { loss: f32::NAN, compute: f64::NAN, ..Measured::default() };
                 say(Request::Push { push, measured, parts: parts.clone() });
             }
         }
@@ -211,7 +212,8 @@ fn absurd_setups_leave_room_for_a_good_one() {
         let (lab, run) = (Lab::start(1, Transport::Tcp), counting("async", 2));
         let good = setup(&run, 1);
         // A shard without weights may be, if there are more shards than rows.
-        let has_weights = |setup: &Setup| setup.pieces.iter().any(|piece| piece.checked_bytes() > 0);
+        let has_weights =
+            |setup: &Setup| setup.pieces.iter().any(|piece| piece.checked_bytes() > 0);
         for absurd in absurd_setups(&good).into_iter().filter(has_weights) {
             // Weights are missing even for those that make sense.
             insult(lab.knock(0, 1, 1), &text(&Request::SetUp(Box::new(absurd)), &[]));
@@ -254,8 +256,7 @@ fn bad_memory_disturbs_nobody() {
             let socket = knock();
             let mut link = Link::offer(socket.try_clone().unwrap(), 4096).unwrap();
             let large = Piece { parameter: 0, start: 0, shape: vec![1 << 20] };
-            let large =
-                Setup { pieces: vec![large], codecs: vec![None], ..setup(&run, 1) };
+            let large = Setup { pieces: vec![large], codecs: vec![None], ..setup(&run, 1) };
             link.send(&Request::SetUp(Box::new(large)), &[]).unwrap();
             insult(socket, &[]);
             for (request, _) in insults(&run) {

@@ -145,7 +145,9 @@ fn run(lab: &Lab, problem: &Problem) {
 fn every_split_has_the_bits_of_one_worker() {
     for transport in TRANSPORTS {
         for servers in 1..=3 {
-            for (workers, shards) in [(1, 1), (2, 2), (3, 3), (4, 4), (1, 8), (2, 8), (3, 8), (4, 6)] {
+            for (workers, shards) in
+                [(1, 1), (2, 2), (3, 3), (4, 4), (1, 8), (2, 8), (3, 8), (4, 6)]
+            {
                 within("lock-step", move || {
                     let problem = Problem::new("momentum", workers, shards, STEPS);
                     run(&Lab::start(servers, transport), &problem);

@@ -1,6 +1,7 @@
 //! Shards that end and begin again, in the middle of a run: nothing that was acknowledged is lost, and
 //! nothing is applied twice. Most of them are processes, and are killed.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -8,13 +9,13 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use unisono_relaxed::server::{
-    Client, ClientOptions, Files, Run, Shard, ShardOptions, Transport,
-};
+use unisono_relaxed::server::core::PushId;
+use unisono_relaxed::server::wire::{Measured, Part, Reply, Request};
+use unisono_relaxed::server::{Client, ClientOptions, Files, Run, Shard, ShardOptions, Transport};
 
 use crate::lab::{
-    Counter, Lab, TOKEN, TRANSPORTS, counting, counts, listener, recorded, run_folder, wait_until,
-    within,
+    Counter, Lab, TOKEN, TRANSPORTS, call, counting, counts, listener, recorded, run_folder,
+    wait_until, within,
 };
 use crate::lockstep::Problem;
 
@@ -40,8 +41,12 @@ fn as_shard() {
     let parent: u32 = parent.parse().unwrap();
     match shard.serve_until(|| std::os::unix::process::parent_id() != parent) {
         Ok(()) => {}
-        // As a crash, so that nothing is tidied up.
-        Err(_) => std::process::exit(CANNOT_GO_ON),
+        Err(_) => {
+            // Long enough for workers to come back and be told something wrong; then as a crash, so
+            // that nothing is tidied up.
+            std::thread::sleep(Duration::from_millis(200));
+            std::process::exit(CANNOT_GO_ON);
+        }
     }
 }
 
@@ -83,8 +88,7 @@ impl<'a> Processes<'a> {
         let (address, parent) = (self.lab.addresses[number], std::process::id());
         let Processes { snapshot_after, keeps_records, .. } = self;
         let folder = self.folder.display();
-        let text =
-            format!("{number}|{address}|{parent}|{folder}|{snapshot_after}|{keeps_records}");
+        let text = format!("{number}|{address}|{parent}|{folder}|{snapshot_after}|{keeps_records}");
         let child = Command::new("sh")
             .arg("-c")
             .arg(format!("{before} exec \"$0\" --exact restarts::as_shard --nocapture"))
@@ -263,7 +267,8 @@ fn what_cannot_be_written_is_not_acknowledged() {
 
 fn newest_journal(folder: &Path) -> PathBuf {
     let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
-    let is_journal = |path: &PathBuf| path.file_name().unwrap().to_string_lossy().starts_with("jour");
+    let is_journal =
+        |path: &PathBuf| path.file_name().unwrap().to_string_lossy().starts_with("jour");
     let number = |path: &PathBuf| {
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
         name.strip_prefix("journal-").unwrap().parse::<u64>().unwrap()
@@ -341,5 +346,42 @@ fn a_life_that_begins_again_loses_no_push() {
             worker.push_pull().unwrap();
             assert_eq!(worker.seen, [turn]);
         }
+    });
+}
+
+/// The bound adapts to what is said of waiting, and every move is recorded; also that it begins anew.
+#[test]
+fn a_bound_that_adapts_begins_anew() {
+    within("a bound", || {
+        let dir = tempfile::tempdir().unwrap();
+        let mut lab = Lab::idle(1, Transport::Tcp);
+        let run = counting("ssp:auto", 1);
+        run_folder(&dir.path().join("run"), &run);
+        let files = files(dir.path(), 0, 1 << 20);
+        lab.serve(files.clone());
+        lab.client(&run, 0).leave();
+        let mut link = lab.quiet(&run, 0, 0);
+        let mut bounds = BTreeSet::new();
+        for number in 1..200 {
+            let push = PushId { worker: 0, life: 1, number, clock: number - 1 };
+            let measured = Measured { held: 0.9, wall: 1.0, loss: 1.0, ..Measured::default() };
+            let part = Part { piece: 0, vectors: 1, bytes: 4, encoded: false };
+            let request = Request::Push { push, measured, parts: vec![part] };
+            match call(&mut link, &request, &[&1.0f32.to_le_bytes()]) {
+                Some(Reply::Pushed { applied: true, bound: Some(bound), .. }) => {
+                    bounds.insert(bound)
+                }
+                other => panic!("{other:?}"),
+            };
+        }
+        assert!(bounds.len() > 1, "{bounds:?}");
+        lab.shards[0] = None;
+        lab.serve(files);
+        let moves = recorded(&dir.path().join("run")).moves;
+        assert_eq!(moves.first().map(|first| first.from), bounds.first().copied());
+        assert!(moves.windows(2).all(|two| two[0].to == two[1].from), "{moves:?}");
+        let last = moves.last().unwrap();
+        assert_eq!(Some(&last.to), bounds.first());
+        assert!(last.reason.contains("started again"), "{last:?}");
     });
 }

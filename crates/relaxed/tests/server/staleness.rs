@@ -73,7 +73,7 @@ fn compensate_corrects_for_the_way_of_the_weights() {
             stale::compensate(0.5, &mut corrected, &before, &[0.0; 2]);
             assert_ne!(corrected, gradient, "nothing to correct");
             let expected: Vec<f32> = before.iter().zip(&corrected).map(|(w, g)| w - g).collect();
-            assert_eq!(lab.look(&run), [expected.clone()]);
+            assert_eq!(lab.look(&run)[0], expected);
             // Who has just read needs no correction.
             busy.client.pull(None, &mut |_, _, _| {}).unwrap();
             busy.client.push(&pushes, Default::default()).unwrap();
@@ -95,7 +95,7 @@ fn corrections_of_many_do_not_block_each_other() {
                     let (lab, run) = (&lab, &run);
                     scope.spawn(move || {
                         let mut client = lab.client(run, worker);
-                        let gradient = vec![0.01; 4];
+                        let gradient = [0.01; 4];
                         for _ in 0..100 {
                             let pushes = [(0, vec![&gradient[..]])];
                             let take = &mut |_: usize, _: usize, _: &[f32]| {};

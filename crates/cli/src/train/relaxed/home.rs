@@ -81,7 +81,10 @@ impl Home {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
                 return Ok(Found::Nothing);
             }
-            Err(error) => return Err(error).with_context(|| format!("--journal {name}")),
+            Err(error) => {
+                let unusable = || format!("--journal {name}: name another folder");
+                return Err(error).with_context(unusable);
+            }
         };
         if let Some(asked) = &plan.run_dir {
             ensure!(

@@ -12,7 +12,7 @@ use unisono::relaxed::server::{ClientOptions, Files, Run, Shard, ShardOptions, l
 
 use super::super::args::{Plan, RelaxedPlan};
 use super::lead::journal;
-use super::worker::{GLANCE, Place, need_leader};
+use super::worker::{GLANCE, Place, is_over, need_leader};
 use super::{run_dir, weights};
 use crate::serve;
 
@@ -53,11 +53,8 @@ impl Inside {
         place: &Place,
     ) -> anyhow::Result<()> {
         while !place.stop.load(Ordering::Relaxed) && !self.end.exists() {
-            if place.rank == 0 {
-                let is_over = reports(run, options)?.iter().all(|r| r.finished && r.present == 0);
-                if is_over {
-                    return weights::write(&self.end, &look(run, options)?);
-                }
+            if place.rank == 0 && is_over(&reports(run, options)?) {
+                return weights::write(&self.end, &look(run, options)?);
             }
             std::thread::sleep(GLANCE);
         }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 use anyhow::{Context, bail, ensure};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use unisono::cluster;
-use unisono::relaxed::server::wire::Measured;
+use unisono::relaxed::server::wire::{Measured, Report};
 use unisono::relaxed::server::{
     Client, ClientOptions, Run, ServerError, Transport, glance, look, reports,
 };
@@ -151,7 +151,7 @@ fn sum_up(
     options: &ClientOptions,
     place: &Place,
 ) -> anyhow::Result<()> {
-    while !reports(run, options)?.iter().all(|report| report.finished && report.present == 0) {
+    while !is_over(&reports(run, options)?) {
         if place.is_told_to_stop() {
             let report = home.leave()?;
             eprintln!("unisono: stopped; report: {}", report.display());
@@ -312,6 +312,12 @@ fn is_stop(error: &anyhow::Error) -> bool {
     matches!(error.downcast_ref(), Some(ServerError::Stopped))
 }
 
+/// Whether nobody works any more, and nobody has to. A push of a worker that was killed may have reached
+/// one server and not another, so one that has all it wants is enough.
+pub fn is_over(reports: &[Report]) -> bool {
+    reports.iter().any(|report| report.finished) && reports.iter().all(|report| report.present == 0)
+}
+
 /// How this worker reaches the servers.
 pub fn options(
     args: &TrainArgs,
@@ -380,5 +386,18 @@ impl Drop for Watch {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_is_over_when_one_server_has_all_and_nobody_works() {
+        let report = |finished, present| Report { finished, present, ..Report::default() };
+        assert!(is_over(&[report(true, 0), report(false, 0)]));
+        assert!(!is_over(&[report(true, 0), report(false, 1)]));
+        assert!(!is_over(&[report(false, 0), report(false, 0)]));
     }
 }

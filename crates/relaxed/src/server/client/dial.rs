@@ -73,6 +73,10 @@ impl Call<'_> {
     fn connect_tcp(self, address: &SocketAddr) -> io::Result<Socket> {
         let socket = Socket::new(Domain::for_address(*address), Type::STREAM, None)?;
         socket.connect_timeout(&(*address).into(), CONNECT)?;
+        // Where nobody listens, the system may connect a socket with itself.
+        if socket.local_addr()?.as_socket() == Some(*address) {
+            return Err(io::ErrorKind::ConnectionRefused.into());
+        }
         socket.set_tcp_nodelay(true)?;
         // A server whose machine is gone never says so.
         let silence = self.timeout.max(SILENCE);

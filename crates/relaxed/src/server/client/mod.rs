@@ -24,6 +24,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, poll};
 use socket2::Socket;
 use unisono_codec::parcel::Scratch;
 
@@ -222,61 +223,52 @@ impl Client {
         Ok(measured)
     }
 
-    /// Waits until every shard has said what became of the push. The step is then finished.
+    /// Waits until every shard has said what became of the push, and sends it again where it was lost.
+    /// The step is then finished.
     fn settle(
         &mut self,
         gradients: &[Gradient<'_>],
         measured: Measured,
     ) -> Result<Pushed, ServerError> {
         let mut all = Pushed { applied: true, ..Pushed::default() };
-        for session in 0..self.sessions.len() {
-            let pushed = self.settle_at(session, gradients, measured)?;
-            all.applied &= pushed.applied;
-            if session == 0 {
-                all.age = pushed.age;
+        let is_pending = |session: &Session| session.outbox.pending().is_some();
+        while let Some(session) = self.next_event(is_pending) {
+            let of = &mut self.sessions[session];
+            let received = if is_pending(of) { of.receive_pushed() } else { Err(Fault::ended()) };
+            match received {
+                Ok(settled) => {
+                    self.told = self.told.max(settled.clock);
+                    self.finished |= settled.pushed.finished;
+                    all.applied &= settled.pushed.applied;
+                    if session == 0 {
+                        self.bound = settled.bound;
+                        all.age = settled.pushed.age;
+                    }
+                }
+                Err(fault) => {
+                    self.give_up(session, fault)?;
+                    self.come_back(session)?;
+                    if is_pending(&self.sessions[session]) {
+                        let _speaking = self.voices.speak(session);
+                        let _ = self.sessions[session].send_push(gradients, measured);
+                    }
+                }
             }
-            self.finished |= pushed.finished;
         }
         self.clock = self.told.max(self.clock + 1);
         all.finished = self.finished;
         Ok(all)
     }
 
-    /// Waits until a shard has said what became of the push, and sends it again if it was lost.
-    fn settle_at(
-        &mut self,
-        session: usize,
-        gradients: &[Gradient<'_>],
-        measured: Measured,
-    ) -> Result<Pushed, ServerError> {
-        loop {
-            match self.sessions[session].receive_pushed() {
-                Ok(settled) => {
-                    self.told = self.told.max(settled.clock);
-                    if session == 0 {
-                        self.bound = settled.bound;
-                    }
-                    return Ok(settled.pushed);
-                }
-                Err(fault) => self.give_up(session, fault)?,
-            }
-            if !self.come_back(session)? {
-                return Ok(Pushed { applied: true, ..Pushed::default() });
-            }
-            let _speaking = self.voices.speak(session);
-            let _ = self.sessions[session].send_push(gradients, measured);
-        }
-    }
-
-    /// Joins a shard again with a push under way, at its clock; whether it still is.
-    fn come_back(&mut self, session: usize) -> Result<bool, ServerError> {
+    /// Joins a shard again in the middle of a push: at its clock, or where it has arrived, after it.
+    fn come_back(&mut self, session: usize) -> Result<(), ServerError> {
         loop {
             if !self.sessions[session].is_open() {
                 self.open(session, None)?;
             }
-            let Some(push) = self.sessions[session].outbox.pending() else { return Ok(false) };
-            match self.enter(session, push.clock) {
-                Ok(()) => return Ok(true),
+            let pending = self.sessions[session].outbox.pending();
+            match self.enter(session, pending.map_or(self.clock + 1, |push| push.clock)) {
+                Ok(()) => return Ok(()),
                 Err(fault) => self.give_up(session, fault)?,
             }
         }
@@ -289,23 +281,48 @@ impl Client {
         loop {
             self.meet(None)?;
             let clock = self.clock;
-            for session in self.sessions.iter_mut().filter(|session| session.asked.is_none()) {
-                if taken[session.number] != Some(clock) {
+            let is_missing = |session: &Session| taken[session.number] != Some(clock);
+            for session in self.sessions.iter_mut().filter(|session| is_missing(session)) {
+                if session.asked.is_none() {
                     let _speaking = self.voices.speak(session.number);
                     let _ = session.ask(clock, self.bound, only);
                 }
             }
-            for (session, taken) in taken.iter_mut().enumerate() {
-                if *taken == Some(clock) {
-                    continue;
-                }
-                match self.sessions[session].receive_weights(take) {
-                    Ok(()) => *taken = Some(clock),
-                    Err(fault) => self.mend(session, fault)?,
-                }
+            let Some(session) = self.next_event(is_missing) else { return Ok(()) };
+            let received = match is_missing(&self.sessions[session]) {
+                true => self.sessions[session].receive_weights(take),
+                false => Err(Fault::ended()),
+            };
+            match received {
+                Ok(()) => taken[session] = Some(clock),
+                Err(fault) => self.mend(session, fault)?,
             }
-            if taken.iter().all(|taken| *taken == Some(clock)) {
-                return Ok(());
+        }
+    }
+
+    /// Waits until a shard says something that is waited for, or the connection to any shard is lost:
+    /// which one. `None` if nothing is waited for.
+    ///
+    /// All are watched, since a shard that was restarted may wait for this worker, and another worker
+    /// for that shard, and this one for that worker.
+    fn next_event(&self, is_waited_for: impl Fn(&Session) -> bool) -> Option<usize> {
+        let mut waited_for = self.sessions.iter().filter(|session| is_waited_for(session));
+        let first = waited_for.next()?.number;
+        if self.sessions.len() == 1 {
+            return Some(first);
+        }
+        let mut watched = Vec::with_capacity(self.sessions.len());
+        for session in &self.sessions {
+            let Some(socket) = session.socket() else { return Some(session.number) };
+            let flags = if is_waited_for(session) { PollFlags::IN } else { PollFlags::empty() };
+            watched.push(PollFd::new(socket, flags | PollFlags::RDHUP));
+        }
+        loop {
+            match poll(&mut watched, None) {
+                Err(rustix::io::Errno::INTR) => {}
+                // If it cannot be told, the first will do, as long as it takes.
+                Err(_) => return Some(first),
+                Ok(_) => return watched.iter().position(|socket| !socket.revents().is_empty()),
             }
         }
     }
@@ -329,9 +346,9 @@ impl Client {
             };
             let Some(session) = self.sessions.iter().position(differs) else { return Ok(()) };
             let done = match self.sessions[session].asked {
-                // Weights for another clock are still to come, and must be out of the way.
-                Some(_) => self.sessions[session].receive_weights(&mut |_, _, _| {}),
                 None => self.enter(session, clock),
+                // They may be long in coming. On a new connection nothing is under way.
+                Some(_) => Err(Fault::Lost(io::Error::other("weights of another clock are due"))),
             };
             if let Err(fault) = done {
                 self.mend(session, fault)?;

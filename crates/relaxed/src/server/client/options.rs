@@ -130,13 +130,17 @@ pub enum ServerError {
         cause: HandshakeError,
     },
     /// It serves another run: other parameters, level or settings.
-    #[error("server {server} serves a run with other settings; start it anew, or with another journal")]
+    #[error(
+        "server {server} serves a run with other settings; start it anew, or with another journal"
+    )]
     OtherRun {
         /// Which.
         server: usize,
     },
     /// It was restarted without its journal, and has forgotten the weights.
-    #[error("server {server} has lost its state; start servers with a journal to survive a restart")]
+    #[error(
+        "server {server} has lost its state; start servers with a journal to survive a restart"
+    )]
     Forgotten {
         /// Which.
         server: usize,

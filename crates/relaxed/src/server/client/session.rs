@@ -33,6 +33,13 @@ pub enum Fault {
     Fatal(ServerError),
 }
 
+impl Fault {
+    /// The other side has ended the connection.
+    pub fn ended() -> Fault {
+        Fault::Lost(io::ErrorKind::UnexpectedEof.into())
+    }
+}
+
 /// A worker and one shard.
 pub struct Session {
     pub number: usize,
@@ -109,6 +116,11 @@ impl Session {
         self.link.is_some()
     }
 
+    /// The socket, to watch it.
+    pub fn socket(&self) -> Option<&Socket> {
+        self.link.as_ref().map(Link::socket)
+    }
+
     /// Whether bulk data lies in common memory.
     pub fn is_shared(&self) -> bool {
         self.link.as_ref().is_some_and(Link::is_shared)
@@ -147,10 +159,7 @@ impl Session {
     }
 
     /// Joins, and sets the shard up if it knows of no run and the weights are there.
-    pub fn join(
-        &mut self,
-        initial: Option<&dyn Fn(usize) -> Vec<f32>>,
-    ) -> Result<Welcome, Fault> {
+    pub fn join(&mut self, initial: Option<&dyn Fn(usize) -> Vec<f32>>) -> Result<Welcome, Fault> {
         loop {
             match self.call(&Request::Join { run: self.fingerprint }, &[])? {
                 Reply::Joined { joined, bound, finished } => {
@@ -322,7 +331,7 @@ impl Session {
 
     fn receive(&mut self) -> Result<Reply, Fault> {
         let reply = self.link().and_then(Link::receive).map_err(Fault::Lost)?;
-        reply.ok_or_else(|| Fault::Lost(io::ErrorKind::UnexpectedEof.into()))
+        reply.ok_or_else(Fault::ended)
     }
 
     /// Says that the worker is done, and waits until the shard knows, though not for long.

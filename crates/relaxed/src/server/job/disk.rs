@@ -201,7 +201,12 @@ impl Job {
     }
 
     /// Does again what was written down.
-    fn repeat(&self, state: &mut State, written: &Written, payload: &[f32]) -> Result<(), JobError> {
+    fn repeat(
+        &self,
+        state: &mut State,
+        written: &Written,
+        payload: &[f32],
+    ) -> Result<(), JobError> {
         let mut rest = payload;
         let mut gradients: Vec<Gradient<'_>> = Vec::new();
         let mut versions = Vec::new();
@@ -224,10 +229,11 @@ impl Job {
     /// The moves of the bound, which begins anew with the shard.
     fn reopen_moves(&self, run: &Path, state: &State) -> Result<MoveLog, JobError> {
         let mut last = None;
-        let mut moves: MoveLog = Log::reopen_keeping(RelaxedFolder::moves(run), |change: &Move| {
-            last = Some(change.to);
-            true
-        })?;
+        let mut moves: MoveLog =
+            Log::reopen_keeping(RelaxedFolder::moves(run), |change: &Move| {
+                last = Some(change.to);
+                true
+            })?;
         let bound = state.adaptive.as_ref().map(AdaptiveBound::bound);
         if let (Some(from), Some(to)) = (last, bound)
             && from != to

@@ -182,7 +182,13 @@ impl Job {
         if newest.is_some_and(|newest| newest > caller.connection) {
             return Err(state.stranger(caller));
         }
-        let joined: Joined = state.core.join(caller.worker, caller.life, self.now())?;
+        let before = state.core.clock(caller.worker, caller.life);
+        let mut joined: Joined = state.core.join(caller.worker, caller.life, self.now())?;
+        // Where nobody waits for it, or all do until everybody is back, it goes on where it was.
+        let keeps_place = self.plan.level.bound().is_none() || state.gathers_until.is_some();
+        if self.plan.rounds.is_none() && keeps_place {
+            joined.clock = before.unwrap_or(joined.clock);
+        }
         state.connections.insert(caller.worker, caller.connection);
         // Until it enters, it holds nobody back.
         self.settle_rounds(&mut state)?;

@@ -76,7 +76,10 @@ impl Plan {
             let spec = text.as_ref().map(|text| text.parse::<CodecSpec>()).transpose();
             let codec = spec.map_err(|error| flaw(&error))?.map(|spec| spec.build());
             if codec.as_ref().is_some_and(|codec| !codec.suits(&piece.shape)) {
-                return Err(flaw(&format!("a codec that does not suit the shape {:?}", piece.shape)));
+                return Err(flaw(&format!(
+                    "a codec that does not suit the shape {:?}",
+                    piece.shape
+                )));
             }
             codecs.push(codec);
         }

@@ -1,0 +1,81 @@
+"""The engine. Addresses are those of memory that its owner keeps where it is."""
+
+from collections.abc import Callable, Sequence
+
+# Operation, type, reduction, input, output, count, root: see `src/request.rs`.
+Call = tuple[int, int, int, int, int, int, int | None]
+
+def new_token() -> bytes:
+    """A new secret, which all ranks of a job know and nobody else."""
+
+class Endpoint:
+    """Where a rank listens before it knows the others."""
+
+    def __init__(self, ip: str) -> None:
+        """Listens on a free port of this machine's address `ip`."""
+
+    def address(self) -> bytes:
+        """What the others need to know, to be passed on as it is."""
+
+    def open(self, rank: int, token: bytes, addresses: Sequence[bytes]) -> Group:
+        """Forms the group of the ranks with these addresses, of which this is number `rank`."""
+
+class Group:
+    """A group of ranks."""
+
+    @property
+    def rank(self) -> int:
+        """This rank, as the group numbers it."""
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+
+    def run(self, call: Call, seconds: float) -> None:
+        """Runs a call and waits for it. The caller keeps its memory to itself meanwhile."""
+
+    def submit(self, call: Call, keep: object) -> Work:
+        """Starts a call on memory that `keep` owns."""
+
+    def all_to_all_unequal(
+        self,
+        input: int,
+        sent: Sequence[int],
+        output: int,
+        received: Sequence[int],
+        seconds: float,
+    ) -> None:
+        """Exchanges blocks of these many bytes, and waits for it."""
+
+    def send(self, address: int, length: int, to: int, tag: int, keep: object) -> Work:
+        """Starts to send `length` bytes, which `keep` owns."""
+
+    def receive(self, address: int, length: int, source: int, tag: int, keep: object, /) -> Work:
+        """Starts to receive `length` bytes, which `keep` owns."""
+
+    def subgroup(self, members: Sequence[int]) -> Group:
+        """The group of these ranks, in this order. Only they call it, all with the same list."""
+
+    def abort(self) -> None:
+        """Ends all groups of the job, here and on the other ranks."""
+
+    def close(self, seconds: float) -> None:
+        """Leaves the group, after the calls that were started, waiting `seconds` at most."""
+
+class Work:
+    """An operation that was started."""
+
+    def wait(self, seconds: float) -> None:
+        """Waits until the operation has ended, and raises its error."""
+
+    def is_done(self) -> bool:
+        """Whether the operation has ended, well or not."""
+
+    def error(self) -> Exception | None:
+        """What went wrong, if the operation has ended and something did."""
+
+    def then(self, callback: Callable[[], object]) -> None:
+        """Calls `callback` when the operation has ended, on another thread."""
+
+    def source(self) -> int | None:
+        """Whose message this is, if it is one that is received."""

@@ -1,0 +1,70 @@
+"""What can go wrong, by what the caller can do next.
+
+All are `RuntimeError`s, as every error of `torch.distributed` is, so that code written for another
+backend catches them.  After any but `InvalidCall`, `Unsupported` and `FormError` the group has ended:
+every pending and later call of it fails, on every rank, and the outputs of the calls that failed hold
+anything.
+"""
+
+
+class Error(RuntimeError):
+    """A call failed, or a group could not form."""
+
+    #: The rank that raised this, as its group numbers it.
+    rank: int | None
+    #: What it was doing, such as ``"all-reduce"`` or ``"send to rank 1 with tag 0"``.
+    operation: str | None
+    #: The other rank that is the cause, where one is.
+    peer: int | None
+    #: Which call of a backward pass it was, from 0: the number of DDP's bucket, unless a
+    #: communication hook makes several calls for each.
+    bucket: int | None
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        rank: int | None = None,
+        operation: str | None = None,
+        peer: int | None = None,
+    ) -> None:
+        super().__init__(text)
+        self.rank = rank
+        self.operation = operation
+        self.peer = peer
+        self.bucket = None
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text if self.bucket is None else f"{text} (bucket {self.bucket} of a backward pass)"
+
+
+class PeerLost(Error):
+    """A rank died, was cut off, or left. Start the job again, from its last checkpoint."""
+
+
+class Aborted(Error):
+    """A rank gave the group up, and says why. Start the job again."""
+
+
+class Mismatch(Error):
+    """The ranks called different operations, or one operation differently. Fix the program."""
+
+
+class TimedOut(Error, TimeoutError):
+    """A call took longer than its timeout. Find out what the other ranks do instead.
+
+    After a `monitored_barrier` the group goes on.
+    """
+
+
+class InvalidCall(Error, ValueError):
+    """The call is wrong by itself. Nothing was sent, and the group goes on. Fix the call."""
+
+
+class Unsupported(Error, NotImplementedError):
+    """Unisono cannot do this yet. Nothing was sent, and the group goes on."""
+
+
+class FormError(Error):
+    """The ranks did not find each other. Fix how the job is started, and start it again."""

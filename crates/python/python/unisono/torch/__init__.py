@@ -1,0 +1,31 @@
+"""Unisono as a backend of `torch.distributed`.
+
+    torch.distributed.init_process_group("unisono")
+
+finds it by itself where torch looks for backends among the installed packages, as 2.15 does; for an
+older torch, `import unisono.torch` before.
+"""
+
+import torch.distributed as dist
+
+from unisono.torch._group import Group, create
+
+__all__ = ["Group", "register"]
+
+
+def register(name: str = "unisono") -> None:
+    """Makes the backend known to torch under a name. Done already for `"unisono"`."""
+    if name.upper() in dist.Backend._plugins:
+        return
+    # Torch attaches its flight recorder to groups whose C++ part has a backend, which ours has not;
+    # the names in this set are left alone.
+    getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(name)
+    dist.Backend.register_backend(
+        name,
+        lambda options, _backend_options: create(name, options),
+        extended_api=True,
+        devices=["cpu"],
+    )
+
+
+register()

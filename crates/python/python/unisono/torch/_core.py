@@ -1,0 +1,132 @@
+"""Starts calls on the engine, for the group that torch sees.
+
+A call that is waited for at once (`asyncOp` is false) runs on the caller's thread and returns None,
+which torch takes for "has ended".  Others are started and return a `Work`.
+"""
+
+import threading
+from datetime import timedelta
+
+import torch
+from torch._C._distributed_c10d import ProcessGroup
+
+from unisono import _native
+from unisono.errors import Error, InvalidCall
+from unisono.torch import _exit
+from unisono.torch._tensors import Finish
+from unisono.torch._work import Work
+
+
+class Core(ProcessGroup):
+    """A group that can run calls, and does not know which there are."""
+
+    def __init__(self, listed_as: str, native: _native.Group, store, timeout: timedelta):
+        super().__init__(store, native.rank, native.size)
+        self._native = native
+        self._store = store
+        # The name in torch's list, by which its users and its profiler know the backend.
+        self._listed_as = listed_as
+        self._rank = native.rank
+        self._size = native.size
+        self._set_timeout(timeout)
+        self._calls = 0
+        # Calls that were started during a backward pass, by its number.
+        self._backward: dict[int, list[Work]] = {}
+        _exit.watch(self)
+
+    def _set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._seconds = timeout.total_seconds()
+
+    def _close(self, seconds: float) -> None:
+        self._native.close(seconds)
+
+    def _start(
+        self,
+        call: _native.Call,
+        opts,
+        name: str | None,
+        result,
+        shown,
+        keep: tuple,
+        finish: Finish,
+        seconds: float = 0.0,
+    ) -> Work | None:
+        """Runs or starts a call on memory that `keep` owns.
+
+        `name` and `shown` are what the profiler sees; without a name, nothing.  A timeout of 0
+        seconds is the group's.
+        """
+        self._calls += 1
+        seconds = seconds or self._seconds
+        profiled = torch.autograd._profiler_enabled()
+        if opts is not None and not getattr(opts, "asyncOp", True) and not profiled:
+            self._native.run(call, seconds)
+            if finish is not None:
+                finish()
+            return None
+        work = Work(self._native.submit(call, keep), result, finish, seconds)
+        if profiled and name is not None:
+            self._record(work, name, shown)
+        task = torch._C._current_graph_task_id()
+        if task != -1:
+            self._watch_backward(task, work)
+        return work
+
+    def _start_message(self, native: _native.Work, tensors, finish: Finish, name: str) -> Work:
+        work = Work(native, tensors, finish, self._seconds)
+        if torch.autograd._profiler_enabled():
+            self._record(work, name, tensors)
+        return work
+
+    def _last(self, works: list[Work | None], result, name: str, shown) -> Work | None:
+        """One work for several calls: they end in the order in which they were started."""
+        started = [work for work in works if work is not None]
+        if not started:
+            # All were waited for; or there were none, which has ended too.
+            return None if works else Work(None, result)
+        last = started.pop()
+        last._stand_for(started, result)
+        if torch.autograd._profiler_enabled():
+            self._record(last, name, shown)
+        return last
+
+    def _record(self, work: Work, name: str, shown) -> None:
+        """Shows a call to torch's profiler, from now until its end, which is another thread's."""
+        title = f"{self._listed_as}:{name}"
+        record = torch.autograd._record_function_with_args_enter(title, *shown)
+        recorded = threading.Event()
+
+        def ended():
+            torch.autograd._record_function_with_args_exit(record)
+            recorded.set()
+
+        work._native.then(ended)
+        work._recorded = recorded
+
+    def _watch_backward(self, task: int, work: Work) -> None:
+        """Lets a failure end `backward` as the exception that it is.
+
+        DDP waits for futures, and what fails behind a future arrives as a `RuntimeError` with a
+        text.  A callback at the end of `backward` that was queued before DDP's own comes first, and
+        what it raises stays what it is.
+        """
+        pending = self._backward.get(task)
+        if pending is None:
+            self._backward.clear()  # Of a backward pass that failed.
+            pending = self._backward[task] = []
+
+            def finish():
+                for bucket, work in enumerate(self._backward.pop(task, ())):
+                    try:
+                        work.wait()
+                    except Error as error:
+                        error.bucket = bucket
+                        raise
+
+            torch.autograd.Variable._execution_engine.queue_callback(finish)
+        pending.append(work)
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self._size:
+            raise InvalidCall(f"rank {rank} is not in a group of {self._size}", rank=self._rank, peer=rank)

@@ -1,0 +1,104 @@
+"""Tensors as the engine wants them: contiguous memory of this machine.
+
+A tensor that is contiguous goes in and out as it is.  Others, and the lists of tensors of the older
+calls, are gathered into one before the call and spread after it.  What is left to do after is a
+function without arguments, or None.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from unisono.errors import InvalidCall, Unsupported
+
+Finish = Callable[[], object] | None
+
+
+def byte_count(tensor: torch.Tensor) -> int:
+    """Bytes of the elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+def only(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensor of a list that must have one."""
+    if len(tensors) != 1:
+        raise InvalidCall(f"expected one tensor, got {len(tensors)}")
+    return tensors[0]
+
+
+def source_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's data, to be read."""
+    _check_place(tensor)
+    return _plain(tensor).contiguous()
+
+
+def place_for(tensor: torch.Tensor, keep: bool) -> tuple[torch.Tensor, Finish]:
+    """Memory to be written, and how it gets to the tensor; it begins with its data if `keep`."""
+    _check_place(tensor)
+    flat = _plain(tensor)
+    if flat is tensor and tensor.is_contiguous():
+        return tensor, None
+    if keep:
+        flat = flat.contiguous()
+    else:
+        flat = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    return flat, lambda: tensor.copy_(flat)
+
+
+def places_for(
+    tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int
+) -> tuple[torch.Tensor, Finish]:
+    """Memory for one block per rank, and how the blocks get to the tensors."""
+    if len(tensors) != size:
+        raise InvalidCall(f"expected {size} tensors, one per rank, got {len(tensors)}")
+    for tensor in tensors:
+        expect("a tensor of the list", tensor, like.numel(), like.dtype)
+    flat = torch.empty((size, like.numel()), dtype=like.dtype)
+
+    def finish():
+        for tensor, part in zip(tensors, flat.unbind(0), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+    return flat, finish
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The data of several tensors, one after the other."""
+    return torch.cat([source_of(tensor).reshape(-1) for tensor in tensors])
+
+
+def expect(what: str, tensor: torch.Tensor, count: int, dtype: torch.dtype) -> None:
+    """Refuses a tensor of another size or type."""
+    if tensor.numel() != count or tensor.dtype != dtype:
+        raise InvalidCall(
+            f"{what} has {tensor.numel()} elements of {tensor.dtype}, expected {count} of {dtype}:"
+            " invalid tensor size or type"
+        )
+
+
+def block_bytes(tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
+    """Bytes of each rank's block, where torch counts rows; equal blocks without `splits`."""
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if not splits:
+        if rows % size:
+            raise InvalidCall(f"{rows} rows do not divide into {size} equal blocks")
+        splits = [rows // size] * size
+    if len(splits) != size or sum(splits) != rows:
+        raise InvalidCall("Tensor's dim 0 does not match the sum of the split sizes, one per rank")
+    row = byte_count(tensor) // rows if rows else 0
+    return [count * row for count in splits]
+
+
+def _check_place(tensor: torch.Tensor) -> None:
+    # The engine takes the address at its word: memory of a GPU would end the process.
+    if not tensor.is_cpu:
+        raise Unsupported(f"unisono moves tensors of CPUs, not of {tensor.device}; copy it first")
+    if tensor.layout is not torch.strided:
+        raise Unsupported(f"{tensor.layout} tensors are not supported here; use to_dense()")
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    # The memory of a conjugated or negated view holds the numbers it is a view of.
+    if tensor.is_conj() or tensor.is_neg():
+        return tensor.resolve_conj().resolve_neg()
+    return tensor

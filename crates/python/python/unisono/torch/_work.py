@@ -1,0 +1,123 @@
+"""What a call returns: torch's `Work`, over the engine's.
+
+C++ asks a `Work` that is defined in Python for two things only, `wait` and `get_future`; everything
+else is asked by Python, which holds this very object because the group is defined in Python too.
+"""
+
+import threading
+from datetime import timedelta
+
+import torch
+from torch._C._distributed_c10d import Work as C10dWork
+
+from unisono import _native
+from unisono.torch._tensors import Finish
+
+
+class Work(C10dWork):
+    """A call under way, or one that has ended."""
+
+    def __init__(self, native: _native.Work | None, result, finish: Finish = None, seconds: float = 0.0):
+        """For a call that fills `result`; without `native`, one that has ended well."""
+        super().__init__()
+        self._native = native
+        self._result = result
+        # What is left to do once the data is here: to copy it to where the caller wants it.
+        self._finish = finish
+        self._lock = threading.Lock() if finish is not None else None
+        self._future = None
+        # How long `wait` waits unless it is told otherwise.
+        self._seconds = seconds
+        # Set when the profiler has seen the end.
+        self._recorded = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits until the call has ended; raises what went wrong."""
+        native = self._native
+        if native is not None:
+            native.wait(timeout.total_seconds() if timeout else self._seconds)
+            self._settle()
+            if self._recorded is not None:
+                self._recorded.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the call has ended, well or not."""
+        native = self._native
+        if native is None:
+            return True
+        if not native.is_done():
+            return False
+        if native.error() is None:
+            self._settle()
+        return True
+
+    def is_success(self) -> bool:
+        """Whether the call has ended well."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Exception | None:
+        """What went wrong, if anything did."""
+        return None if self._native is None else self._native.error()
+
+    def result(self):
+        """The tensors that the call fills."""
+        return self._result
+
+    def synchronize(self) -> None:
+        """For devices with streams, which a CPU has not."""
+
+    def source_rank(self) -> int | None:
+        """Whose message was received."""
+        return None if self._native is None else self._native.source()
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future:
+        """A future of the tensors that the call fills."""
+        if self._future is None:
+            self._future = self._make_future()
+        return self._future
+
+    get_future_result = get_future
+
+    def _make_future(self) -> torch.futures.Future:
+        ended = torch.futures.Future()
+        native = self._native
+        if native is None or (native.is_done() and native.error() is None):
+            self._settle()
+            ended.set_result(self._result)
+            return ended
+
+        # An exception that is *set* on a future is a value to C++, and ends the process when
+        # `backward` takes it for a tensor.  One that is raised in a callback arrives.
+        def outcome(_):
+            error = native.error()
+            if error is not None:
+                raise error
+            self._settle()
+            return self._result
+
+        future = ended.then(outcome)
+        native.then(lambda: ended.set_result(None))
+        return future
+
+    def _stand_for(self, works: "list[Work]", result) -> None:
+        """Also finishes calls that were started before, and have ended when this one has."""
+        own = self._finish
+
+        def finish():
+            for work in works:
+                work._settle()
+            if own is not None:
+                own()
+
+        self._finish, self._lock, self._result = finish, threading.Lock(), result
+
+    def _settle(self) -> None:
+        if self._finish is None:
+            return
+        with self._lock:
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                finish()

@@ -1,0 +1,126 @@
+//! Ends the groups of a job when a call takes longer than its timeout.
+//!
+//! A call that runs on its caller's thread cannot look at a clock. So whoever makes one notes until
+//! when it must have ended, and a thread, started with the first of them, sleeps until the earliest
+//! of these times. If a call is still noted then, the epoch ends, and with it every wait in it.
+//! In the common case, where nothing is late, a call costs a lock that nobody else wants, and no
+//! system call.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use unisono_collective::Epoch;
+
+/// How long the thread sleeps at most. Longer: it outlives its group for longer. Shorter: it wakes
+/// up for nothing more often.
+const NAP: Duration = Duration::from_secs(5);
+
+/// What a timeout beyond all reason, or infinite, is taken for: thirty years.
+const EVER: Duration = Duration::from_secs(1 << 30);
+
+/// The calls of a group that run, and when they must have ended.
+pub struct Deadlines {
+    epoch: Arc<Epoch>,
+    watch: Mutex<Watch>,
+    change: Condvar,
+    passed: AtomicBool,
+}
+
+#[derive(Default)]
+struct Watch {
+    started: bool,
+    /// Calls noted so far: the number of the next.
+    noted: u64,
+    ends: BTreeMap<u64, Instant>,
+    /// When the thread looks next.
+    looks: Option<Instant>,
+}
+
+/// A call that is noted until this is dropped.
+pub struct Noted<'a> {
+    deadlines: &'a Deadlines,
+    number: u64,
+}
+
+impl Deadlines {
+    /// For the calls of a group of this epoch.
+    pub fn new(epoch: Arc<Epoch>) -> Arc<Deadlines> {
+        let (watch, change, passed) = Default::default();
+        Arc::new(Deadlines { epoch, watch, change, passed })
+    }
+
+    /// Notes a call that must have ended after `limit`.
+    pub fn note(self: &Arc<Self>, limit: Duration) -> Noted<'_> {
+        let end = Instant::now() + limit.min(EVER);
+        let mut watch = self.lock();
+        let number = watch.noted;
+        watch.noted += 1;
+        watch.ends.insert(number, end);
+        if !watch.started {
+            watch.started = true;
+            self.start();
+        } else if watch.looks.is_none_or(|looks| looks > end) {
+            self.change.notify_all();
+        }
+        Noted { deadlines: self, number }
+    }
+
+    /// Ends the epoch because a call took too long.
+    pub fn pass(&self) {
+        self.passed.store(true, Ordering::SeqCst);
+        self.epoch.end();
+    }
+
+    /// Whether a call took too long.
+    pub fn have_passed(&self) -> bool {
+        self.passed.load(Ordering::SeqCst)
+    }
+
+    fn start(self: &Arc<Self>) {
+        let own = Arc::downgrade(self);
+        let watching = move || {
+            while let Some(deadlines) = own.upgrade() {
+                if !deadlines.look() {
+                    return;
+                }
+            }
+        };
+        let name = "unisono-deadlines".into();
+        if let Err(error) = std::thread::Builder::new().name(name).spawn(watching) {
+            log::error!("cannot watch over timeouts: {error}");
+        }
+    }
+
+    /// Sleeps until the next deadline; whether to go on.
+    fn look(&self) -> bool {
+        let mut watch = self.lock();
+        let now = Instant::now();
+        let earliest = watch.ends.values().min().copied();
+        if earliest.is_some_and(|end| end <= now) {
+            drop(watch);
+            self.pass();
+            return false;
+        }
+        let next = earliest.unwrap_or(now + NAP).min(now + NAP);
+        watch.looks = Some(next);
+        drop(self.change.wait_timeout(watch, next - now).expect("no panic while locked"));
+        !self.epoch.has_ended()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Watch> {
+        self.watch.lock().expect("no panic while locked")
+    }
+}
+
+impl Drop for Noted<'_> {
+    fn drop(&mut self) {
+        self.deadlines.lock().ends.remove(&self.number);
+    }
+}
+
+/// A timeout as Python gives it: in seconds, perhaps infinite.
+pub fn limit(seconds: f64) -> Duration {
+    Duration::try_from_secs_f64(seconds).unwrap_or(EVER).min(EVER)
+}

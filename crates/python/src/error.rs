@@ -1,0 +1,121 @@
+//! The engine's errors as Python exceptions, which `unisono.errors` defines.
+//!
+//! An exception says in its text, and in fields for programs, which rank raised it (`rank`), in
+//! which operation (`operation`), and which other rank is the cause (`peer`), where one is.
+
+use std::fmt::Display;
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use pyo3::types::{IntoPyDict, PyDict};
+use unisono_collective::{Error, FormError, InvalidCall};
+
+/// What a rank was asked to do.
+#[derive(Clone, Copy, Debug)]
+pub enum Operation {
+    /// A collective call, by the engine's name.
+    Collective(&'static str),
+    /// A message to a rank.
+    Send { to: usize, tag: u32 },
+    /// A message from a rank.
+    Receive { from: usize, tag: u32 },
+}
+
+impl Display for Operation {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Operation::Collective(name) => f.write_str(name),
+            Operation::Send { to, tag } => write!(f, "send to rank {to} with tag {tag}"),
+            Operation::Receive { from, tag } => {
+                write!(f, "receive from rank {from} with tag {tag}")
+            }
+        }
+    }
+}
+
+/// Where an error shows: on which rank, in which operation.
+#[derive(Clone, Copy, Debug)]
+pub struct Site {
+    /// The rank, numbered in its group.
+    pub rank: usize,
+    /// What it was doing.
+    pub operation: Operation,
+}
+
+impl Site {
+    /// The exception for an operation that failed.
+    pub fn failed(&self, py: Python<'_>, error: &Error) -> PyErr {
+        let (kind, peer) = match error {
+            Error::PeerLost { peer, .. } => ("PeerLost", Some(*peer)),
+            Error::Aborted { peer, .. } => ("Aborted", Some(*peer)),
+            Error::EpochEnded { .. } => ("Aborted", None),
+            Error::Mismatch { rank, peer, .. } => {
+                // Whoever noticed told everybody; this rank may be either of the two, or neither.
+                ("Mismatch", Some(if *peer == self.rank { *rank } else { *peer }))
+            }
+            Error::LengthMismatch { from, to, .. } => {
+                ("Mismatch", Some(if *from == self.rank { *to } else { *from }))
+            }
+            Error::InvalidCall(InvalidCall::NoSuchRank { rank, .. }) => {
+                ("InvalidCall", Some(*rank))
+            }
+            Error::InvalidCall(_) => ("InvalidCall", None),
+            _ => ("Error", None),
+        };
+        self.raise(py, kind, peer, &error)
+    }
+
+    /// The exception for an operation that did not end in time.
+    pub fn timed_out(&self, py: Python<'_>, limit: Duration) -> PyErr {
+        let text = format!(
+            "did not end within its timeout of {} ms, and the job's groups were ended; find out \
+             what the other ranks do instead, or allow for more time",
+            limit.as_millis()
+        );
+        self.raise(py, "TimedOut", None, &text)
+    }
+
+    /// The exception for arguments that make no sense.
+    pub fn invalid(&self, py: Python<'_>, text: &str) -> PyErr {
+        self.raise(py, "InvalidCall", None, &text)
+    }
+
+    /// The exception for a group that this process cannot use (any more).
+    pub fn unusable(&self, py: Python<'_>, text: &str) -> PyErr {
+        self.raise(py, "Error", None, &text)
+    }
+
+    fn raise(&self, py: Python<'_>, kind: &str, peer: Option<usize>, text: &dyn Display) -> PyErr {
+        let text = format!("rank {} in {}: {text}", self.rank, self.operation);
+        let fields = || {
+            let fields = [("rank", self.rank)].into_py_dict(py)?;
+            fields.set_item("operation", self.operation.to_string())?;
+            fields.set_item("peer", peer)?;
+            Ok(fields)
+        };
+        made(py, kind, text, fields())
+    }
+}
+
+/// The exception for a group that could not form.
+pub fn not_formed(py: Python<'_>, error: &FormError) -> PyErr {
+    let kind = match error {
+        FormError::InvalidCall(_) => "InvalidCall",
+        _ => "FormError",
+    };
+    made(py, kind, error.to_string(), Ok(PyDict::new(py)))
+}
+
+/// The exception for a rank that could not even begin to form a group.
+pub fn not_begun(py: Python<'_>, text: String) -> PyErr {
+    made(py, "FormError", text, Ok(PyDict::new(py)))
+}
+
+/// The exception of a class of `unisono.errors`; where it cannot be made, why.
+fn made(py: Python<'_>, kind: &str, text: String, fields: PyResult<Bound<'_, PyDict>>) -> PyErr {
+    let make = || {
+        let class = py.import("unisono.errors")?.getattr(kind)?;
+        Ok(PyErr::from_value(class.call((text,), Some(&fields?))?))
+    };
+    make().unwrap_or_else(|error: PyErr| error)
+}

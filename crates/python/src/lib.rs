@@ -1,0 +1,38 @@
+//! The module `unisono._native`: the engine, for Python.
+//!
+//! Python hands over addresses. For a call that is waited for, the caller keeps the memory behind
+//! them alive; for one that is started, the engine is given a reference to its owner (`keep`) until
+//! the call has ended. Nothing here holds the interpreter's lock while it waits, moves or reduces.
+//!
+//! `unisono/_native.pyi` has the same interface with Python's types.
+
+mod deadline;
+mod dispatch;
+mod endpoint;
+mod error;
+mod group;
+mod request;
+mod work;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+mod _native {
+    use pyo3::prelude::*;
+
+    #[pymodule_export]
+    use super::endpoint::{Endpoint, new_token};
+    #[pymodule_export]
+    use super::group::Group;
+    #[pymodule_export]
+    use super::work::Work;
+
+    /// Lets the engine's warnings, such as who keeps a call waiting, be seen.
+    #[pymodule_init]
+    fn init(_module: &Bound<'_, PyModule>) -> PyResult<()> {
+        let level = env_logger::Env::default().filter_or("UNISONO_LOG", "warn");
+        // Fails only where the module was loaded before, and has its logger already.
+        let _ = env_logger::Builder::from_env(level).try_init();
+        Ok(())
+    }
+}
