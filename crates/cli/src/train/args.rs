@@ -617,6 +617,10 @@ impl TrainArgs {
             !self.measure_scaling,
             "--measure-scaling compares runs that agree in every step; leave it out"
         );
+        ensure!(
+            self.codec_relative.is_none(),
+            "--codec-relative is for gradients that are averaged; with --strategy {level} leave it out"
+        );
         match level {
             Level::Hogwild => {
                 self.refuse_relaxed(&["servers", "stale", "journal", "codec", "restarts"])?;

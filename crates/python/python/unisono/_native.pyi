@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-# Operation, type, reduction, input, output, count, root: see `src/request.rs`.
+# As in `unisono.torch._codes`.
 Call = tuple[int, int, int, int, int, int, int | None]
 
 def new_token() -> bytes:

@@ -76,17 +76,20 @@ fn described(
 /// The optimizer of the weights. Where every worker's gradient is an update by itself, there are as many
 /// more of them, each as much shorter: so a learning rate means the same at every level.
 fn optimizer(plan: &Plan, level: Level, workers: usize) -> OptimizerSpec {
-    let share = match level {
-        Level::Ssp(_) | Level::SspAuto | Level::Async | Level::Hogwild => workers as u64,
-        _ => 1,
+    let updates = |steps: u64| steps.saturating_mul(workers as u64);
+    let (share, updates): (_, &dyn Fn(u64) -> u64) = match level {
+        Level::Ssp(_) | Level::SspAuto | Level::Async | Level::Hogwild => (workers, &updates),
+        // Of all the steps of all workers, every so many become one.
+        Level::Downpour { push, .. } => (1, &move |steps| updates(steps) / u64::from(push)),
+        _ => (1, &|steps| steps),
     };
     let rate = match plan.optimizer.learning_rate() {
         LearningRate::Constant(rate) => LearningRate::Constant(rate / share as f64),
         LearningRate::Cosine { peak, floor, warm_up, steps } => LearningRate::Cosine {
             peak: peak / share as f64,
             floor: floor / share as f64,
-            warm_up: warm_up * share,
-            steps: steps.saturating_mul(share),
+            warm_up: updates(warm_up),
+            steps: updates(steps),
         },
     };
     plan.optimizer.with_learning_rate(rate)

@@ -32,6 +32,8 @@ pub struct Student {
     sums: bool,
     /// The slots of every parameter.
     slots: Vec<Vec<Vec<f32>>>,
+    /// Whether a parameter had a gradient in any shard of the last step.
+    touched: Vec<bool>,
     computed: Duration,
 }
 
@@ -71,6 +73,7 @@ impl Student {
         Ok(Student {
             order: SampleOrder::new(plan.seed, data.train_len()),
             slots: parameters.iter().map(slots).collect(),
+            touched: vec![false; parameters.len()],
             model,
             data,
             weights,
@@ -116,15 +119,18 @@ impl Student {
         slow_down(self.computed, slowness);
         let begun = Instant::now();
         let mut loss = 0.0;
+        self.touched.fill(false);
         for (leaf, shard) in self.own.clone().enumerate() {
             let first = step * self.batch + shard as u64 * self.samples;
             let positions = first..first + self.samples;
             let indices: Vec<usize> = positions.map(|at| self.order.sample(at)).collect();
             let shard = self.model.loss(&self.data.batch(Split::Train, &indices)?)?;
             let (slots, accumulation) = (&mut self.slots, &self.accumulation);
+            let touched = &mut self.touched;
             let mut missing = vec![true; slots.len()];
             loss += self.weights.backward(&shard, |parameter, gradient| {
                 missing[parameter] = false;
+                touched[parameter] = true;
                 let span = 0..gradient.len();
                 accumulation.add(leaf, &mut slots[parameter], span, &gradient);
             })?;
@@ -144,11 +150,13 @@ impl Student {
         Ok(Computed { loss: loss / shards, samples, seconds: start.elapsed().as_secs_f64() })
     }
 
-    /// The gradient that was computed last, as servers take it.
+    /// The gradient that was computed last, as servers take it. A parameter that had none in any shard
+    /// is left out, so that no optimizer touches it.
     pub fn gradients<'a>(&'a self) -> Vec<Gradient<'a>> {
         let sums = self.accumulation.sums();
         let vectors = |slots: &'a Vec<Vec<f32>>| slots[..sums].iter().map(Vec::as_slice).collect();
-        self.slots.iter().map(vectors).enumerate().collect()
+        let all = self.slots.iter().map(vectors).enumerate();
+        all.filter(|(parameter, _)| self.touched[*parameter]).collect()
     }
 
     /// The mean gradient of a parameter, computed last.

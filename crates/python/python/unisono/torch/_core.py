@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import ProcessGroup
 from unisono import _native
 from unisono.errors import Error, InvalidCall
 from unisono.torch import _exit
+from unisono.torch._codes import Call
 from unisono.torch._tensors import Finish
 from unisono.torch._work import Work
 
@@ -43,7 +44,7 @@ class Core(ProcessGroup):
 
     def _start(
         self,
-        call: _native.Call,
+        call: Call,
         opts,
         name: str | None,
         result,

@@ -210,8 +210,7 @@ impl Client {
             let what = "a push before this one has failed; join again in a later life".to_owned();
             return Err(ServerError::Protocol { server: session.number, what });
         }
-        let traffic = self.sessions.iter().map(Session::traffic).sum();
-        let measured = self.meter.complete(measured, traffic);
+        let measured = self.meter.complete(measured);
         for session in &mut self.sessions {
             session.begin(self.clock, gradients, &mut self.scratch);
         }
@@ -441,24 +440,22 @@ struct Meter {
     since: Instant,
     held: Duration,
     blocked: Duration,
-    traffic: u64,
 }
 
 impl Meter {
     fn new() -> Meter {
-        Meter { since: Instant::now(), held: Duration::ZERO, blocked: Duration::ZERO, traffic: 0 }
+        Meter { since: Instant::now(), held: Duration::ZERO, blocked: Duration::ZERO }
     }
 
-    /// Fills in what is known of a step, and begins anew. `traffic` is in bytes, since ever.
-    fn complete(&mut self, measured: Measured, traffic: u64) -> Measured {
+    /// Fills in what is known of a step, and begins anew.
+    fn complete(&mut self, measured: Measured) -> Measured {
         let completed = Measured {
             held: self.held.as_secs_f64(),
             blocked: self.blocked.as_secs_f64(),
             wall: self.since.elapsed().as_secs_f64(),
-            bytes: traffic - self.traffic,
             ..measured
         };
-        *self = Meter { traffic, ..Meter::new() };
+        *self = Meter::new();
         completed
     }
 }

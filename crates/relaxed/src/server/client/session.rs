@@ -61,6 +61,9 @@ pub struct Session {
     encoded: Vec<Vec<u8>>,
     /// Bytes moved over connections that are closed.
     moved: u64,
+    /// Bytes moved until the last push, and between that and the one before.
+    counted: u64,
+    bytes_since: u64,
 }
 
 /// What a shard says to a worker that joins.
@@ -108,6 +111,8 @@ impl Session {
             parts: Vec::new(),
             encoded: Vec::new(),
             moved: 0,
+            counted: 0,
+            bytes_since: 0,
             setup,
         }
     }
@@ -154,7 +159,7 @@ impl Session {
     }
 
     /// Bytes sent and received so far.
-    pub fn traffic(&self) -> u64 {
+    fn traffic(&self) -> u64 {
         self.moved + self.link.as_ref().map_or(0, Link::traffic)
     }
 
@@ -211,6 +216,9 @@ impl Session {
     /// Prepares a push for a clock, and encodes what is encoded. What is sent again later is the same.
     pub fn begin(&mut self, clock: u64, gradients: &[Gradient<'_>], scratch: &mut Scratch) {
         self.outbox.begin(clock);
+        let traffic = self.traffic();
+        self.bytes_since = traffic - self.counted;
+        self.counted = traffic;
         self.parts.clear();
         self.encoded.clear();
         for (number, piece) in self.setup.pieces.iter().enumerate() {
@@ -236,7 +244,7 @@ impl Session {
 
     /// Sends the push that is under way.
     pub fn send_push(&mut self, gradients: &[Gradient<'_>], measured: Measured) -> io::Result<()> {
-        let Session { setup, parts, encoded, link, outbox, .. } = self;
+        let Session { setup, parts, encoded, link, outbox, bytes_since, .. } = self;
         let push = outbox.pending().expect("a push is under way");
         let vectors = |part: &Part| {
             let piece = &setup.pieces[part.piece as usize];
@@ -259,6 +267,7 @@ impl Session {
                 (false, _) => bytes(joined),
             });
         }
+        let measured = Measured { bytes: *bytes_since, ..measured };
         let request = Request::Push { push, measured, parts: parts.clone() };
         link.as_mut().ok_or_else(not_connected)?.send(&request, &slices)
     }

@@ -1,0 +1,274 @@
+"""Torch's collectives, in terms of the engine's.
+
+The names are those by which torch calls them, from C++ and from Python; where it has changed a name,
+both are here.  `opts` are torch's options of the call; `asyncOp` in them is false for a call that is
+waited for at once.
+"""
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllreduceOptions
+
+from unisono.errors import InvalidCall
+from unisono.torch import _sparse
+from unisono.torch._codes import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+    SUM,
+    U8,
+    reducible,
+    reduction,
+)
+from unisono.torch._core import Core
+from unisono.torch._tensors import (
+    block_bytes,
+    byte_count,
+    expect,
+    joined,
+    place_for,
+    places_for,
+    source_of,
+)
+from unisono.torch._work import Work
+
+
+class Collectives(Core):
+    """The collectives of a group."""
+
+    # Reductions.
+
+    def allreduce(self, tensors, opts=None):
+        """Reduces a tensor over all ranks, in place. Several at once are several calls."""
+        if not isinstance(opts, AllreduceOptions):  # None, or just a reduction.
+            opts = _all_reduce_options(opts)
+        tensors = _listed(tensors)
+        if len(tensors) != 1:
+            return self.allreduce_coalesced(tensors, opts)
+        if tensors[0].layout is not torch.strided:
+            return _sparse.all_reduce(self, tensors[0], opts.reduceOp)
+        return self._reduce_in_place(ALL_REDUCE, tensors[0], None, opts, "all_reduce", tensors)
+
+    def allreduce_coalesced(self, tensors, opts=None):
+        """Reduces each of several tensors over all ranks, in place."""
+        opts = opts or _all_reduce_options(None)
+        works = [self._reduce_in_place(ALL_REDUCE, t, None, opts, None, [t]) for t in tensors]
+        return self._last(works, list(tensors), "all_reduce", tensors)
+
+    def reduce(self, tensors, opts):
+        """Reduces a tensor over all ranks, to the root's. The others' stay as they are."""
+        tensors = _listed(tensors)
+        root = opts.rootRank
+        self._check_rank(root)
+        return self._reduce_in_place(REDUCE, tensors[0], root, opts, "reduce", tensors)
+
+    def reduce_scatter(self, outputs, inputs, opts):
+        """Reduces lists of tensors over all ranks; each rank gets one of the results."""
+        source = joined(inputs[0])
+        return self._reduce_scatter(outputs[0], source, opts, "reduce_scatter", inputs[0])
+
+    def reduce_scatter_single(self, output, input, opts):
+        """Reduces a tensor over all ranks; each rank gets its part of the result."""
+        source = source_of(input)
+        return self._reduce_scatter(output, source, opts, "_reduce_scatter_base", [input])
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs, inputs, opts):
+        """Several times `reduce_scatter_single`."""
+        pairs = zip(outputs, inputs, strict=True)
+        works = [self._reduce_scatter(o, source_of(i), opts, None, [i]) for o, i in pairs]
+        return self._last(works, list(outputs), "reduce_scatter_tensor_coalesced", inputs)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # Data that only moves.
+
+    def broadcast(self, tensors, opts):
+        """Gives everybody the root's tensor."""
+        tensors = _listed(tensors)
+        root = opts.rootRank
+        self._check_rank(root)
+        flat, finish = place_for(tensors[0], keep=self._rank == root)
+        if self._rank == root:
+            finish = None
+        address = flat.data_ptr()
+        call = (BROADCAST, U8, SUM, address, address, byte_count(flat), root)
+        return self._start(call, opts, "broadcast", tensors, tensors, (flat,), finish)
+
+    def allgather(self, outputs, inputs, opts=None, name="all_gather"):
+        """Gives everybody everybody's tensor, as a list."""
+        source = source_of(inputs[0])
+        flat, finish = places_for(outputs[0], source, self._size)
+        return self._all_gather(source, flat, finish, opts, name, outputs[0], inputs)
+
+    def all_gather_single(self, output, input, opts=None, name="_all_gather_base"):
+        """Gives everybody everybody's tensor, one after the other."""
+        source = source_of(input)
+        expect("the output", output, source.numel() * self._size, input.dtype)
+        flat, finish = place_for(output, keep=False)
+        return self._all_gather(source, flat, finish, opts, name, [output], [input])
+
+    _allgather_base = all_gather_single
+
+    def allgather_coalesced(self, outputs, inputs, opts=None):
+        """Several times `allgather`; `outputs` has one list per rank."""
+        works = [
+            self.allgather([[per_rank[i] for per_rank in outputs]], [source], opts, None)
+            for i, source in enumerate(inputs)
+        ]
+        return self._last(works, outputs, "all_gather", inputs)
+
+    def all_gather_single_coalesced(self, outputs, inputs, opts=None):
+        """Several times `all_gather_single`."""
+        pairs = zip(outputs, inputs, strict=True)
+        works = [self.all_gather_single(o, i, opts, None) for o, i in pairs]
+        return self._last(works, list(outputs), "_all_gather_base_coalesced", inputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(self, outputs, inputs, opts):
+        """Gives the root everybody's tensor, as a list."""
+        source, root = source_of(inputs[0]), opts.rootRank
+        self._check_rank(root)
+        flat, finish, result = None, None, []
+        if self._rank == root:
+            if len(outputs) != 1:
+                raise InvalidCall("gather needs one list of outputs at the root")
+            result = outputs[0]
+            flat, finish = places_for(result, source, self._size)
+        elif len(outputs) and len(outputs[0]):
+            raise InvalidCall("gather takes outputs at the root only")
+        return self._gather(source, flat, finish, opts, result, inputs)
+
+    def gather_single(self, output, input, opts):
+        """Gives the root everybody's tensor, one after the other."""
+        source = source_of(input)
+        self._check_rank(opts.rootRank)
+        flat, finish = None, None
+        if self._rank == opts.rootRank:
+            expect("the output", output, source.numel() * self._size, input.dtype)
+            flat, finish = place_for(output, keep=False)
+        return self._gather(source, flat, finish, opts, [output], [input])
+
+    gather_into_tensor = gather_single
+
+    def scatter(self, outputs, inputs, opts):
+        """Gives each rank one tensor of the root's list."""
+        output, root = outputs[0], opts.rootRank
+        self._check_rank(root)
+        flat, finish = place_for(output, keep=False)
+        source, address = None, 0
+        if self._rank == root:
+            if len(inputs) != 1 or len(inputs[0]) != self._size:
+                raise InvalidCall(f"scatter needs a list of {self._size} inputs at the root")
+            for tensor in inputs[0]:
+                expect("an input", tensor, output.numel(), output.dtype)
+            source = joined(inputs[0])
+            address = source.data_ptr()
+        elif len(inputs) and len(inputs[0]):
+            raise InvalidCall("scatter takes inputs at the root only")
+        shown = inputs[0] if inputs else []
+        call = (SCATTER, U8, SUM, address, flat.data_ptr(), byte_count(flat), root)
+        return self._start(call, opts, "scatter", outputs, shown, (source, flat), finish)
+
+    def all_to_all_single(self, output, input, output_splits, input_splits, opts=None):
+        """Gives each rank its rows of everybody's tensor; without splits, equally many."""
+        source = source_of(input)
+        flat, finish = place_for(output, keep=False)
+        if output_splits or input_splits:
+            sent = block_bytes(source, input_splits, self._size)
+            received = block_bytes(flat, output_splits, self._size)
+            return self._exchange(source, sent, flat, received, finish, [output])
+        expect("the output", output, source.numel(), input.dtype)
+        if source.numel() % self._size:
+            raise InvalidCall(f"{source.numel()} elements do not divide into {self._size} blocks")
+        block = byte_count(source) // self._size
+        call = (ALL_TO_ALL, U8, SUM, source.data_ptr(), flat.data_ptr(), block, None)
+        return self._start(call, opts, "all_to_all", [output], [input], (source, flat), finish)
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs, inputs, opts=None):
+        """Gives each rank its tensor of everybody's list."""
+        for what, tensors in (("inputs", inputs), ("outputs", outputs)):
+            if len(tensors) != self._size:
+                raise InvalidCall(f"all_to_all needs {self._size} {what}, one per rank, got {len(tensors)}")
+        source = torch.cat([source_of(t).reshape(-1).view(torch.uint8) for t in inputs])
+        sent = [byte_count(tensor) for tensor in inputs]
+        received = [byte_count(tensor) for tensor in outputs]
+        flat = torch.empty(sum(received), dtype=torch.uint8)
+
+        def finish():
+            for tensor, part in zip(outputs, flat.split(received), strict=True):
+                tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+
+        return self._exchange(source, sent, flat, received, finish, outputs)
+
+    def barrier(self, opts=None):
+        """Waits for all ranks."""
+        timeout = getattr(opts, "timeout", None)
+        seconds = max(timeout.total_seconds(), 0.0) if timeout else 0.0
+        call = (BARRIER, U8, SUM, 0, 0, 0, None)
+        return self._start(call, opts, "barrier", [], [], (), None, seconds)
+
+    # What the calls above have in common.
+
+    def _reduce_in_place(self, op, tensor, root, opts, name, tensors):
+        flat, finish = place_for(tensor, keep=True)
+        view, dtype, code = reducible(flat, reduction(opts.reduceOp))
+        address = output = view.data_ptr()
+        if op == REDUCE and self._rank != root:
+            # The input of whoever is not the root stays as it is.
+            output, finish = 0, None
+        call = (op, dtype, code, address, output, view.numel(), root)
+        return self._start(call, opts, name, tensors, tensors, (flat,), finish)
+
+    def _reduce_scatter(self, output, source, opts, name, shown):
+        flat, finish = place_for(output, keep=False)
+        expect("the input", source, flat.numel() * self._size, output.dtype)
+        view, dtype, code = reducible(source, reduction(opts.reduceOp))
+        into, _, _ = reducible(flat, SUM)
+        call = (REDUCE_SCATTER, dtype, code, view.data_ptr(), into.data_ptr(), into.numel(), None)
+        return self._start(call, opts, name, [output], shown, (source, flat), finish)
+
+    def _all_gather(self, source, flat, finish, opts, name, result, shown):
+        call = (ALL_GATHER, U8, SUM, source.data_ptr(), flat.data_ptr(), byte_count(source), None)
+        return self._start(call, opts, name, result, shown, (source, flat), finish)
+
+    def _gather(self, source, flat, finish, opts, result, shown):
+        address = 0 if flat is None else flat.data_ptr()
+        count = byte_count(source)
+        call = (GATHER, U8, SUM, source.data_ptr(), address, count, opts.rootRank)
+        return self._start(call, opts, "gather", result, shown, (source, flat), finish)
+
+    def _exchange(self, source, sent, flat, received, finish, result):
+        """Blocks of different lengths.
+
+        Always waited for: the ranks first agree about the lengths.
+        """
+        self._calls += 1
+        self._native.all_to_all_unequal(
+            source.data_ptr(), sent, flat.data_ptr(), received, self._seconds
+        )
+        if finish is not None:
+            finish()
+        return Work(None, result)
+
+
+def _listed(tensors):
+    """Torch gives most calls a list of one tensor, and some older ones a tensor."""
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+def _all_reduce_options(op: dist.ReduceOp | None) -> AllreduceOptions:
+    options = AllreduceOptions()
+    if op is not None:
+        options.reduceOp = op
+    return options

@@ -1,0 +1,43 @@
+"""The sum of sparse tensors, for DDP with sparse gradients.
+
+The ranks have different numbers of entries.  They tell each other how many, then each in turn sends
+its entries to all, and everybody adds them up in the order of the ranks: equal bits everywhere.
+"""
+
+import torch
+
+from unisono.errors import InvalidCall
+from unisono.torch._codes import SUM, reduction
+from unisono.torch._work import Work
+
+
+class _Waiting:
+    """Options of a call that is waited for."""
+
+    asyncOp = False
+
+    def __init__(self, root: int = -1):
+        self.rootRank = root
+
+
+def all_reduce(group, tensor: torch.Tensor, op) -> Work:
+    """Sums the tensor over the ranks, and waits for it."""
+    if reduction(op) != SUM:
+        raise InvalidCall("sparse tensors can be summed, not more; use to_dense()")
+    own = tensor.coalesce()
+    indices, values = own.indices().contiguous(), own.values().contiguous()
+    counts = torch.empty(group.size(), dtype=torch.int64)
+    group.all_gather_single(counts, torch.tensor([values.shape[0]]), _Waiting())
+    total = None
+    for rank, entries in enumerate(counts.tolist()):
+        where, what = indices, values
+        if rank != group.rank():
+            where = indices.new_empty(indices.shape[0], entries)
+            what = values.new_empty(entries, *values.shape[1:])
+        for part in (where, what):
+            group.broadcast([part], _Waiting(rank))
+        part = torch.sparse_coo_tensor(where, what, own.shape)
+        total = part if total is None else total + part
+    total = total.coalesce()
+    tensor.copy_(total)
+    return Work(None, [total])

@@ -1,0 +1,468 @@
+"""Every kind of call that torch makes, once, on real processes.
+
+A function `check_…` is called on every rank of one group, and leaves the group usable.  Most also run
+on Gloo (`run.py --backend gloo`), which shows that they ask for what torch promises.
+"""
+
+import copy
+import os
+import tempfile
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.checkpoint
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+equal = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
+
+
+def on_gloo() -> bool:
+    return dist.get_backend() == "gloo"
+
+
+def raises(kind, call, *arguments, **options):
+    """The exception of this kind that the call raises."""
+    try:
+        call(*arguments, **options)
+    except kind as error:
+        return error
+    raise AssertionError(f"no {kind.__name__} was raised")
+
+
+# Collectives.
+
+
+def check_all_reduce_types(rank, world):
+    number_types = (
+        torch.float32, torch.float64, torch.float16, torch.bfloat16,
+        torch.int8, torch.uint8, torch.int32, torch.int64,
+    )
+    for dtype in number_types:
+        tensor = torch.full((5, 3), rank + 1, dtype=dtype)
+        dist.all_reduce(tensor)
+        equal(tensor, torch.full((5, 3), world * (world + 1) // 2, dtype=dtype))
+    tensor = torch.tensor([rank == 0, True, False])
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    equal(tensor, torch.tensor([True, True, False]))
+    tensor = torch.complex(torch.ones(3), torch.full((3,), float(rank)))
+    dist.all_reduce(tensor)
+    equal(tensor, torch.complex(torch.full((3,), float(world)), torch.full((3,), float(sum(range(world))))))
+
+
+def check_all_reduce_reductions(rank, world):
+    factorial = torch.arange(1, world + 1).prod().item()
+    expected = {
+        dist.ReduceOp.MAX: world,
+        dist.ReduceOp.MIN: 1,
+        dist.ReduceOp.PRODUCT: factorial,
+        dist.ReduceOp.AVG: (world + 1) / 2,
+    }
+    for op, result in expected.items():
+        tensor = torch.full((4,), rank + 1.0)
+        dist.all_reduce(tensor, op=op)
+        equal(tensor, torch.full((4,), float(result)))
+    tensor = torch.tensor([1 << rank])
+    dist.all_reduce(tensor, op=dist.ReduceOp.BOR)
+    equal(tensor, torch.tensor([(1 << world) - 1]))
+
+
+def check_all_reduce_shapes(rank, world):
+    tensor = torch.full((6, 6), float(rank)).t()[::2]
+    assert not tensor.is_contiguous()
+    dist.all_reduce(tensor)
+    equal(tensor, torch.full((3, 6), float(sum(range(world)))))
+    dist.all_reduce(torch.empty(0))
+    # The memory of a negated view holds other numbers than the view.
+    tensor = torch._neg_view(torch.full((3,), rank + 1.0))
+    dist.all_reduce(tensor)
+    equal(tensor.clone(), torch.full((3,), -world * (world + 1) / 2))
+    tensor = torch.tensor(float(rank))
+    dist.all_reduce(tensor)
+    equal(tensor, torch.tensor(float(sum(range(world)))))
+
+
+def check_asynchronous(rank, world):
+    tensor = torch.ones(1000)
+    work = dist.all_reduce(tensor, async_op=True)
+    work.wait()
+    equal(tensor, torch.full((1000,), float(world)))
+    if not on_gloo():  # Its handle does not say so without the default stream's help.
+        assert work.is_completed() and work.is_success() and work.exception() is None
+    future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+    equal(future.wait()[0], torch.full((3,), float(world)))
+    doubled = dist.all_reduce(torch.ones(3), async_op=True).get_future().then(lambda f: f.value()[0] * 2)
+    equal(doubled.wait(), torch.full((3,), 2.0 * world))
+
+
+def check_broadcast(rank, world):
+    for root in range(world):
+        tensor = torch.full((3,), float(rank))
+        dist.broadcast(tensor, root)
+        equal(tensor, torch.full((3,), float(root)))
+    if not on_gloo():  # Moves every type; Gloo moves those that it can reduce.
+        tensor = torch.full((3,), rank, dtype=torch.int16)
+        dist.broadcast(tensor, 1)
+        equal(tensor, torch.ones(3, dtype=torch.int16))
+
+
+def check_all_gather(rank, world):
+    outputs = [torch.empty(2, 2) for _ in range(world)]
+    dist.all_gather(outputs, torch.full((2, 2), float(rank)))
+    for source, output in enumerate(outputs):
+        equal(output, torch.full((2, 2), float(source)))
+    output = torch.empty(2 * world)
+    dist.all_gather_into_tensor(output, torch.full((2,), float(rank)))
+    equal(output, torch.arange(world).repeat_interleave(2).float())
+
+
+def check_reduce_scatter(rank, world):
+    output = torch.empty(2)
+    dist.reduce_scatter(output, [torch.full((2,), float(rank + i)) for i in range(world)])
+    equal(output, torch.full((2,), float(sum(range(world)) + rank * world)))
+    source = torch.arange(2 * world).float()
+    dist.reduce_scatter_tensor(output, source)
+    equal(output, source[2 * rank : 2 * rank + 2] * world)
+
+
+def check_all_to_all(rank, world):
+    output = torch.empty(world)
+    dist.all_to_all_single(output, torch.arange(world).float() + 10 * rank)
+    equal(output, torch.arange(world).float() * 10 + rank)
+    source = torch.full((sum(range(1, world + 1)), 2), float(rank))
+    output = torch.empty((world * (rank + 1), 2))
+    dist.all_to_all_single(output, source, [rank + 1] * world, list(range(1, world + 1)))
+    equal(output[:, 0], torch.arange(world).float().repeat_interleave(rank + 1))
+    if not on_gloo():  # It has no lists of tensors here.
+        outputs = [torch.empty(2) for _ in range(world)]
+        dist.all_to_all(outputs, [torch.full((2,), float(rank))] * world)
+        for source, output in enumerate(outputs):
+            equal(output, torch.full((2,), float(source)))
+
+
+def check_rooted(rank, world):
+    tensor = torch.full((3,), rank + 1.0)
+    dist.reduce(tensor, 1)
+    if rank == 1:
+        equal(tensor, torch.full((3,), world * (world + 1) / 2))
+    elif not on_gloo():  # It leaves partial sums behind.
+        equal(tensor, torch.full((3,), rank + 1.0))
+    outputs = [torch.empty(2) for _ in range(world)] if rank == 0 else None
+    dist.gather(torch.full((2,), float(rank)), outputs, 0)
+    for source, output in enumerate(outputs or []):
+        equal(output, torch.full((2,), float(source)))
+    output = torch.empty(2)
+    inputs = [torch.full((2,), float(i)) for i in range(world)] if rank == 0 else None
+    dist.scatter(output, inputs, 0)
+    equal(output, torch.full((2,), float(rank)))
+
+
+def check_barriers(rank, world):
+    dist.barrier()
+    dist.monitored_barrier()
+
+
+def check_objects(rank, world):
+    gathered = [None] * world
+    dist.all_gather_object(gathered, {"rank": rank})
+    assert gathered == [{"rank": source} for source in range(world)]
+    objects = [1, "x"] if rank == 0 else [None, None]
+    dist.broadcast_object_list(objects, 0)
+    assert objects == [1, "x"]
+    gathered = [None] * world if rank == 0 else None
+    dist.gather_object(rank, gathered, 0)
+    assert gathered in (None, list(range(world)))
+    own = [None]
+    dist.scatter_object_list(own, list(range(world)) if rank == 0 else None, 0)
+    assert own == [rank]
+
+
+def check_functional(rank, world):
+    ranks = list(range(world))
+    total = functional.all_reduce(torch.ones(3), "sum", ranks)
+    equal(total + 0, torch.full((3,), float(world)))
+    gathered = functional.all_gather_tensor(torch.full((2,), float(rank)), 0, ranks)
+    equal(gathered + 0, torch.arange(world).repeat_interleave(2).float())
+    part = functional.reduce_scatter_tensor(torch.ones(2 * world), "sum", 0, ranks)
+    equal(part + 0, torch.full((2,), float(world)))
+    exchanged = functional.all_to_all_single(torch.full((world,), float(rank)), None, None, ranks)
+    equal(exchanged + 0, torch.arange(world).float())
+    copied = functional.broadcast(torch.full((2,), float(rank)), 1, ranks)
+    equal(copied + 0, torch.ones(2))
+    totals = functional.all_reduce_coalesced([torch.ones(2), torch.ones(3)], "sum", ranks)
+    equal(totals[1] + 0, torch.full((3,), float(world)))
+
+
+def check_compiled(rank, world):
+    ranks = list(range(world))
+    doubled = torch.compile(lambda tensor: functional.all_reduce(tensor, "sum", ranks) * 2, backend="eager")
+    equal(doubled(torch.ones(2)) + 0, torch.full((2,), 2.0 * world))
+
+
+def check_coalesced(rank, world):
+    tensors = [torch.ones(2), torch.full((3,), 2.0)]
+    with dist._coalescing_manager(async_ops=True) as manager:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    manager.wait()
+    equal(tensors[0], torch.full((2,), float(world)))
+    equal(tensors[1], torch.full((3,), 2.0 * world))
+
+
+# Messages.
+
+
+def check_messages(rank, world):
+    if rank == 0:
+        dist.send(torch.ones(3), 1, tag=5)
+    elif rank == 1:
+        tensor = torch.zeros(3)
+        assert dist.recv(tensor, 0, tag=5) == 0
+        equal(tensor, torch.ones(3))
+
+
+def check_batch_of_messages(rank, world):
+    sent, received = torch.full((4,), float(rank)), torch.empty(4)
+    before, after = (rank - 1) % world, (rank + 1) % world
+    operations = [dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, received, before)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    equal(received, torch.full((4,), float(before)))
+
+
+# Groups.
+
+
+def check_new_group(rank, world):
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor, group=pair)
+        equal(tensor, torch.full((2,), 2.0))
+        dist.destroy_process_group(pair)
+    alone = dist.new_group([1])
+    if rank == 1:
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor, group=alone)
+        equal(tensor, torch.ones(2))
+
+
+def check_split_group(rank, world):
+    if on_gloo():  # It cannot split.
+        return
+    part = dist.split_group(None, [[r] for r in range(world)])
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor, group=part)
+    equal(tensor, torch.ones(2))
+
+
+def check_mesh(rank, world):
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("a", "b"))
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=mesh["b"].get_group())
+    equal(tensor, torch.full((1,), float(world)))
+
+
+# Data-parallel training: the same weights as of one process with all the data.
+
+
+def check_ddp(rank, world):
+    _train(rank, world)
+
+
+def check_ddp_unused_parameters(rank, world):
+    _train(rank, world, find_unused_parameters=True)
+
+
+def check_ddp_static_graph(rank, world):
+    _train(rank, world, static_graph=True)
+
+
+def check_ddp_bucket_views(rank, world):
+    _train(rank, world, gradient_as_bucket_view=True, bucket_cap_mb=0.0001)
+
+
+def _train(rank, world, **options):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    reference = copy.deepcopy(model)
+    replica = DistributedDataParallel(model, **options)
+    ours, theirs = (torch.optim.SGD(m.parameters(), 0.1) for m in (replica, reference))
+    for step in range(4):
+        data = torch.randn(world, 6, 8, generator=torch.Generator().manual_seed(step))
+        for trained, optimizer, batch in ((replica, ours, data[rank]), (reference, theirs, data.flatten(0, 1))):
+            optimizer.zero_grad()
+            trained(batch).pow(2).mean().backward()
+            optimizer.step()
+    for own, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        equal(own, expected)
+
+
+def check_ddp_bits(rank, world):
+    """The bits do not depend on the size of the buckets."""
+    if on_gloo():
+        return
+
+    def weights(megabytes):
+        torch.manual_seed(4)
+        replica = DistributedDataParallel(
+            nn.Sequential(nn.Linear(33, 65), nn.ReLU(), nn.Linear(65, 7)), bucket_cap_mb=megabytes
+        )
+        optimizer = torch.optim.SGD(replica.parameters(), 0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            seed = torch.Generator().manual_seed(step * world + rank)
+            replica(torch.randn(5, 33, generator=seed)).pow(2).mean().backward()
+            optimizer.step()
+        return nn.utils.parameters_to_vector(replica.parameters())
+
+    first = weights(25)
+    for megabytes in (0.0001, 0.003):
+        assert torch.equal(first, weights(megabytes)), megabytes
+
+
+def check_ddp_no_sync(rank, world):
+    torch.manual_seed(1)
+    replica = DistributedDataParallel(nn.Linear(4, 4))
+    batch = torch.full((2, 4), float(rank))
+    with replica.no_sync():
+        replica(batch).sum().backward()
+    replica(batch).sum().backward()
+    _expect_same_everywhere(replica.module.weight.grad)
+
+
+def check_ddp_hooks(rank, world):
+    for hook in (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook):
+        replica = DistributedDataParallel(nn.Linear(4, 4))
+        replica.register_comm_hook(None, hook)
+        replica(torch.full((2, 4), float(rank))).sum().backward()
+        _expect_same_everywhere(replica.module.weight.grad)
+
+
+def check_ddp_powersgd(rank, world):
+    replica = DistributedDataParallel(nn.Linear(64, 64))
+    state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
+    replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for _ in range(4):
+        replica(torch.full((2, 64), float(rank))).sum().backward()
+    _expect_same_everywhere(replica.module.weight.grad)
+
+
+def check_ddp_sparse(rank, world):
+    replica = DistributedDataParallel(nn.Embedding(10, 3, sparse=True))
+    replica(torch.tensor([rank, rank + 1])).sum().backward()
+    # Row 1 is looked up by ranks 0 and 1.
+    equal(replica.module.weight.grad.to_dense()[1], torch.full((3,), 2.0 / world))
+
+
+def check_join(rank, world):
+    replica = DistributedDataParallel(nn.Linear(4, 4))
+    with replica.join():
+        for _ in range(2 + rank):
+            replica(torch.ones(2, 4)).sum().backward()
+
+
+def check_zero_redundancy(rank, world):
+    model = nn.Linear(8, 8)
+    replica = DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(replica.parameters(), torch.optim.Adam, lr=0.1)
+    replica(torch.full((2, 8), float(rank))).sum().backward()
+    optimizer.step()
+    _expect_same_everywhere(model.weight.detach())
+    optimizer.consolidate_state_dict()
+
+
+def check_fsdp(rank, world):
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    reference = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (world,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    ours, theirs = (torch.optim.SGD(m.parameters(), 0.1) for m in (model, reference))
+    data = torch.randn(world, 4, 8, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        for trained, optimizer, batch in ((model, ours, data[rank]), (reference, theirs, data.flatten(0, 1))):
+            trained(batch).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    equal(model[0].weight.full_tensor(), reference[0].weight)
+
+
+def check_tensor_parallel(rank, world):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 8 * world), nn.Linear(8 * world, 8))
+    reference = copy.deepcopy(model)
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    parallelize_module(model, init_device_mesh("cpu", (world,)), plan)
+    equal(model(torch.ones(2, 8)), reference(torch.ones(2, 8)))
+
+
+def check_checkpoint(rank, world):
+    directory = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(directory, 0)
+    saved, restored = {"a": torch.arange(3.0)}, {"a": torch.zeros(3)}
+    torch.distributed.checkpoint.save(saved, checkpoint_id=directory[0])
+    torch.distributed.checkpoint.load(restored, checkpoint_id=directory[0])
+    equal(restored["a"], saved["a"])
+
+
+def _expect_same_everywhere(tensor):
+    own, first = tensor.clone(), tensor.clone()
+    dist.broadcast(first, 0)
+    equal(own, first, rtol=0, atol=0)
+
+
+# Mistakes that leave the group usable.
+
+
+def check_refusals(rank, world):
+    if on_gloo():
+        return
+    import unisono
+
+    error = raises(unisono.Unsupported, dist.recv, torch.empty(2))
+    assert isinstance(error, NotImplementedError) and error.rank == rank, error
+    assert "any rank" in error.operation, error.operation
+    raises(unisono.InvalidCall, dist.all_reduce, torch.ones(2), op=dist.ReduceOp.BAND)
+    raises(unisono.InvalidCall, dist.all_reduce, torch.ones(2, dtype=torch.int16))
+    raises(unisono.InvalidCall, dist.all_reduce, torch.ones(2, dtype=torch.bool), op=dist.ReduceOp.AVG)
+    raises(unisono.Unsupported, dist.broadcast, torch.ones(2, device="meta"), 0)
+    error = raises(unisono.InvalidCall, dist.group.WORLD.send, [torch.ones(1)], rank, 3)
+    assert error.operation == f"send to rank {rank} with tag 3", error.operation
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    equal(tensor, torch.full((2,), float(world)))
+
+
+def check_forked_child(rank, world):
+    """A child of fork, such as a loader of data, neither uses nor ends its parent's group."""
+    if on_gloo():
+        return
+    import unisono
+
+    dist.barrier()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            error = raises(unisono.Error, dist.all_reduce, torch.ones(2))
+            dist.destroy_process_group()
+            status = 0 if "forked" in str(error) else 2
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    equal(tensor, torch.full((2,), float(world)))
+
+
+ALL = {name.removeprefix("check_"): value for name, value in globals().items() if name.startswith("check_")}
