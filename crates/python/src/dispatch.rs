@@ -1,9 +1,9 @@
 //! Runs Python callbacks when operations end.
 //!
-//! Not on the thread that ends them: it serves everybody, and would wait for the interpreter's lock.
-//! And not on one thread only: a callback may wait for another operation, whose callback then needs
-//! a thread too (torch's PowerSGD hook does just that). So there is always one more thread than
-//! callbacks that are running; threads that are not needed are kept for the next burst.
+//! Not on the thread that ends them: it serves everybody, and would wait for the interpreter's
+//! lock. And not on one thread only: a callback may wait for another operation, whose callback then
+//! needs a thread too (torch's PowerSGD hook does just that). So there is always one more thread
+//! than callbacks that are running; threads that are not needed are kept for the next burst.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};

@@ -14,13 +14,13 @@ use crate::request::Call;
 use crate::work::Work;
 
 /// How long closing a group waits for callbacks, and for operations whose epoch was ended. They end
-/// at once unless something is wrong. Longer: then a program ends later. Shorter: on a busy machine,
-/// a callback is cut off.
+/// at once unless something is wrong. Longer: then a program ends later. Shorter: on a busy
+/// machine, a callback is cut off.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// How long leaving a group waits where nobody said. Longer: a call that the others never make keeps
-/// this rank for longer. Shorter: calls that were started and not waited for fail if the others are
-/// late.
+/// How long leaving a group waits where nobody said. Longer: a call that the others never make
+/// keeps this rank for longer. Shorter: calls that were started and not waited for fail if the
+/// others are late.
 const FAREWELL: Duration = Duration::from_secs(10);
 
 /// A group of ranks.

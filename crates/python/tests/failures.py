@@ -1,7 +1,7 @@
 """What ends a group: every other rank must raise, say why, and be able to end.
 
-A function `case_…` runs a job of its own.  No time is required of a machine that may be busy; how long
-it took to notice is printed.
+A function `case_…` runs a job of its own.  No time is required of a machine that may be busy; how
+long it took to notice is printed.
 """
 
 import multiprocessing
@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from datetime import timedelta
 
@@ -129,12 +130,11 @@ def case_exit() -> None:
 
 def _programs(ending: str) -> list[int]:
     """Runs two ranks as programs of their own: a fork does not end as a program does."""
-    import tempfile
-
     with tempfile.TemporaryDirectory() as directory:
         store = os.path.join(directory, "store")
         ranks = [
-            subprocess.Popen([sys.executable, __file__, ending, str(rank), store]) for rank in range(2)
+            subprocess.Popen([sys.executable, __file__, ending, str(rank), store])
+            for rank in range(2)
         ]
         codes = []
         for rank, process in enumerate(ranks):
@@ -160,7 +160,11 @@ def _program(ending: str, rank: int, store: str) -> None:
         raise SystemExit(3)
 
 
-ALL = {name.removeprefix("case_"): value for name, value in globals().items() if name.startswith("case_")}
+ALL = {
+    name.removeprefix("case_"): value
+    for name, value in globals().items()
+    if name.startswith("case_")
+}
 
 if __name__ == "__main__":
     _program(sys.argv[1], int(sys.argv[2]), sys.argv[3])

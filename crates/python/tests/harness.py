@@ -25,7 +25,9 @@ def run(function, world: int, *arguments, backend: str = "unisono") -> list[int]
     with tempfile.TemporaryDirectory() as directory:
         context = multiprocessing.get_context("fork")
         ranks = [
-            context.Process(target=_rank, args=(function, rank, world, arguments, backend, directory))
+            context.Process(
+                target=_rank, args=(function, rank, world, arguments, backend, directory)
+            )
             for rank in range(world)
         ]
         for process in ranks:

@@ -3,9 +3,9 @@
 
     run.py [--worlds 2 3] [--backend NAME] [--kills N] [NAME…]
 
-Runs every check of `checks.py` on 2 and on 3 processes, and every case of `failures.py`; with NAMEs,
-only those whose names contain one of them.  `--backend gloo` runs the checks on Gloo.  `--kills N`
-repeats the case of the killed rank.
+Runs every check of `checks.py` on 2 and on 3 processes, and every case of `failures.py`; with
+NAMEs, only those whose names contain one of them.  `--backend gloo` runs the checks on Gloo.
+`--kills N` repeats the case of the killed rank.
 """
 
 import argparse
@@ -22,7 +22,8 @@ import harness
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    raw = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--backend", default="unisono")
     parser.add_argument("--kills", type=int, default=1)

@@ -10,9 +10,9 @@ named after it.  So Unisono runs under that name: it is registered as "gloo" in 
 test, where torch finds it before its own.  Nothing of the tests is changed, and a test that Gloo
 passes is the same test for us.
 
-A test's outcome is one of passed, failed, skipped and timeout; the reason is kept with it.  `compare`
-names what only one of two backends passes, and fails if the second passes less.  Needs the packages
-expecttest and hypothesis, which torch's tests import.
+A test's outcome is one of passed, failed, skipped and timeout; the reason is kept with it.
+`compare` names what only one of two backends passes, and fails if the second passes less.  Needs
+the packages expecttest and hypothesis, which torch's tests import.
 """
 
 import argparse
@@ -29,7 +29,8 @@ import unittest
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    raw = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("run")
     command.add_argument("--backend", choices=["gloo", "unisono"], required=True)
@@ -69,7 +70,8 @@ def run(arguments) -> None:
     records = {}
     for test in tests:
         record = records[test] = run_test(arguments, kind, test)
-        print(f"{record['outcome']:8} {record['seconds']:6} s  {test}  {last_line(record)}", flush=True)
+        outcome, seconds = record["outcome"], record["seconds"]
+        print(f"{outcome:8} {seconds:6} s  {test}  {last_line(record)}", flush=True)
         body = {"backend": arguments.backend, "world": arguments.world, "tests": records}
         arguments.out.write_text(json.dumps(body, indent=1, sort_keys=True))
     counts = collections.Counter(record["outcome"] for record in records.values())
@@ -128,7 +130,8 @@ def run_test(arguments, kind, test: str) -> dict:
     return record
 
 
-def run_here(arguments, case: unittest.TestCase, directory: pathlib.Path, log: pathlib.Path) -> dict:
+def run_here(arguments, case, directory: pathlib.Path, log: pathlib.Path) -> dict:
+    """Runs one test in this process and its children."""
     import torch.testing._internal.common_distributed as common
 
     os.environ.update(TEMP_DIR=str(directory), TMPDIR=str(directory))

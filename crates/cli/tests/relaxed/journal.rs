@@ -45,8 +45,9 @@ fn an_interrupted_run_goes_on_and_finishes() {
         let pushes = resumed.count("pushes");
         assert!((asked..=asked + 1).contains(&pushes) || level == "bsp", "{level}: {pushes}");
         if level == "bsp" {
-            // A round that was interrupted may have been settled by some and not by others.
-            assert_eq!(resumed.count("updates"), 400);
+            // A round that was interrupted may have been settled by some and not by others. If one
+            // server had committed it, the other one goes on without.
+            assert!((399..=400).contains(&resumed.count("updates")), "{}", resumed.object);
         }
 
         // Once more: there is nothing left to do.

@@ -29,20 +29,26 @@ pub fn count(record: &Value, key: &str) -> u64 {
 
 /// How many updates the first server has recorded so far.
 pub fn updates(run_dir: &Path) -> u64 {
-    last_update(&run_dir.join("updates-0.jsonl")).unwrap_or(0)
+    last(run_dir, 0).map_or(0, |record| count(&record, "update"))
 }
 
-/// The update of the last complete line; found quickly, however long the file is.
-fn last_update(path: &Path) -> Option<u64> {
+/// How far the furthest of workers is that record for themselves.
+pub fn furthest(run_dir: &Path, workers: usize) -> u64 {
+    let clocks = (0..workers).filter_map(|worker| last(run_dir, worker));
+    clocks.map(|record| count(&record, "clock")).max().unwrap_or(0)
+}
+
+/// The last complete record of a file; found quickly, however long that is.
+fn last(run_dir: &Path, file: usize) -> Option<Value> {
     const LINES: u64 = 2048;
-    let mut file = File::open(path).ok()?;
+    let mut file = File::open(run_dir.join(format!("updates-{file}.jsonl"))).ok()?;
     let length = file.metadata().ok()?.len();
     file.seek(SeekFrom::Start(length.saturating_sub(LINES))).ok()?;
     let mut end = String::new();
     file.read_to_string(&mut end).ok()?;
     let complete = &end[..end.rfind('\n')?];
     let line = &complete[complete.rfind('\n').map_or(0, |at| at + 1)..];
-    serde_json::from_str::<Value>(line).ok()?["update"].as_u64()
+    serde_json::from_str(line).ok()
 }
 
 /// Requires that every push is accounted for: on each server once, without a gap, in updates without a

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 # As in `unisono.torch._codes`.
-Call = tuple[int, int, int, int, int, int, int | None]
+_Call = tuple[int, int, int, int, int, int, int | None]
 
 def new_token() -> bytes:
     """A new secret, which all ranks of a job know and nobody else."""
@@ -31,10 +31,10 @@ class Group:
     def size(self) -> int:
         """Ranks in the group."""
 
-    def run(self, call: Call, seconds: float) -> None:
+    def run(self, call: _Call, seconds: float) -> None:
         """Runs a call and waits for it. The caller keeps its memory to itself meanwhile."""
 
-    def submit(self, call: Call, keep: object) -> Work:
+    def submit(self, call: _Call, keep: object) -> Work:
         """Starts a call on memory that `keep` owns."""
 
     def all_to_all_unequal(

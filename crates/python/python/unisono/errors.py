@@ -1,9 +1,9 @@
 """What can go wrong, by what the caller can do next.
 
 All are `RuntimeError`s, as every error of `torch.distributed` is, so that code written for another
-backend catches them.  After any but `InvalidCall`, `Unsupported` and `FormError` the group has ended:
-every pending and later call of it fails, on every rank, and the outputs of the calls that failed hold
-anything.
+backend catches them.  After any but `InvalidCall`, `Unsupported` and `FormError` the group has
+ended: every pending and later call of it fails, on every rank, and the outputs of the calls that
+failed hold anything.
 """
 
 

@@ -1,7 +1,8 @@
 """A barrier that says who did not come.
 
-It goes through torch's store, where waiting can end without spoiling the group: rank 0 collects a key
-of every rank and answers with one.  The texts are those that programs written for Gloo look for.
+It goes through torch's store, where waiting can end without spoiling the group: rank 0 collects a
+key of every rank and answers with one.  The texts are those that programs written for Gloo look
+for.
 """
 
 import time
@@ -12,7 +13,9 @@ from unisono.errors import TimedOut
 _GO = b"go"
 
 
-def monitored(store, key: str, rank: int, size: int, timeout: timedelta, wait_for_all: bool) -> None:
+def monitored(
+    store, key: str, rank: int, size: int, timeout: timedelta, wait_for_all: bool
+) -> None:
     """Waits for all ranks; `key` is a name that no barrier had before."""
     if rank == 0:
         _collect(store, key, size, timeout, wait_for_all)
@@ -46,7 +49,8 @@ def _collect(store, key: str, size: int, timeout: timedelta, wait_for_all: bool)
     for rank in range(1, size):
         left = deadline - time.monotonic()
         if left <= 0 and not missing:
-            _refuse(store, key, f"Rank 0 timed out in monitoredBarrier after {milliseconds} ms.", None)
+            text = f"Rank 0 timed out in monitoredBarrier after {milliseconds} ms."
+            _refuse(store, key, text, None)
         try:
             # Whoever was late left no time for the others, but they may be here already.
             store.wait([f"{key}/{rank}"], timedelta(seconds=max(left, 0.001)))

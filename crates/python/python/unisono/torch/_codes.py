@@ -13,12 +13,13 @@ from torch.distributed import ReduceOp
 
 from unisono.errors import InvalidCall
 
-ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, REDUCE, GATHER, SCATTER, ALL_TO_ALL, BARRIER = range(9)
+ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, REDUCE = range(5)
+GATHER, SCATTER, ALL_TO_ALL, BARRIER = range(5, 9)
 F32, F64, F16, BF16, I8, U8, I32, I64 = range(8)
 SUM, MEAN, MIN, MAX, PRODUCT, AND, OR, XOR = range(8)
 
-# A call: operation, type, reduction, input, output, count, root.  The engine's `Request` says what the
-# count counts; addresses are 0, and the root is None, where there is none.
+# A call: operation, type, reduction, input, output, count, root.  The engine's `Request` says what
+# the count counts; addresses are 0, and the root is None, where there is none.
 Call = tuple[int, int, int, int, int, int, int | None]
 
 _DTYPES = {

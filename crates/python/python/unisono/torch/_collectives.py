@@ -1,8 +1,8 @@
 """Torch's collectives, in terms of the engine's.
 
-The names are those by which torch calls them, from C++ and from Python; where it has changed a name,
-both are here.  `opts` are torch's options of the call; `asyncOp` in them is false for a call that is
-waited for at once.
+The names are those by which torch calls them, from C++ and from Python; where it has changed a
+name, both are here.  `opts` are torch's options of the call; `asyncOp` in them is false for a call
+that is waited for at once.
 """
 
 import torch
@@ -199,7 +199,8 @@ class Collectives(Core):
         """Gives each rank its tensor of everybody's list."""
         for what, tensors in (("inputs", inputs), ("outputs", outputs)):
             if len(tensors) != self._size:
-                raise InvalidCall(f"all_to_all needs {self._size} {what}, one per rank, got {len(tensors)}")
+                text = f"all_to_all needs {self._size} {what}, one per rank, got {len(tensors)}"
+                raise InvalidCall(text)
         source = torch.cat([source_of(t).reshape(-1).view(torch.uint8) for t in inputs])
         sent = [byte_count(tensor) for tensor in inputs]
         received = [byte_count(tensor) for tensor in outputs]

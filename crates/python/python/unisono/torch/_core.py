@@ -130,4 +130,5 @@ class Core(ProcessGroup):
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self._size:
-            raise InvalidCall(f"rank {rank} is not in a group of {self._size}", rank=self._rank, peer=rank)
+            text = f"rank {rank} is not in a group of {self._size}"
+            raise InvalidCall(text, rank=self._rank, peer=rank)

@@ -6,8 +6,8 @@ Their threads call back into Python, which lets nobody in once it is ending.
 import atexit
 import weakref
 
-# How long a program that ends waits for its calls that were started and not waited for.  Longer: one
-# that the other ranks never make keeps it for longer.  Shorter: it fails if they are late.
+# How long a program that ends waits for its calls that were started and not waited for.  Longer:
+# one that the other ranks never make keeps it for longer.  Shorter: it fails if they are late.
 PATIENCE = 10.0
 
 _open: "weakref.WeakSet" = weakref.WeakSet()

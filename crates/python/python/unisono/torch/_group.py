@@ -1,12 +1,13 @@
 """The group, as torch sees it.
 
 Why it is a `ProcessGroup` and not a `Backend`: torch wraps what a Python `Backend` returns, and the
-wrapper knows `wait` and `get_future` only, so that `is_completed` is false for ever and nobody learns
-from whom a message came.  A Python `ProcessGroup` is called without that, and without the dispatcher,
-which saves most of the time.  C++ (the reducer of DDP, the functional collectives) reaches it too.
+wrapper knows `wait` and `get_future` only, so that `is_completed` is false for ever and nobody
+learns from whom a message came.  A Python `ProcessGroup` is called without that, and without the
+dispatcher, which saves most of the time.  C++ (the reducer of DDP, the functional collectives)
+reaches it too.
 
-From the caller to the engine: this file has what torch asks about a group, messages, and other groups;
-`_collectives` the collectives; `_core` starts calls; `_work` is what they return.
+From the caller to the engine: this file has what torch asks about a group, messages, and other
+groups; `_collectives` the collectives; `_core` starts calls; `_work` is what they return.
 """
 
 from datetime import timedelta
@@ -155,7 +156,9 @@ class Group(Collectives):
 
     # Other groups, and the end.
 
-    def split_group(self, ranks, timeout=None, opts=None, group_name=None, group_desc=None, device_types=None):
+    def split_group(
+        self, ranks, timeout=None, opts=None, group_name=None, group_desc=None, device_types=None
+    ):
         """The group of some of the ranks; None for the others. Torch registers it."""
         if self._rank not in ranks:
             return None

@@ -37,4 +37,5 @@ def _own_address() -> str:
             probe.connect(address)  # Sends nothing; the system chooses the route.
             return probe.getsockname()[0]
     except OSError as error:
-        raise FormError(f"no way to MASTER_ADDR={master}: {error}; name a machine that can be reached") from error
+        text = f"no way to MASTER_ADDR={master}: {error}; name a machine that can be reached"
+        raise FormError(text) from error

@@ -17,7 +17,9 @@ from unisono.torch._tensors import Finish
 class Work(C10dWork):
     """A call under way, or one that has ended."""
 
-    def __init__(self, native: _native.Work | None, result, finish: Finish = None, seconds: float = 0.0):
+    def __init__(
+        self, native: _native.Work | None, result, finish: Finish = None, seconds: float = 0.0
+    ):
         """For a call that fills `result`; without `native`, one that has ended well."""
         super().__init__()
         self._native = native
