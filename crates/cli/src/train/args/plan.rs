@@ -1,0 +1,142 @@
+//! A run, with everything decided.
+
+use std::path::PathBuf;
+
+use unisono::relaxed::spec::Level;
+use unisono::relaxed::stale::Stale;
+use unisono::sync::Settings;
+use unisono::sync::bucket::BucketSizes;
+use unisono::sync::local::StrategySpec;
+use unisono::sync::optimizer::OptimizerSpec;
+use unisono::sync::strategy::Compression;
+use unisono_workload::data::DataSpec;
+use unisono_workload::model::ModelSpec;
+
+use super::{CodecChoice, ServersChoice};
+
+/// Milliseconds that a worker replays for a shard if nothing else is known.
+const REPLAY_MS: f64 = 50.0;
+
+/// What there is to compute.
+#[derive(Clone, Debug)]
+pub enum Work {
+    /// A model that learns.
+    Learn { model: ModelSpec, data: DataSpec },
+    /// A model that is replayed.
+    Replay { spec: String, compute_ms: Option<f64> },
+}
+
+/// A run, with everything decided but the number of workers.
+#[derive(Clone)]
+pub struct Plan {
+    pub work: Work,
+    pub shards: usize,
+    pub batch: usize,
+    pub steps: u64,
+    pub optimizer: OptimizerSpec,
+    pub seed: u64,
+    pub threads: usize,
+    pub buckets: Option<BucketSizes>,
+    pub overlap: bool,
+    pub strategy: StrategySpec,
+    pub relaxed: Option<RelaxedPlan>,
+    pub codec: CodecChoice,
+    pub compression: Option<Compression>,
+    pub check_every: u64,
+    pub checkpoint_dir: Option<PathBuf>,
+    pub checkpoint_every: u64,
+    pub resume: bool,
+    pub run_dir: Option<PathBuf>,
+    pub measure_scaling: bool,
+    pub slow: Option<(usize, f64)>,
+    pub accumulate: usize,
+}
+
+/// What makes a run relaxed.
+#[derive(Clone, Debug)]
+pub struct RelaxedPlan {
+    pub level: Level,
+    pub stale: Stale,
+    pub servers: ServersChoice,
+    pub journal: Option<PathBuf>,
+    pub restarts: u32,
+}
+
+impl Plan {
+    /// How the replicas are kept in step.
+    pub fn settings(&self) -> Settings {
+        let mut settings = Settings::new(self.shards);
+        settings.buckets = self.buckets;
+        settings.overlap = self.overlap;
+        settings.strategy = self.strategy;
+        settings.compression = self.compression.clone();
+        settings
+    }
+
+    /// What decides about the weights: two runs with equal identities have equal weights.
+    pub fn identity(&self) -> Vec<(&'static str, String)> {
+        let (model, data) = self.names();
+        vec![
+            ("model", model),
+            ("data", data),
+            ("seed", self.seed.to_string()),
+            ("batch", self.batch.to_string()),
+            ("shards", self.shards.to_string()),
+            ("threads", self.threads.to_string()),
+            ("optimizer", self.optimizer.to_string()),
+            ("strategy", self.strategy_name()),
+            ("codec", self.describe_codec()),
+        ]
+    }
+
+    /// The strategy, whichever kind it is.
+    pub fn strategy_name(&self) -> String {
+        let relaxed = self.relaxed.as_ref().map(|relaxed| relaxed.level.to_string());
+        relaxed.unwrap_or_else(|| self.strategy.to_string())
+    }
+
+    /// The codec, for people: rules too, if there is nothing else.
+    pub fn codec_name(&self) -> String {
+        match &self.compression {
+            Some(compression) if self.codec == CodecChoice::None => {
+                let rules: Vec<String> =
+                    compression.rules.exceptions.iter().map(ToString::to_string).collect();
+                rules.join(", ")
+            }
+            _ => self.codec.to_string(),
+        }
+    }
+
+    /// The codec with all that belongs to it.
+    pub fn describe_codec(&self) -> String {
+        let mut text = self.codec.to_string();
+        if let Some(compression) = &self.compression {
+            for rule in &compression.rules.exceptions {
+                text += &format!(", {rule}");
+            }
+            if compression.warm_up > 0 {
+                text += &format!(", from step {}", compression.warm_up);
+            }
+            if let Some(relative) = compression.relative {
+                text += if relative { ", relative" } else { ", not relative" };
+            }
+            if !compression.error_feedback {
+                text += ", without residuals";
+            }
+        }
+        text
+    }
+
+    /// The model and the data, for people.
+    pub fn names(&self) -> (String, String) {
+        match &self.work {
+            Work::Learn { model, data } => (model.to_string(), data.to_string()),
+            Work::Replay { spec, .. } => (format!("replay:{spec}"), "nothing".to_owned()),
+        }
+    }
+
+    /// Milliseconds that a worker replays for a shard.
+    pub fn replay_ms(compute_ms: Option<f64>, of_file: Option<f64>) -> f64 {
+        compute_ms.or(of_file).unwrap_or(REPLAY_MS)
+    }
+}
