@@ -17,7 +17,7 @@ import harness
 import torch
 import torch.distributed as dist
 import unisono
-from checks import equal, raises
+from tools import equal, raises
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -3,7 +3,7 @@
 
     run.py [--worlds 2 3] [--backend NAME] [--kills N] [NAME…]
 
-Runs every check of `checks.py` on 2 and on 3 processes, and every case of `failures.py`; with
+Runs every check of `checks/` on 2 and on 3 processes, and every case of `failures.py`; with
 NAMEs, only those whose names contain one of them.  `--backend gloo` runs the checks on Gloo.
 `--kills N` repeats the case of the killed rank.
 """

@@ -1,13 +1,11 @@
-"""Every kind of call that torch makes, once, on real processes.
+"""Every kind of call that torch makes, once.
 
-A function `check_…` is called on every rank of one group, and leaves the group usable.  Most also
-run on Gloo (`run.py --backend gloo`), which shows that they ask for what torch promises.
+Most also run on Gloo (`run.py --backend gloo`), which shows that they ask for what torch promises.
 """
 
 import copy
 import os
 import tempfile
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,21 +19,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-equal = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
-
-
-def on_gloo() -> bool:
-    return dist.get_backend() == "gloo"
-
-
-def raises(kind, call, *arguments, **options):
-    """The exception of this kind that the call raises."""
-    try:
-        call(*arguments, **options)
-    except kind as error:
-        return error
-    raise AssertionError(f"no {kind.__name__} was raised")
-
+from tools import equal, on_gloo, raises
 
 # Collectives.
 
@@ -472,10 +456,3 @@ def check_forked_child(rank, world):
     tensor = torch.ones(2)
     dist.all_reduce(tensor)
     equal(tensor, torch.full((2,), float(world)))
-
-
-ALL = {
-    name.removeprefix("check_"): value
-    for name, value in globals().items()
-    if name.startswith("check_")
-}

@@ -1,0 +1,21 @@
+"""What the checks have in common."""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+equal = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
+
+
+def on_gloo() -> bool:
+    return dist.get_backend() == "gloo"
+
+
+def raises(kind, call, *arguments, **options):
+    """The exception of this kind that the call raises."""
+    try:
+        call(*arguments, **options)
+    except kind as error:
+        return error
+    raise AssertionError(f"no {kind.__name__} was raised")
