@@ -11,6 +11,10 @@ import warnings
 import torch
 import torch.distributed as dist
 
+if not hasattr(dist.Backend, "_ensure_backend_registered"):
+    # A torch that does not look for backends among the packages.
+    import unisono.torch
+
 # After this long, ranks that have not ended have hung.  Longer than anything here takes on a busy
 # machine.
 HUNG = 300
