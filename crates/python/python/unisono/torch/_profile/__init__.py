@@ -34,8 +34,9 @@ from unisono.torch._profile.tracer import Tracer
 _STEPS_OF_HOST = 500
 _STEPS_OF_DEVICE = 50
 
-# How long rank 0 waits for the others' records, if the program ended well and if it failed.  Longer:
-# a job with a lost rank ends later.  Shorter: a rank that has more to do at the end is left out.
+# How long rank 0 waits for the others' records, if the program ended well and if it failed.
+# Longer: a job with a lost rank ends later.  Shorter: a rank that has more to do at the end is left
+# out.
 _PATIENCE = timedelta(seconds=60)
 _PATIENCE_AFTER_FAILURE = timedelta(seconds=5)
 
@@ -54,7 +55,8 @@ class Profile:
         # (store, rank, world, backend) as soon as there is one, for a program may make its group
         # inside of the block, and destroy it there.
         self._group: tuple | None = None
-        #: The verdict in one sentence, and the path of the report's page; rank 0 has them at the end.
+        #: The verdict in one sentence, and the path of the report's page; rank 0 has them after the
+        #: block.
         self.verdict: str | None = None
         self.report: str | None = None
 
@@ -167,6 +169,12 @@ class Profile:
             )
             # Insight numbers those that are there.
             hosts = [f"{labels[rank]} (rank {rank})" for rank in ranks]
+        if not complete:
+            warnings.warn(
+                "no step was seen to end; if no optimizer of torch's ends them, call `step` of what "
+                "the block is given",
+                stacklevel=4,
+            )
         info = describe.describe(self._run_dir, backend, len(ranks), hosts)
         info["clock_error"] = max(everyone[rank]["error"] for rank in ranks)
         first = everyone[0]["steps"]
@@ -194,13 +202,13 @@ def profile(run_dir: str | Path, *, steps: int | None = None) -> Profile:
         with unisono.torch.profile("runs/before"):
             train()
 
-    For every backend of `torch.distributed`, without one, and for any model: nothing in the program
-    changes.  All ranks enter the block.  At its end rank 0 writes the folder, prints the verdict and
-    where the page with the report is; `unisono report` shows it too.
+    For every backend of `torch.distributed`, without one, and for any model: nothing in the
+    program changes.  All ranks enter the block.  At its end rank 0 writes the folder, prints the
+    verdict and where the page with the report is; `unisono report` shows it too.
 
     The first `steps` steps are recorded (500, or 50 where there is a GPU), and the rest of the
-    program runs undisturbed.  A step ends when an optimizer's step does; a program without one calls
-    `step` of what the block is given:
+    program runs undisturbed.  A step ends when an optimizer's step does; a program without one
+    calls `step` of what the block is given:
 
         with unisono.torch.profile("runs/before") as p:
             for batch in data:

@@ -150,8 +150,7 @@ def _on_host(begin: int, end: int, seen: _Seen, counted: tuple[int, int]) -> Ste
         compute=length(without(busy, idle)),
         backward=length(without([last], blocked)),
         blocked=blocked,
-        # The host sees the whole of a call as one.
-        buckets=[(call.bytes, call.begin, call.begin, call.end) for call in calls],
+        buckets=[_seen_by_host(call, blocked) for call in calls],
         calls=[(call.what, call.bytes) for call in calls],
         counted=counted,
     )
@@ -179,13 +178,24 @@ def _on_device(begin: int, seen: _Seen, counted: tuple[int, int]) -> Step:
         compute=length(union(within([(k.begin, k.end) for k in passes], begin, end))),
         backward=length(without([(since, computed)], blocked)),
         blocked=blocked,
-        buckets=[_bucket(call, asked_for) for call in calls],
+        buckets=[_seen_by_device(call, asked_for) for call in calls],
         calls=[(call.what, call.bytes) for call in asked_for],
         counted=counted,
     )
 
 
-def _bucket(call: Span, asked_for: list[Span]) -> tuple[int, int, int, int]:
+def _seen_by_host(call: Span, blocked: list[Interval]) -> tuple[int, int, int, int]:
+    """A call of the host, which does not tell when it queued from when it moved.
+
+    Some backends show it from when they were asked, others from when a thread of theirs took it up.
+    A program that waited for it by then says that it had asked before.
+    """
+    waits = (begin for begin, end in blocked if begin <= call.begin < end)
+    begin = min(waits, default=call.begin)
+    return call.bytes, begin, begin, call.end
+
+
+def _seen_by_device(call: Span, asked_for: list[Span]) -> tuple[int, int, int, int]:
     """A call on the device; the host's last before its launch says when it was ready, of what."""
     before = [asked for asked in asked_for if asked.begin <= call.asked]
     if not call.on_device or not before:

@@ -10,6 +10,7 @@ recorded a second time, and what is kept is bounded by the number of steps.
 """
 
 import os
+import re
 
 import torch
 from torch._C._autograd import DeviceType
@@ -25,8 +26,8 @@ from unisono.errors import InvalidCall
 from unisono.torch._profile import spans
 from unisono.torch._profile.spans import Kind, Span
 
-# Calls of the driver and its runtime, which launch kernels.
-_LAUNCHES = ("cuda", "cu", "hip")
+# Calls of the driver and its runtime, which launch kernels: "cudaLaunchKernel", "cuLaunchKernelEx".
+_LAUNCH = re.compile(r"(cuda|cu|hip)[A-Z]")
 
 
 class Tracer:
@@ -63,7 +64,7 @@ def read(events) -> list[Span]:
     launches = {
         event.correlation_id(): event.start_ns()
         for event in events
-        if event.correlation_id() and event.name().startswith(_LAUNCHES)
+        if event.correlation_id() and _LAUNCH.match(event.name())
     }
     seen: list[Span] = []
     for event in events:
