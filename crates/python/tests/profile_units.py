@@ -296,6 +296,18 @@ class Alone(unittest.TestCase):
         self.assertEqual((torch.autograd.backward, torch._C._distributed_c10d.Work.wait), before)
 
 
+    def test_another_profiler(self):
+        """There is one at a time; who comes second is told."""
+        with tempfile.TemporaryDirectory() as folder:
+            folder = Path(folder) / "run"
+            with torch.profiler.profile(), self.assertRaises(unisono.InvalidCall):
+                unisono.torch.profile(folder).__enter__()
+            with self.assertRaises(unisono.InvalidCall), unisono.torch.profile(folder):
+                with torch.profiler.profile():
+                    pass
+            self.assertFalse(folder.exists())
+
+
 class Exchanging(unittest.TestCase):
     """Ranks that are threads, over a store in memory."""
 

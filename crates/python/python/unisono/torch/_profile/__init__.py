@@ -15,6 +15,7 @@ import json
 import math
 import time
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -52,6 +53,9 @@ class Profile:
         self._steps: list[Step] = []
         self._notes: list[dict] = []
         self._start = 0
+        # Whether another profiler ended the recording.
+        self._lost = False
+        self._remove: Callable[[], None] = lambda: None
         # (store, rank, world, backend) as soon as there is one, for a program may make its group
         # inside of the block, and destroy it there.
         self._group: tuple | None = None
@@ -82,11 +86,13 @@ class Profile:
             )
         self._tracer = Tracer()
         self._hooks = Hooks(self._update_ended)
+        self._remove = self._hooks.remove
         self._start = time.time_ns()
         return self
 
     def __exit__(self, kind, error, _traceback) -> None:
         self._stop()
+        self._remove()
         try:
             self._write(failed=kind is not None)
         except Exception as problem:
@@ -114,8 +120,11 @@ class Profile:
             return
         hooks, tracer = self._hooks, self._tracer
         self._hooks = self._tracer = None
-        seen = hooks.remove() + tracer.stop()
-        self._steps = steps(seen, self._start)
+        marks, calls = hooks.stop(), tracer.stop()
+        if calls is None:
+            self._lost = True
+            return
+        self._steps = steps(marks + calls, self._start)
         spoken = hooks.words > 0
         counted = hooks.sent_after_word if spoken else hooks.sent_after_update
         world = self._group[2] if self._group else 1
@@ -143,6 +152,7 @@ class Profile:
             places = exchange.meet(place)
             offset = exchange.compare_clocks(places)
         records = {
+            "lost": self._lost,
             "error": offset.error,
             "overlap": any(step.overlaps for step in self._steps),
             "steps": [
@@ -158,6 +168,12 @@ class Profile:
     def _report(self, everyone: dict, places: dict, world: int, backend: str) -> None:
         """Writes the folder; rank 0 does."""
         ranks = sorted(everyone)
+        lost = [rank for rank in ranks if everyone[rank]["lost"]]
+        if lost:
+            raise InvalidCall(
+                f"no report was written: on ranks {lost} another profiler of torch ran inside of the "
+                "block, and ended this one; use one at a time"
+            )
         missing = sorted(set(range(world)) - set(ranks))
         complete = min(len(everyone[rank]["steps"]) for rank in ranks)
         labels = _labels({rank: places.get(rank, Place("", "")) for rank in ranks})
@@ -171,8 +187,8 @@ class Profile:
             hosts = [f"{labels[rank]} (rank {rank})" for rank in ranks]
         if not complete:
             warnings.warn(
-                "no step was seen to end; if no optimizer of torch's ends them, call `step` of what "
-                "the block is given",
+                "no step was seen to end; if no optimizer of torch's ends them, call `step` of what the "
+                "block is given",
                 stacklevel=4,
             )
         info = describe.describe(self._run_dir, backend, len(ranks), hosts)

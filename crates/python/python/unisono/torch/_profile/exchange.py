@@ -15,6 +15,7 @@ A rank that does not come is left out after a while.
 import json
 import socket
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -117,7 +118,7 @@ class Exchange:
         return best
 
     def _set(self, key: str, value) -> None:
-        self._store.set(key, json.dumps(value))
+        self._store.set(key, zlib.compress(json.dumps(value).encode()))
 
     def _get(self, key: str):
         """The value, or None if it does not come."""
@@ -125,4 +126,4 @@ class Exchange:
             self._store.wait([key], self._patience)
         except (RuntimeError, dist.DistStoreError):
             return None
-        return json.loads(self._store.get(key))
+        return json.loads(zlib.decompress(self._store.get(key)))

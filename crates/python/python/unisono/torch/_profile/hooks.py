@@ -40,7 +40,7 @@ class Note:
 
 
 class Hooks:
-    """The marks of this process, from when it is made until `remove`."""
+    """The marks of this process, from when it is made until `stop`."""
 
     def __init__(self, update_ended: Callable[[], None]) -> None:
         """Calls `update_ended` after every update of an optimizer."""
@@ -57,7 +57,8 @@ class Hooks:
         self._updating: list[int] = []
         self._backwards = 0
         self._forward_seen = False
-        self._handles: list = []
+        self._stopped = False
+        self._model_hooks: list = []
         self._wrapped: list[tuple[object, str, object]] = []
         self._hooked: set[int] = set()
         self._install()
@@ -69,9 +70,14 @@ class Hooks:
         self._mark(Kind.STEP)
         self.sent_after_word.append(_sent())
 
-    def remove(self) -> list[Span]:
-        """Takes all hooks away; what they saw."""
-        for handle in self._handles:
+    def stop(self) -> list[Span]:
+        """Marks nothing any more; what was seen.
+
+        May be called by the hook of an optimizer, whose list must not change then: those hooks stay
+        until `remove`.
+        """
+        self._stopped = True
+        for handle in self._model_hooks:
             handle.remove()
         for owner, name, original in reversed(self._wrapped):
             setattr(owner, name, original)
@@ -83,8 +89,13 @@ class Hooks:
         ]
         return self._spans + calls
 
+    def remove(self) -> None:
+        """Takes away what `stop` has left."""
+        for handle in self._optimizer_hooks:
+            handle.remove()
+
     def _install(self) -> None:
-        self._handles += [
+        self._optimizer_hooks = [
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
         ]
@@ -116,7 +127,7 @@ class Hooks:
                 continue
             self._hooked.add(id(model))
             hook = model.register_forward_pre_hook(self._forward, prepend=True, with_kwargs=True)
-            self._handles.append(hook)
+            self._model_hooks.append(hook)
 
     def _forward(self, _model, args: tuple, kwargs: dict) -> None:
         if not torch.is_grad_enabled():
@@ -172,10 +183,11 @@ class Hooks:
     # Optimizer.  One may be inside another: a sharded one has a local one.
 
     def _before_update(self, optimizer, _args, _kwargs) -> None:
-        self._updating.append(_now())
+        if not self._stopped:
+            self._updating.append(_now())
 
     def _after_update(self, optimizer, _args, _kwargs) -> None:
-        if not self._updating:
+        if self._stopped or not self._updating:
             return
         begin = self._updating.pop()
         if self._updating:

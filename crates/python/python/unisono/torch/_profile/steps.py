@@ -214,6 +214,7 @@ def _step(
 ) -> Step:
     """Moves all waiting to the end of the computation."""
     begin, computed, end = instants
+    computed = min(computed, end)  # An optimizer may be inside of the backward pass.
     early = length(within(blocked, begin, computed))
     return Step(
         begin=begin,

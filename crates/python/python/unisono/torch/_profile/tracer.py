@@ -30,10 +30,19 @@ from unisono.torch._profile.spans import Kind, Span
 _LAUNCH = re.compile(r"(cuda|cu|hip)[A-Z]")
 
 
+# Shown to the profiler last: a recording without it was ended by another.
+_LAST = "unisono.torch.profile"
+
+
 class Tracer:
-    """A recording of torch's profiler."""
+    """A recording of torch's profiler, which makes one at a time."""
 
     def __init__(self) -> None:
+        if torch.autograd._profiler_enabled():
+            raise InvalidCall(
+                "torch's profiler is running, and would be ended by another recording; use "
+                "`unisono.torch.profile` without it"
+            )
         activities = {ProfilerActivity.CPU}
         if torch.cuda.is_available():
             activities.add(ProfilerActivity.CUDA)
@@ -44,18 +53,17 @@ class Tracer:
         )
         # It announces every start and stop on the terminal, unless told not to.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        try:
-            torch.autograd._prepare_profiler(config, activities)
-            torch.autograd._enable_profiler(config, activities, {RecordScope.USER_SCOPE})
-        except RuntimeError as error:
-            raise InvalidCall(
-                f"torch's profiler cannot start ({error}); end the one that is running, or do "
-                "without `unisono.torch.profile` around it"
-            ) from error
+        torch.autograd._prepare_profiler(config, activities)
+        torch.autograd._enable_profiler(config, activities, {RecordScope.USER_SCOPE})
 
-    def stop(self) -> list[Span]:
-        """Ends the recording; what was seen."""
-        return read(torch.autograd._disable_profiler().events())
+    def stop(self) -> list[Span] | None:
+        """Ends the recording; what was seen, or None if another recording has ended this one."""
+        with torch.autograd.profiler.record_function(_LAST):
+            pass
+        events = torch.autograd._disable_profiler().events()
+        if not any(event.name() == _LAST for event in events):
+            return None
+        return read(events)
 
 
 def read(events) -> list[Span]:
