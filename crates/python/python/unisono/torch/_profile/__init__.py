@@ -195,8 +195,9 @@ class Profile:
         info["clock_error"] = max(everyone[rank]["error"] for rank in ranks)
         first = everyone[0]["steps"]
         was_counted = bool(first) and all(step["counted"] for step in first)
+        overlaps = any(everyone[rank]["overlap"] for rank in ranks)
+        info["settings"].setdefault("overlap", overlaps)
         info["settings"] |= {
-            "overlap": any(everyone[rank]["overlap"] for rank in ranks),
             "recorded_steps": complete,
             "wire_bytes": "counted" if was_counted else "estimated",
             "queueing_known": torch.cuda.is_available(),

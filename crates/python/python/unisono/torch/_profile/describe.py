@@ -18,6 +18,7 @@ def describe(run_dir: Path, backend: str, world: int, hosts: list[str]) -> dict:
     name = "unknown model" if inner is None else type(inner).__name__
     settings: dict = {"framework": f"torch {torch.__version__}", "backend": backend}
     if isinstance(model, DistributedDataParallel):
+        settings["overlap"] = True
         settings["bucket_bytes"] = int(model.bucket_bytes_cap)
         settings["gradient_as_bucket_view"] = model.gradient_as_bucket_view
         settings["find_unused_parameters"] = model.find_unused_parameters

@@ -48,9 +48,9 @@ class Tracer:
             activities.add(ProfilerActivity.CUDA)
         # Every thread: a backend ends its calls on threads of its own.
         everywhere = _ExperimentalConfig(profile_all_threads=True)
-        config = ProfilerConfig(
-            ProfilerState.KINETO, True, False, False, False, False, everywhere
-        )
+        # With the shapes of what is passed, and no memory, stacks, operations or modules.
+        what = (True, False, False, False, False)
+        config = ProfilerConfig(ProfilerState.KINETO, *what, everywhere)
         # It announces every start and stop on the terminal, unless told not to.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         torch.autograd._prepare_profiler(config, activities)
