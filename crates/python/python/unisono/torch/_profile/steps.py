@@ -161,7 +161,7 @@ def _on_device(begin: int, seen: _Seen, counted: tuple[int, int]) -> Step:
     kernels = seen.of(Kind.KERNEL, on_device=True)
     # Where no call ran on the device (Gloo takes its tensors), the host saw them.
     calls = seen.of(Kind.COMMUNICATION, on_device=True) or asked_for
-    end = max(begin, *(span.end for span in (*kernels, *calls)), begin)
+    end = max([begin, *(span.end for span in (*kernels, *calls))])
     backwards = seen.of(Kind.BACKWARD)
     last = backwards[-1] if backwards else None
     optimizers = [update.begin for update in seen.of(Kind.OPTIMIZER)]
