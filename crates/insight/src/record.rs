@@ -110,8 +110,8 @@ pub struct RunInfo {
     /// named when it is later than that.
     #[serde(default)]
     pub clock_error: f64,
-    /// Every setting of the run, as it took effect, defaults included. `overlap = false` is
-    /// understood by the verdict; all others are only shown.
+    /// Every setting of the run, as it took effect, defaults included. `overlap = false` and
+    /// `framework` are understood by the verdict; all others are only shown.
     #[serde(default)]
     pub settings: toml::Table,
 }
@@ -125,6 +125,12 @@ impl RunInfo {
     /// Whether the ranks are known to be on more than one host.
     pub fn spans_hosts(&self) -> bool {
         self.hosts.iter().any(|host| *host != self.hosts[0])
+    }
+
+    /// What ran the model, such as "torch 2.15.0", if it was not this program: what would help is said
+    /// in its words.
+    pub fn framework(&self) -> Option<&str> {
+        self.settings.get("framework").and_then(toml::Value::as_str)
     }
 
     /// What gradients were compressed with, if with anything.

@@ -333,9 +333,10 @@ impl Case<'_> {
             ));
         }
         if run.comm > run.backward && !run.has_local_steps() {
-            let less = match self.info.codec() {
-                None => "send less (--codec auto), ",
-                Some(_) => "",
+            let less = match (self.info.codec(), self.info.framework()) {
+                (None, None) => "send less (--codec auto), ",
+                (None, Some(_)) => "send less (unisono.torch.compress), ",
+                (Some(_), _) => "",
             };
             advice.push(format!(
                 "Communication takes longer than the backward pass, so {} stay exposed at best: \

@@ -111,6 +111,11 @@ pub fn not_begun(py: Python<'_>, text: String) -> PyErr {
     made(py, "FormError", text, Ok(PyDict::new(py)))
 }
 
+/// The exception for arguments that make no sense, outside of any group.
+pub fn invalid(py: Python<'_>, text: String) -> PyErr {
+    made(py, "InvalidCall", text, Ok(PyDict::new(py)))
+}
+
 /// The exception of a class of `unisono.errors`; where it cannot be made, why.
 fn made(py: Python<'_>, kind: &str, text: String, fields: PyResult<Bound<'_, PyDict>>) -> PyErr {
     let make = || {

@@ -200,6 +200,13 @@ impl Group {
         Ok(Group::new(formed.map_err(|error| not_formed(py, &error))?))
     }
 
+    /// Bytes that this rank's collective calls in this group have handed to others so far, by sockets
+    /// and shared memory. None once the group is closed.
+    fn sent_bytes(&self) -> Option<u64> {
+        let group = self.group.lock().expect("no panic while locked");
+        group.as_ref().map(|group| group.traffic().total())
+    }
+
     /// Ends all groups of the job, here and on the other ranks: whatever waits in them fails.
     fn abort(&self, py: Python<'_>) -> PyResult<()> {
         let group = self.open(py, self.site(Operation::Collective("abort")))?;

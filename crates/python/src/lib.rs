@@ -11,6 +11,7 @@ mod dispatch;
 mod endpoint;
 mod error;
 mod group;
+mod insight;
 mod request;
 mod work;
 
@@ -24,6 +25,8 @@ mod _native {
     use super::endpoint::{Endpoint, new_token};
     #[pymodule_export]
     use super::group::Group;
+    #[pymodule_export]
+    use super::insight::{Stamp, write_report};
     #[pymodule_export]
     use super::work::Work;
 

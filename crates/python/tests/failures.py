@@ -11,12 +11,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from datetime import timedelta
 
 import harness
 import torch
 import torch.distributed as dist
-import unisono
+import unisono.torch
 from tools import equal, raises
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -158,6 +159,35 @@ def _program(ending: str, rank: int, store: str) -> None:
         work.get_future().then(lambda _: None)
     if ending == "raise" and rank == 0:
         raise SystemExit(3)
+
+
+def case_profile_of_a_killed_rank() -> None:
+    """What the others measured is reported, and nobody waits for the dead for long."""
+    with tempfile.TemporaryDirectory() as folder:
+        codes = harness.run(_profile_of_a_killed_rank, 3, os.path.join(folder, "run"))
+        assert codes == [0, -signal.SIGKILL, 0], codes
+
+
+def _profile_of_a_killed_rank(rank, world, folder):
+    replica = DistributedDataParallel(nn.Linear(16, 16))
+    optimizer = torch.optim.SGD(replica.parameters(), lr=0.1)
+
+    def train():
+        with unisono.torch.profile(folder):
+            for number in range(20):
+                if rank == 1 and number == 12:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                replica(torch.ones(2, 16)).sum().backward()
+                optimizer.step()
+
+    raises(unisono.PeerLost, train)
+    if rank == 0:
+        with open(os.path.join(folder, "run.toml"), "rb") as file:
+            info = tomllib.load(file)
+        assert info["settings"]["missing_ranks"] == [1], info
+        assert info["workers"] == 2 and info["hosts"][1].endswith("(rank 2)"), info
+        with open(os.path.join(folder, "steps.jsonl")) as file:
+            assert len(file.readlines()) == 12, info
 
 
 ALL = {

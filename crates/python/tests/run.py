@@ -3,8 +3,8 @@
 
     run.py [--worlds 2 3] [--backend NAME] [--kills N] [NAME…]
 
-Runs every check of `checks/` on 2 and on 3 processes, and every case of `failures.py`; with
-NAMEs, only those whose names contain one of them.  `--backend gloo` runs the checks on Gloo.
+Runs every check of `checks/` on 2 and on 3 processes, every case of `failures.py`, and the units of
+`profile_units.py`; with NAMEs, only those whose names contain one of them.  `--backend gloo` runs the checks on Gloo.
 `--kills N` repeats the case of the killed rank.
 """
 
@@ -19,6 +19,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import checks
 import harness
+import profile_units
 
 
 def main() -> None:
@@ -48,6 +49,9 @@ def main() -> None:
                 if wanted(name):
                     ran += 1
                     attempt(name, case, failed)
+    if wanted("profile_units"):
+        ran += 1
+        attempt("profile_units", profile_units.run, failed)
     print(f"{ran} run, " + (f"FAILED: {', '.join(failed)}" if failed else "all passed"))
     sys.exit(1 if failed or not ran else 0)
 

@@ -239,7 +239,7 @@ fn settings(report: &Report) -> Vec<(String, String)> {
         ("hosts".into(), hosts(&info.hosts)),
     ];
     more_settings(info, &mut settings);
-    if let Some(summary) = &report.summary {
+    if let Some(summary) = report.summary.as_ref().filter(|s| !s.weights_hash.is_empty()) {
         settings.push(("weights hash".into(), summary.weights_hash.clone()));
     }
     settings

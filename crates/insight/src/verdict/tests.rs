@@ -169,6 +169,17 @@ fn a_codec_is_suggested_only_where_there_is_none() {
 }
 
 #[test]
+fn advice_speaks_the_language_of_the_framework() {
+    let mut run = run(0.06, 0.0, 0.0);
+    run.comm = 0.08;
+    let mut with = info();
+    with.settings.insert("framework".into(), "torch 2.15.0".into());
+    let advice = Verdict::of(&run, &with, None).advice.join("\n");
+    assert!(advice.contains("send less (unisono.torch.compress)"), "{advice}");
+    assert!(!advice.contains("--codec"), "{advice}");
+}
+
+#[test]
 fn scaling_is_compared_with_ideal_and_with_what_waiting_explains() {
     let run = run(0.05, 0.0, 0.0);
     let scaled = |one_worker_samples_per_s| {

@@ -8,6 +8,12 @@ _Call = tuple[int, int, int, int, int, int, int | None]
 def new_token() -> bytes:
     """A new secret, which all ranks of a job know and nobody else."""
 
+def write_report(dir: str, info: str, steps: Sequence[str]) -> tuple[str, str, str]:
+    """Makes the folder of a run from `run.toml` and the lines of `steps.jsonl`, both as JSON.
+
+    The verdict in one sentence, the report for a terminal, and the path of its page.
+    """
+
 class Endpoint:
     """Where a rank listens before it knows the others."""
 
@@ -56,11 +62,23 @@ class Group:
     def subgroup(self, members: Sequence[int]) -> Group:
         """The group of these ranks, in this order. Only they call it, all with the same list."""
 
+    def sent_bytes(self) -> int | None:
+        """Bytes that this rank's collective calls have handed to others; None once closed."""
+
     def abort(self) -> None:
         """Ends all groups of the job, here and on the other ranks."""
 
     def close(self, seconds: float) -> None:
         """Leaves the group, after the calls that were started, waiting `seconds` at most."""
+
+class Stamp:
+    """When an operation ended."""
+
+    def __init__(self, work: Work) -> None:
+        """Waits for the end of an operation, well or not, from aside."""
+
+    def ended(self) -> int | None:
+        """When it ended, in nanoseconds of the Unix clock; None while it has not."""
 
 class Work:
     """An operation that was started."""

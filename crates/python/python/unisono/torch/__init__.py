@@ -9,8 +9,9 @@ older torch, `import unisono.torch` before.
 import torch.distributed as dist
 
 from unisono.torch._group import Group, create
+from unisono.torch._profile import Profile, profile
 
-__all__ = ["Group", "register"]
+__all__ = ["Group", "Profile", "profile", "register"]
 
 
 def register(name: str = "unisono") -> None:
