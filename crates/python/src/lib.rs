@@ -12,6 +12,7 @@ mod endpoint;
 mod error;
 mod group;
 mod request;
+mod signals;
 mod work;
 
 use pyo3::prelude::*;

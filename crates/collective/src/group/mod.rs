@@ -1,5 +1,6 @@
 //! A group of ranks: the public face of this crate.
 
+mod abort;
 mod engine;
 mod ops;
 mod queue;
@@ -23,6 +24,7 @@ use crate::window::{Patience, WindowMemory};
 use engine::Engine;
 use queue::Queue;
 
+pub use abort::AbortHandle;
 pub use engine::{Explanation, Request, Unequal};
 
 /// Ordered ranks of one epoch, with connections and an operation counter of their own.
