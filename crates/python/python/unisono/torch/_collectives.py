@@ -185,7 +185,7 @@ class Collectives(Core):
         if output_splits or input_splits:
             sent = block_bytes(source, input_splits, self._size)
             received = block_bytes(flat, output_splits, self._size)
-            return self._exchange(source, sent, flat, received, finish, [output])
+            return self._exchange(source, sent, flat, received, finish, opts, [output], [input])
         expect("the output", output, source.numel(), input.dtype)
         if source.numel() % self._size:
             raise InvalidCall(f"{source.numel()} elements do not divide into {self._size} blocks")
@@ -210,7 +210,7 @@ class Collectives(Core):
             for tensor, part in zip(outputs, flat.split(received), strict=True):
                 tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
 
-        return self._exchange(source, sent, flat, received, finish, outputs)
+        return self._exchange(source, sent, flat, received, finish, opts, outputs, inputs)
 
     def barrier(self, opts=None):
         """Waits for all ranks."""
@@ -249,18 +249,10 @@ class Collectives(Core):
         call = (GATHER, U8, SUM, source.data_ptr(), address, count, opts.rootRank)
         return self._start(call, opts, "gather", result, shown, (source, flat), finish)
 
-    def _exchange(self, source, sent, flat, received, finish, result):
-        """Blocks of different lengths.
-
-        Always waited for: the ranks first agree about the lengths.
-        """
-        self._calls += 1
-        self._native.all_to_all_unequal(
-            source.data_ptr(), sent, flat.data_ptr(), received, self._seconds
-        )
-        if finish is not None:
-            finish()
-        return Work(None, result)
+    def _exchange(self, source, sent, flat, received, finish, opts, result, shown):
+        """Blocks of different lengths, about which the ranks agree first."""
+        call = (source.data_ptr(), sent, flat.data_ptr(), received)
+        return self._start(call, opts, "all_to_all", result, shown, (source, flat), finish)
 
 
 def _listed(tensors):
