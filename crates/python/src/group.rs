@@ -33,6 +33,9 @@ pub struct Group {
     /// Ranks in the group.
     #[pyo3(get)]
     size: usize,
+    /// The number of its first call.
+    #[pyo3(get)]
+    first_call: u32,
     /// Until it was closed.
     group: Arc<Mutex<Option<Arc<unisono_collective::Group>>>>,
     deadlines: Arc<Deadlines>,
@@ -48,6 +51,7 @@ impl Group {
         Group {
             rank: group.rank(),
             size: group.size(),
+            first_call: group.next_call(),
             deadlines: Deadlines::new(group.abort_handle()),
             group: Arc::new(Mutex::new(Some(Arc::new(group)))),
             dispatcher: Arc::default(),

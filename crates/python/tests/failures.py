@@ -20,6 +20,7 @@ import unisono
 from tools import equal, raises
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from unisono import _native
 
 
 def case_killed_in_backward() -> None:
@@ -255,8 +256,10 @@ def _mixed(rank, world):
         dist.send(torch.ones(3), 1)
     else:
         tensor = torch.zeros(3)
-        dist.recv(tensor)
+        dist.recv(tensor, 0)
         equal(tensor, torch.ones(3))
+    raises(unisono.Unsupported, dist.recv, torch.zeros(3))
+    _expect_usable(dist.new_group(backend="unisono"), world)
     dist.barrier()
     dist.monitored_barrier()
     _expect_usable(dist.new_group(), world)
@@ -280,7 +283,7 @@ def case_interface() -> None:
     try:
         assert harness.run(_expect_world, 2) == [0, 0]
         os.environ["UNISONO_INTERFACE"] = "no-such-interface"
-        error = raises(unisono.FormError, unisono._native.Endpoint, "127.0.0.1")
+        error = raises(unisono.FormError, _native.Endpoint, "127.0.0.1")
         assert "no-such-interface" in str(error) and "127.0.0.1" in str(error), error
     finally:
         del os.environ["UNISONO_INTERFACE"]

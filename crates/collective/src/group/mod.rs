@@ -118,6 +118,11 @@ impl Group {
         self.inner.queue.with_engine(|engine| *engine.costs())
     }
 
+    /// The number of the next call. A group that measured itself when it formed does not begin at 0.
+    pub fn next_call(&self) -> u32 {
+        self.inner.queue.with_engine(|engine| engine.seq())
+    }
+
     /// What this rank has handed to others so far.
     pub fn traffic(&self) -> Traffic {
         self.inner.state.meter().read()

@@ -132,7 +132,8 @@ mod tests {
     #[test]
     fn a_message_goes_to_the_oldest_receive_that_fits() {
         let mut mailbox = Mailbox::new();
-        for receive in [wanted(Some(1), 5, "of 1"), wanted(None, 5, "any"), wanted(Some(2), 5, "of 2")]
+        for receive in
+            [wanted(Some(1), 5, "of 1"), wanted(None, 5, "any"), wanted(Some(2), 5, "of 2")]
         {
             assert_eq!(mailbox.receive(receive), None);
         }

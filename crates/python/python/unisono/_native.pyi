@@ -31,6 +31,10 @@ class Group:
     def size(self) -> int:
         """Ranks in the group."""
 
+    @property
+    def first_call(self) -> int:
+        """The number of its first call."""
+
     def run(self, call: _Call, seconds: float) -> None:
         """Runs a call and waits for it. The caller keeps its memory to itself meanwhile."""
 

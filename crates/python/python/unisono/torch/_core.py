@@ -29,8 +29,8 @@ class Core:
         self._rank = native.rank
         self._size = native.size
         self._set_timeout(timeout)
-        # Calls of the engine so far: the number of the next.
-        self._numbered = 0
+        # The number that the engine gives the next call, but that this one does not wrap around.
+        self._numbered = native.first_call
         self._lines = Lines(store, native.rank)
         self._barriers = 0
         # Calls that were started during a backward pass, by its number.

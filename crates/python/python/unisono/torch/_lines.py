@@ -17,6 +17,9 @@ from unisono.errors import Mismatch
 # Calls remembered, as many as the engine remembers to compare.
 _REMEMBERED = 64
 
+# The engine's numbers of calls have 32 bits.
+_WRAP = 1 << 32
+
 # How long a rank waits for the line of another.  Longer: an error arrives later where the other
 # never asks what became of its call.  Shorter: a busy machine leaves out a line.
 _PATIENCE = timedelta(seconds=2)
@@ -46,7 +49,7 @@ class Lines:
         while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
             frame = frame.f_back
         code, line = (frame.f_code, frame.f_lineno) if frame is not None else (None, 0)
-        self._calls[number % _REMEMBERED] = (number, code, line, bucket)
+        self._calls[number % _REMEMBERED] = (number % _WRAP, code, line, bucket)
 
     def explain(self, error: Mismatch) -> None:
         """Adds the lines to an error, if it is about two calls."""
