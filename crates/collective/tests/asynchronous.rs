@@ -512,8 +512,8 @@ fn ranks_that_disagree_about_lengths_are_all_told() {
             let pending =
                 group.submit_all_to_all_unequal(vec![0; 6], &sent, output, &received).unwrap();
             let wrong = Error::LengthMismatch { from: 2, to: 1, tag: 0, sent: 8, expected: 20 };
-            assert_eq!(pending.wait().map(drop), Err(wrong.clone()));
-            assert_eq!(group.barrier(), Err(wrong));
+            assert_eq!(pending.wait().map(drop), Err(wrong));
+            group.barrier().unwrap();
         });
     }
 }

@@ -1,17 +1,24 @@
 //! A collective call as Python writes it.
 
 use pyo3::prelude::*;
-use unisono_collective::{Dtype, Op, Reduction, Request, Unequal};
+use unisono_collective::{Dtype, Op, Reduction, Request, Separate, Unequal};
 
 /// What to do, in the form that fits the operation. `unisono/torch/_codes.py` has the codes.
 #[derive(FromPyObject)]
 pub enum Call {
     /// Operation, type and reduction by their codes; input, output and count as in [`Request`]; the
     /// root, for the operations that have one.
-    Plain(u8, u8, u8, usize, usize, usize, Option<usize>),
+    Plain(u8, u8, u8, Blocks, Blocks, usize, Option<usize>),
     /// An all-to-all of blocks of different lengths: the input and the bytes for each rank, the
     /// output and the bytes from each.
     Unequal(usize, Vec<usize>, usize, Vec<usize>),
+}
+
+/// Where an input or output is: one address, or that of each rank's block.
+#[derive(FromPyObject)]
+pub enum Blocks {
+    Together(usize),
+    Apart(Vec<usize>),
 }
 
 /// The code of a barrier, which to the engine is an all-reduce of nothing.
@@ -31,14 +38,17 @@ impl Call {
     pub fn request(&self, size: usize) -> Result<Request, &'static str> {
         match self {
             Call::Plain(BARRIER, ..) => Ok(Request::barrier()),
-            &Call::Plain(code, dtype, reduction, input, output, count, root) => {
-                let op = op(code, root.unwrap_or(0)).ok_or("no such operation")?;
+            Call::Plain(code, dtype, reduction, input, output, count, root) => {
+                let op = op(*code, root.unwrap_or(0)).ok_or("no such operation")?;
                 if op.root().is_some() && root.is_none() {
                     return Err("the operation needs a root");
                 }
-                let dtype = Dtype::from_code(dtype).ok_or("no such type")?;
-                let reduction = Reduction::from_code(reduction).ok_or("no such reduction")?;
-                Ok(Request { dtype, reduction, ..moving(op, input, output, count) })
+                let dtype = Dtype::from_code(*dtype).ok_or("no such type")?;
+                let reduction = Reduction::from_code(*reduction).ok_or("no such reduction")?;
+                let (input, inputs) = input.located(dtype.size())?;
+                let (output, outputs) = output.located(dtype.size())?;
+                let separate = Separate { input: inputs, output: outputs };
+                Ok(Request { dtype, reduction, separate, ..moving(op, input, output, *count) })
             }
             Call::Unequal(input, sent, output, received) => {
                 if sent.len() != size || received.len() != size {
@@ -50,6 +60,25 @@ impl Call {
                 Ok(Request { unequal: Some(unequal), ..request })
             }
         }
+    }
+}
+
+impl Blocks {
+    /// The address, and where the blocks start from there if they lie apart: then the address is
+    /// the lowest of theirs, so that all are ahead of it.
+    fn located(&self, size: usize) -> Result<(usize, Option<Vec<usize>>), &'static str> {
+        let addresses = match self {
+            Blocks::Together(address) => return Ok((*address, None)),
+            Blocks::Apart(addresses) => addresses,
+        };
+        let lowest = addresses.iter().copied().min().unwrap_or(0);
+        let start = |address: &usize| {
+            let distance = address - lowest;
+            distance.is_multiple_of(size).then_some(distance / size)
+        };
+        let starts: Option<Vec<usize>> = addresses.iter().map(start).collect();
+        let starts = starts.ok_or("the blocks lie apart by a part of an element")?;
+        Ok((lowest, Some(starts)))
     }
 }
 

@@ -44,6 +44,8 @@ pub struct Request {
     pub count: usize,
     /// Blocks of different lengths.
     pub unequal: Option<Unequal>,
+    /// Blocks of equal lengths that do not follow each other.
+    pub separate: Separate,
     /// Use this algorithm for this call.
     pub algorithm: Option<Algorithm>,
 }
@@ -64,6 +66,16 @@ pub struct Unequal {
     pub longest: Option<usize>,
     /// A hash of the lengths that all ranks must agree on; 0 if there is nothing to compare.
     pub shape: u64,
+}
+
+/// Where blocks that lie apart start, in elements from the address of their buffer, one entry per
+/// rank; `None` where they follow each other. For the side of a call that has one block per rank.
+#[derive(Clone, Debug, Default)]
+pub struct Separate {
+    /// Of the input.
+    pub input: Option<Vec<usize>>,
+    /// Of the output.
+    pub output: Option<Vec<usize>>,
 }
 
 /// What the engine decided about calls of one kind and size.
@@ -202,9 +214,10 @@ impl Engine {
             if sent != expected {
                 let bytes = |count: u64| count.saturating_mul(size as u64);
                 let (sent, expected) = (bytes(sent), bytes(expected));
-                let error = Error::LengthMismatch { from, to, tag: 0, sent, expected };
-                self.state.fail(error.clone());
-                return Err(error);
+                // The number of the exchange that does not take place is used up: a call of this
+                // kind has two, whatever becomes of it.
+                self.seq = self.seq.wrapping_add(1);
+                return Err(Error::LengthMismatch { from, to, tag: 0, sent, expected });
             }
         }
         Ok(all.into_iter().max().unwrap_or(0) as usize)
@@ -433,22 +446,26 @@ fn layouts<'a>(
     let count = request.count;
     let single = |count| Layout::single(rank, count, column);
     let equal = Layout::equal(count, world, column);
+    let blocks = |starts: &'a Option<Vec<usize>>| {
+        starts.as_ref().map_or(equal, |starts| Layout::separate(starts, count, column))
+    };
+    let (inputs, outputs) = (blocks(&request.separate.input), blocks(&request.separate.output));
     match (request.op, &request.unequal) {
         (Op::AllReduce | Op::Broadcast { .. } | Op::Reduce { .. }, _) => {
             let tiled = Layout::tiled(count, schedule.parts as usize, column);
             (tiled, tiled, tiled)
         }
-        (Op::ReduceScatter | Op::Scatter { .. }, _) => (equal, single(count), equal),
+        (Op::ReduceScatter | Op::Scatter { .. }, _) => (inputs, single(count), equal),
         (Op::AllGather, Some(unequal)) => {
             let output = Layout::unequal(&unequal.output, column);
             let own = unequal.output[rank + 1] - unequal.output[rank];
             (single(own), output, output)
         }
-        (Op::AllGather | Op::Gather { .. }, _) => (single(count), equal, equal),
+        (Op::AllGather | Op::Gather { .. }, _) => (single(count), outputs, equal),
         (Op::AllToAll, Some(unequal)) => {
             let input = Layout::unequal(&unequal.input, column);
             (input, Layout::unequal(&unequal.output, column), input)
         }
-        (Op::AllToAll, None) => (equal, equal, equal),
+        (Op::AllToAll, None) => (inputs, outputs, equal),
     }
 }

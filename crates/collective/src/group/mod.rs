@@ -25,7 +25,7 @@ use engine::Engine;
 use queue::Queue;
 
 pub use abort::AbortHandle;
-pub use engine::{Explanation, Request, Unequal};
+pub use engine::{Explanation, Request, Separate, Unequal};
 
 /// Ordered ranks of one epoch, with connections and an operation counter of their own.
 ///

@@ -8,7 +8,7 @@ use crate::dtype::{Dtype, Element, Reduction};
 use crate::error::{Error, InvalidCall};
 use crate::schedule::Op;
 
-use super::{Group, Request, Unequal};
+use super::{Group, Request, Separate, Unequal};
 
 impl Group {
     pub(super) fn all_reduce_request<T: Element>(
@@ -184,6 +184,10 @@ impl Group {
         if !reduction.supports(dtype) {
             return Err(InvalidCall::UnsupportedReduction { reduction, dtype }.into());
         }
+        let Separate { input, output } = &request.separate;
+        for starts in input.iter().chain(output) {
+            expect_length("the list of blocks", starts.len(), self.size())?;
+        }
         // No memory is larger than this.
         let blocks = if op.has_blocks() { self.size() } else { 1 };
         let most = isize::MAX as usize / dtype.size() / blocks;
@@ -245,6 +249,7 @@ impl Request {
             output: output.cast(),
             count,
             unequal: None,
+            separate: Separate::default(),
             algorithm: None,
         }
     }

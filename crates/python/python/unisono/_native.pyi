@@ -3,7 +3,11 @@
 from collections.abc import Callable, Sequence
 
 # As in `unisono.torch._codes`.
-_Call = tuple[int, int, int, int, int, int, int | None] | tuple[int, list[int], int, list[int]]
+_Address = int | list[int]
+_Call = (
+    tuple[int, int, int, _Address, _Address, int, int | None]
+    | tuple[int, list[int], int, list[int]]
+)
 
 def new_token() -> bytes:
     """A new secret, which all ranks of a job know and nobody else."""

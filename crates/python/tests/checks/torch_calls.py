@@ -170,6 +170,30 @@ def check_rooted(rank, world):
     equal(output, torch.full((2,), float(rank)))
 
 
+def check_lists(rank, world):
+    """Tensors of a list may lie anywhere; those that lie well are used where they are."""
+    memory = torch.zeros(3 * world, 5)
+    orders = {
+        "backwards, with gaps": [memory[3 * i] for i in reversed(range(world))],
+        "apart": [torch.zeros(5) for _ in range(world)],
+        "not contiguous": list(torch.zeros(5, 2 * world).t()[::2]),
+    }
+    for name, blocks in orders.items():
+        dist.all_gather(blocks, torch.full((5,), rank + 1.0))
+        for source, block in enumerate(blocks):
+            equal(block, torch.full((5,), source + 1.0), msg=name)
+        output = torch.empty(5)
+        dist.reduce_scatter(output, blocks)
+        equal(output, torch.full((5,), world * (rank + 1.0)), msg=name)
+        dist.scatter(output, [10 * block for block in blocks] if rank == 0 else None, 0)
+        equal(output, torch.full((5,), 10 * (rank + 1.0)), msg=name)
+        dist.gather(torch.full((5,), float(-rank)), blocks if rank == 1 else None, 1)
+        for source, block in enumerate(blocks):
+            equal(block, torch.full((5,), float(-source if rank == 1 else source + 1)), msg=name)
+    equal(memory[1::3], torch.zeros(world, 5))
+    equal(memory[2::3], torch.zeros(world, 5))
+
+
 def check_barriers(rank, world):
     dist.barrier()
     dist.monitored_barrier()
