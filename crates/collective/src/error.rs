@@ -85,6 +85,20 @@ pub enum Error {
         /// What it said.
         reason: String,
     },
+    /// A call of this rank took longer than it was allowed to. Find out what the ranks that have not
+    /// arrived do instead. The other ranks see [`Error::Aborted`].
+    #[error(
+        "{} did not end within its timeout of {after:?}{}; find out what the other ranks do instead, or allow for more time",
+        during.map_or_else(|| "a call".into(), |call| call.to_string()), missing_text(.missing)
+    )]
+    TimedOut {
+        /// How long it was allowed to take.
+        after: Duration,
+        /// What this rank was doing.
+        during: Option<Call>,
+        /// The ranks that have not arrived there, as far as is known.
+        missing: Vec<usize>,
+    },
     /// The operating system refused something that the group cannot do without.
     #[error("{what} failed: {reason}")]
     System {
@@ -248,4 +262,12 @@ fn loss_text(loss: &Loss) -> String {
 
 fn during_text(during: &Option<Call>) -> String {
     during.map(|call| format!(" during {call}")).unwrap_or_default()
+}
+
+fn missing_text(missing: &[usize]) -> String {
+    match missing {
+        [] => String::new(),
+        [rank] => format!(": rank {rank} has not arrived"),
+        ranks => format!(": ranks {ranks:?} have not arrived"),
+    }
 }

@@ -46,7 +46,7 @@ mod work;
 pub use call::Call;
 pub use dtype::{Dtype, Element, Reduction};
 pub use error::{Error, FormError, InvalidCall, Loss};
-pub use group::{Explanation, Group, Request, Unequal};
+pub use group::{AbortHandle, Explanation, Group, Request, Separate, Unequal};
 pub use options::{BadSetting, Options, Transport};
 pub use schedule::{Algorithm, Op};
 pub use state::Epoch;

@@ -23,6 +23,9 @@ const VERDICT: Duration = Duration::from_millis(500);
 /// ranks are out of step for good reasons.
 const ASK_AFTER: Duration = Duration::from_millis(200);
 
+/// How often a waiting call asks whether to go on. Longer: it is left later. Shorter: more of nothing.
+pub const ASK_EVERY: Duration = Duration::from_millis(100);
+
 /// A membership of the job. Groups belong to one; when it ends they stop working.
 pub struct Epoch {
     number: u64,
@@ -71,6 +74,16 @@ impl Epoch {
     }
 }
 
+/// Says whether a call that waits should give up.
+pub type Stop = Box<dyn Fn() -> bool + Send + Sync>;
+
+/// A call that waits, and the ranks that have not arrived.
+#[derive(Default)]
+struct Wait {
+    call: Option<Call>,
+    missing: Vec<usize>,
+}
+
 /// Whether a group still stands. Shared by callers, the progress thread and the monitor.
 pub struct GroupState {
     rank: usize,
@@ -90,6 +103,10 @@ pub struct GroupState {
     history: History,
     /// A call of this rank that waits and that the others should hear of.
     stuck: Mutex<Option<Call>>,
+    /// For whom a call of this rank waits, if it has for a while.
+    wait: Mutex<Wait>,
+    /// Whether a call that waits should give up.
+    stop: OnceLock<Stop>,
     /// What this rank has handed to others.
     meter: Meter,
     /// Whether a link broke, so that the side channels should be tried at once.
@@ -110,6 +127,8 @@ impl GroupState {
             stall_after,
             history: History::new(),
             stuck: Mutex::new(None),
+            wait: Mutex::default(),
+            stop: OnceLock::new(),
             meter: Meter::default(),
             suspicion: AtomicBool::new(false),
         })
@@ -162,6 +181,11 @@ impl GroupState {
         true
     }
 
+    /// Ends the group because this rank gives up.
+    pub fn abort(&self, reason: &str) {
+        self.fail(Error::Aborted { peer: self.rank, reason: reason.into() });
+    }
+
     /// Another rank said that the epoch has ended: so have all groups of this rank, also those
     /// that the other rank is not in.
     pub fn end_epoch(&self) {
@@ -193,6 +217,24 @@ impl GroupState {
             Some(error) => error,
             None => Error::System { what: "waiting", reason: "interrupted for no reason".into() },
         }
+    }
+
+    /// Registers what says whether a call that waits should give up; the first counts.
+    pub fn stop_waiting_if(&self, stop: Stop) {
+        let _ = self.stop.set(stop);
+    }
+
+    /// To be called now and then by whoever waits: ends the group if the wait should be given up.
+    pub fn ask_to_stop(&self) {
+        if !self.is_over() && self.stop.get().is_some_and(|stop| stop()) {
+            self.abort("interrupted while it waited for other ranks");
+        }
+    }
+
+    /// The call that waits, and the ranks that have not arrived there.
+    pub fn waits_for(&self) -> (Option<Call>, Vec<usize>) {
+        let wait = self.wait.lock().expect("no panic while locked");
+        (wait.call, wait.missing.clone())
     }
 
     /// Notes that a peer takes part only in calls before `seq`.
@@ -266,15 +308,19 @@ impl GroupState {
 
     /// Starts to watch a wait of `call`.
     pub fn watch<'a>(&'a self, call: &'a Call) -> StallWatch<'a> {
-        StallWatch { state: self, call, since: Instant::now(), told: false, reported: false }
+        let since = Instant::now();
+        StallWatch { state: self, call, since, asked: since, told: false, reported: false }
     }
 }
 
-/// Reports once, in the log, for whom a wait has been waiting too long.
+/// Watches over a wait: remembers for whom it waits, says so in the log once if it takes too long,
+/// and asks whether to go on.
 pub struct StallWatch<'a> {
     state: &'a GroupState,
     call: &'a Call,
     since: Instant,
+    /// When it asked whether to go on.
+    asked: Instant,
     /// Whether the other ranks have been told.
     told: bool,
     reported: bool,
@@ -284,10 +330,28 @@ impl StallWatch<'_> {
     /// To be called now and then while waiting; `missing` names the ranks that have not
     /// arrived.
     pub fn tick(&mut self, missing: impl FnOnce() -> Vec<usize>) {
-        if !self.told && self.since.elapsed() >= ASK_AFTER {
+        let now = Instant::now();
+        if !self.told && now - self.since >= ASK_AFTER {
             self.told = true;
             self.state.tell_stuck(self.call);
         }
-        self.reported |= !self.reported && self.state.report_stall(self.since, self.call, missing);
+        let missing = missing();
+        let report = || missing.clone();
+        self.reported |= !self.reported && self.state.report_stall(self.since, self.call, report);
+        *self.state.wait.lock().expect("no panic while locked") =
+            Wait { call: Some(*self.call), missing };
+        if now - self.asked >= ASK_EVERY {
+            self.asked = now;
+            self.state.ask_to_stop();
+        }
+    }
+}
+
+impl Drop for StallWatch<'_> {
+    fn drop(&mut self) {
+        // The failure of a group is often what ends a wait: who looks for its cause comes after.
+        if !self.state.is_over() {
+            *self.state.wait.lock().expect("no panic while locked") = Wait::default();
+        }
     }
 }

@@ -25,6 +25,8 @@ struct Shared {
 #[derive(Default)]
 struct Progress {
     outcome: Option<Outcome>,
+    /// Whose message was received.
+    source: Option<usize>,
     callbacks: Vec<Callback>,
 }
 
@@ -58,6 +60,11 @@ impl Work {
         self.lock().outcome.is_some()
     }
 
+    /// The rank whose message was received, if this was a receive and has ended well.
+    pub fn source(&self) -> Option<usize> {
+        self.lock().source
+    }
+
     /// Calls `callback` when the operation has ended: at once if it has, else on the thread that
     /// ends it, which must not be kept waiting. A panic there is logged and goes no further.
     pub fn on_completion(&self, callback: impl FnOnce(&Result<(), Error>) + Send + 'static) {
@@ -78,6 +85,12 @@ impl Work {
     /// Ends the operation; later endings are ignored.
     pub(crate) fn complete(&self, outcome: Outcome) {
         self.end(outcome).notify();
+    }
+
+    /// Ends a receive well: the message was of this rank.
+    pub(crate) fn complete_from(&self, source: usize) {
+        self.lock().source = Some(source);
+        self.complete(Ok(()));
     }
 
     /// As [`Work::complete`], but leaves it to the caller when to tell.

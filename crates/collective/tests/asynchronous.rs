@@ -393,6 +393,131 @@ fn a_message_whose_sender_left_is_not_waited_for() {
     }
 }
 
+/// Receives of anybody's message get every message once, and learn whose it is.
+#[test]
+fn a_receive_of_anybody_learns_who_sent() {
+    for groups in worlds(3) {
+        on_all(&groups, |group| {
+            let me = group.rank();
+            if me > 0 {
+                group.send(&[me as i32; 5], 0, 4).unwrap();
+                group.send(&[10 * me as i32; 2], 0, 6).unwrap();
+                return;
+            }
+            let mut senders: Vec<usize> = (1..3)
+                .map(|_| {
+                    let mut buffer = [0i32; 5];
+                    let sender = group.receive_any(&mut buffer, 4).unwrap();
+                    assert_eq!(buffer, [sender as i32; 5]);
+                    sender
+                })
+                .collect();
+            senders.sort_unstable();
+            assert_eq!(senders, [1, 2]);
+            // A named receive is not disturbed by one of anybody that comes later.
+            let mut named = [0i32; 2];
+            group.receive(&mut named, 2, 6).unwrap();
+            let other = group.submit_receive_any_owned(vec![0i32; 2], 6).unwrap();
+            let work = other.work().clone();
+            assert_eq!((named, other.wait().unwrap()), ([20, 20], vec![10, 10]));
+            assert_eq!(work.source(), Some(1));
+        });
+    }
+}
+
+/// The older of two receives that fit gets the message, whether it names the sender or not.
+#[test]
+fn receives_of_anybody_and_of_a_rank_keep_their_order() {
+    for groups in worlds(2) {
+        on_all(&groups, |group| {
+            if group.rank() == 1 {
+                group.barrier().unwrap();
+                for i in 0..3u8 {
+                    group.send(&[i], 0, 1).unwrap();
+                }
+                return;
+            }
+            let (mut first, mut third) = ([9u8], [9u8]);
+            let first_work = receive(group, &mut first, 1, 1).unwrap();
+            let second = group.submit_receive_any_owned(vec![9u8], 1).unwrap();
+            let third_work = receive(group, &mut third, 1, 1).unwrap();
+            group.barrier().unwrap();
+            assert_eq!((outcome(&first_work), outcome(&third_work)), (Ok(()), Ok(())));
+            assert_eq!((first, second.wait().unwrap(), third), ([0], vec![1], [2]));
+        });
+    }
+}
+
+/// It waits while somebody is left who may send, and no longer.
+#[test]
+fn a_receive_of_anybody_ends_when_everybody_has_left() {
+    for groups in worlds(3) {
+        let mut groups = groups.into_iter();
+        let (stays, second, third) =
+            (groups.next().unwrap(), groups.next().unwrap(), groups.next().unwrap());
+        let waiting = stays.submit_receive_any_owned(vec![0u8; 3], 0).unwrap();
+        let late = stays.submit_receive_any_owned(vec![0u8; 3], 1).unwrap();
+        drop(second);
+        third.send(&[7u8; 3], 0, 0).unwrap();
+        let work = waiting.work().clone();
+        assert_eq!(waiting.wait().unwrap(), [7; 3]);
+        assert_eq!(work.source(), Some(2));
+        drop(third);
+        let left = |outcome| matches!(outcome, Err(Error::PeerLost { loss: Loss::Left, .. }));
+        assert!(left(late.wait().map(drop)));
+        assert!(left(stays.receive_any(&mut [0u8], 0).map(drop)));
+    }
+    let alone = Group::local(1, &Options::default()).unwrap().remove(0);
+    let to_self = Error::InvalidCall(InvalidCall::ToSelf { rank: 0 });
+    assert_eq!(alone.receive_any(&mut [0u8], 0), Err(to_self));
+}
+
+/// What one rank sends after it has submitted may be what another waits for before it submits.
+#[test]
+fn an_unequal_all_to_all_is_submitted_without_waiting() {
+    for groups in worlds(2) {
+        on_all(&groups, |group| {
+            let me = group.rank();
+            // From rank r to rank s, r + s + 1 elements.
+            let lengths = [me + 1, me + 2];
+            let submit = || {
+                let total = lengths.iter().sum();
+                let (input, output) = (vec![me as i32; total], vec![9; total]);
+                group.submit_all_to_all_unequal(input, &lengths, output, &lengths).unwrap()
+            };
+            let pending = if me == 0 {
+                let pending = submit();
+                group.send(&[1u8], 1, 0).unwrap();
+                pending
+            } else {
+                group.receive(&mut [0u8], 0, 0).unwrap();
+                submit()
+            };
+            let expected = [vec![0; me + 1], vec![1; me + 2]].concat();
+            assert_eq!(pending.wait().unwrap().1, expected);
+        });
+    }
+}
+
+#[test]
+fn ranks_that_disagree_about_lengths_are_all_told() {
+    for groups in worlds(3) {
+        on_all(&groups, |group| {
+            let me = group.rank();
+            let (sent, mut received) = ([2; 3], [2; 3]);
+            if me == 1 {
+                received[2] = 5;
+            }
+            let output = vec![0i32; received.iter().sum()];
+            let pending =
+                group.submit_all_to_all_unequal(vec![0; 6], &sent, output, &received).unwrap();
+            let wrong = Error::LengthMismatch { from: 2, to: 1, tag: 0, sent: 8, expected: 20 };
+            assert_eq!(pending.wait().map(drop), Err(wrong));
+            group.barrier().unwrap();
+        });
+    }
+}
+
 /// A rank that gives up in the middle of a message must still be understood: what follows the
 /// part of a message that was cut off is the reason.
 #[test]

@@ -1,17 +1,16 @@
-//! Ends the groups of a job when a call takes longer than its timeout.
+//! Ends a group when a call of it takes longer than its timeout.
 //!
 //! A call that runs on its caller's thread cannot look at a clock. So whoever makes one notes until
 //! when it must have ended, and a thread, started with the first of them, sleeps until the earliest
-//! of these times. If a call is still noted then, the epoch ends, and with it every wait in it.
+//! of these times. If a call is still noted then, the group ends, and with it every wait in it.
 //! In the common case, where nothing is late, a call costs a lock that nobody else wants, and no
 //! system call.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use unisono_collective::Epoch;
+use unisono_collective::AbortHandle;
 
 /// How long the thread sleeps at most. Longer: it outlives its group for longer. Shorter: it wakes
 /// up for nothing more often.
@@ -22,10 +21,9 @@ const EVER: Duration = Duration::from_secs(1 << 30);
 
 /// The calls of a group that run, and when they must have ended.
 pub struct Deadlines {
-    epoch: Arc<Epoch>,
+    group: AbortHandle,
     watch: Mutex<Watch>,
     change: Condvar,
-    passed: AtomicBool,
 }
 
 #[derive(Default)]
@@ -33,7 +31,8 @@ struct Watch {
     started: bool,
     /// Calls noted so far: the number of the next.
     noted: u64,
-    ends: BTreeMap<u64, Instant>,
+    /// When calls must have ended, and how long that gave them.
+    ends: BTreeMap<u64, (Instant, Duration)>,
     /// When the thread looks next.
     looks: Option<Instant>,
 }
@@ -45,10 +44,15 @@ pub struct Noted<'a> {
 }
 
 impl Deadlines {
-    /// For the calls of a group of this epoch.
-    pub fn new(epoch: Arc<Epoch>) -> Arc<Deadlines> {
-        let (watch, change, passed) = Default::default();
-        Arc::new(Deadlines { epoch, watch, change, passed })
+    /// For the calls of this group.
+    pub fn new(group: AbortHandle) -> Arc<Deadlines> {
+        let (watch, change) = Default::default();
+        Arc::new(Deadlines { group, watch, change })
+    }
+
+    /// What ends the group.
+    pub fn group(&self) -> &AbortHandle {
+        &self.group
     }
 
     /// Notes a call that must have ended after `limit`.
@@ -57,7 +61,7 @@ impl Deadlines {
         let mut watch = self.lock();
         let number = watch.noted;
         watch.noted += 1;
-        watch.ends.insert(number, end);
+        watch.ends.insert(number, (end, limit));
         if !watch.started {
             watch.started = true;
             self.start();
@@ -65,17 +69,6 @@ impl Deadlines {
             self.change.notify_all();
         }
         Noted { deadlines: self, number }
-    }
-
-    /// Ends the epoch because a call took too long.
-    pub fn pass(&self) {
-        self.passed.store(true, Ordering::SeqCst);
-        self.epoch.end();
-    }
-
-    /// Whether a call took too long.
-    pub fn have_passed(&self) -> bool {
-        self.passed.load(Ordering::SeqCst)
     }
 
     fn start(self: &Arc<Self>) {
@@ -98,15 +91,17 @@ impl Deadlines {
         let mut watch = self.lock();
         let now = Instant::now();
         let earliest = watch.ends.values().min().copied();
-        if earliest.is_some_and(|end| end <= now) {
+        if let Some((end, limit)) = earliest
+            && end <= now
+        {
             drop(watch);
-            self.pass();
+            self.group.expire(limit);
             return false;
         }
-        let next = earliest.unwrap_or(now + NAP).min(now + NAP);
+        let next = earliest.map_or(now + NAP, |(end, _)| end.min(now + NAP));
         watch.looks = Some(next);
         drop(self.change.wait_timeout(watch, next - now).expect("no panic while locked"));
-        !self.epoch.has_ended()
+        !self.group.has_ended()
     }
 
     fn lock(&self) -> MutexGuard<'_, Watch> {

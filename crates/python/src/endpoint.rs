@@ -28,11 +28,14 @@ pub struct Endpoint {
 
 #[pymethods]
 impl Endpoint {
-    /// Listens on a free port of this machine's address `ip`.
+    /// Listens on a free port of this machine's address `ip`, or of the interface that
+    /// `UNISONO_INTERFACE` names.
     #[new]
     fn new(py: Python<'_>, ip: &str) -> PyResult<Endpoint> {
         let failed = |reason: String| not_begun(py, format!("cannot listen on {ip}: {reason}"));
         let address: IpAddr = ip.parse().map_err(|_| failed("not an IP address".into()))?;
+        let address =
+            fabric::own_address(address).map_err(|error| not_begun(py, error.to_string()))?;
         let endpoint =
             fabric::Endpoint::bind(address).map_err(|error| failed(error.to_string()))?;
         let address =

@@ -1,13 +1,15 @@
 //! The engine's errors as Python exceptions, which `unisono.errors` defines.
 //!
 //! An exception says in its text, and in fields for programs, which rank raised it (`rank`), in
-//! which operation (`operation`), and which other rank is the cause (`peer`), where one is.
+//! which operation (`operation`), and which other rank is the cause (`peer`), where one is. That
+//! of ranks that called different operations has both calls (`calls`), that of a timeout the ranks
+//! that have not arrived (`missing`).
 
 use std::fmt::Display;
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyDict};
+use pyo3::types::{IntoPyDict, PyDict, PyTuple};
 use unisono_collective::{Error, FormError, InvalidCall};
 
 /// What a rank was asked to do.
@@ -17,8 +19,8 @@ pub enum Operation {
     Collective(&'static str),
     /// A message to a rank.
     Send { to: usize, tag: u32 },
-    /// A message from a rank.
-    Receive { from: usize, tag: u32 },
+    /// A message from a rank, or from any.
+    Receive { from: Option<usize>, tag: u32 },
 }
 
 impl Display for Operation {
@@ -26,8 +28,11 @@ impl Display for Operation {
         match self {
             Operation::Collective(name) => f.write_str(name),
             Operation::Send { to, tag } => write!(f, "send to rank {to} with tag {tag}"),
-            Operation::Receive { from, tag } => {
+            Operation::Receive { from: Some(from), tag } => {
                 write!(f, "receive from rank {from} with tag {tag}")
+            }
+            Operation::Receive { from: None, tag } => {
+                write!(f, "receive from any rank with tag {tag}")
             }
         }
     }
@@ -49,30 +54,46 @@ impl Site {
             Error::PeerLost { peer, .. } => ("PeerLost", Some(*peer)),
             Error::Aborted { peer, .. } => ("Aborted", Some(*peer)),
             Error::EpochEnded { .. } => ("Aborted", None),
-            Error::Mismatch { rank, peer, .. } => {
-                // Whoever noticed told everybody; this rank may be either of the two, or neither.
-                ("Mismatch", Some(if *peer == self.rank { *rank } else { *peer }))
+            Error::Mismatch { rank, call, peer, peer_call } => {
+                let calls = [(*rank, call), (*peer, peer_call)];
+                let calls = calls.map(|(rank, call)| (rank, (call.seq, call.to_string())));
+                let calls = ("calls", calls.into_py_dict(py));
+                return self.raise_with(py, "Mismatch", self.other(*rank, *peer), error, calls);
             }
-            Error::LengthMismatch { from, to, .. } => {
-                ("Mismatch", Some(if *from == self.rank { *to } else { *from }))
-            }
+            Error::LengthMismatch { from, to, .. } => ("Mismatch", self.other(*from, *to)),
+            Error::TimedOut { missing, .. } => return self.timed_out(py, missing, error),
             Error::InvalidCall(InvalidCall::NoSuchRank { rank, .. }) => {
                 ("InvalidCall", Some(*rank))
             }
             Error::InvalidCall(_) => ("InvalidCall", None),
             _ => ("Error", None),
         };
-        self.raise(py, kind, peer, &error)
+        self.raise(py, kind, peer, error)
     }
 
-    /// The exception for an operation that did not end in time.
-    pub fn timed_out(&self, py: Python<'_>, limit: Duration) -> PyErr {
+    /// The exception for a message that nobody took or sent in time.
+    pub fn unanswered(&self, py: Python<'_>, limit: Duration) -> PyErr {
+        let missing = match self.operation {
+            Operation::Send { to, .. } => vec![to],
+            Operation::Receive { from, .. } => from.into_iter().collect(),
+            Operation::Collective(_) => Vec::new(),
+        };
         let text = format!(
-            "did not end within its timeout of {} ms, and the job's groups were ended; find out \
-             what the other ranks do instead, or allow for more time",
-            limit.as_millis()
+            "did not end within its timeout of {limit:?}, and the group was ended; find out what \
+             the other ranks do instead, or allow for more time"
         );
-        self.raise(py, "TimedOut", None, &text)
+        self.timed_out(py, &missing, &text)
+    }
+
+    fn timed_out(&self, py: Python<'_>, missing: &[usize], text: &dyn Display) -> PyErr {
+        let peer = missing.first().copied();
+        self.raise_with(py, "TimedOut", peer, text, ("missing", PyTuple::new(py, missing)))
+    }
+
+    /// Which of two ranks is not this one. Whoever noticed that they disagree told everybody: this
+    /// rank may be either of them, or neither.
+    fn other(&self, one: usize, another: usize) -> Option<usize> {
+        Some(if another == self.rank { one } else { another })
     }
 
     /// The exception for arguments that make no sense.
@@ -86,11 +107,24 @@ impl Site {
     }
 
     fn raise(&self, py: Python<'_>, kind: &str, peer: Option<usize>, text: &dyn Display) -> PyErr {
+        self.raise_with(py, kind, peer, text, ("peer", Ok(peer)))
+    }
+
+    /// The exception, with one more field that only its class has.
+    fn raise_with<'py>(
+        &self,
+        py: Python<'py>,
+        kind: &str,
+        peer: Option<usize>,
+        text: &dyn Display,
+        (field, value): (&str, PyResult<impl IntoPyObject<'py>>),
+    ) -> PyErr {
         let text = format!("rank {} in {}: {text}", self.rank, self.operation);
         let fields = || {
             let fields = [("rank", self.rank)].into_py_dict(py)?;
             fields.set_item("operation", self.operation.to_string())?;
             fields.set_item("peer", peer)?;
+            fields.set_item(field, value?)?;
             Ok(fields)
         };
         made(py, kind, text, fields())

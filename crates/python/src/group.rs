@@ -11,12 +11,13 @@ use crate::deadline::{self, Deadlines};
 use crate::dispatch::Dispatcher;
 use crate::error::{Operation, Site, not_formed};
 use crate::request::Call;
+use crate::signals;
 use crate::work::Work;
 
-/// How long closing a group waits for callbacks, and for operations whose epoch was ended. They end
+/// How long closing a group waits for callbacks, and for operations whose group was ended. They end
 /// at once unless something is wrong. Longer: then a program ends later. Shorter: on a busy
 /// machine, a callback is cut off.
-const PATIENCE: Duration = Duration::from_secs(2);
+pub const PATIENCE: Duration = Duration::from_secs(2);
 
 /// How long leaving a group waits where nobody said. Longer: a call that the others never make
 /// keeps this rank for longer. Shorter: calls that were started and not waited for fail if the
@@ -32,6 +33,9 @@ pub struct Group {
     /// Ranks in the group.
     #[pyo3(get)]
     size: usize,
+    /// The number of its first call.
+    #[pyo3(get)]
+    first_call: u32,
     /// Until it was closed.
     group: Arc<Mutex<Option<Arc<unisono_collective::Group>>>>,
     deadlines: Arc<Deadlines>,
@@ -43,10 +47,12 @@ pub struct Group {
 impl Group {
     /// Makes a group of the engine one of Python's.
     pub fn new(group: unisono_collective::Group) -> Group {
+        group.stop_waiting_if(signals::interrupt);
         Group {
             rank: group.rank(),
             size: group.size(),
-            deadlines: Deadlines::new(group.epoch().clone()),
+            first_call: group.next_call(),
+            deadlines: Deadlines::new(group.abort_handle()),
             group: Arc::new(Mutex::new(Some(Arc::new(group)))),
             dispatcher: Arc::default(),
             process: std::process::id(),
@@ -82,14 +88,14 @@ impl Group {
         C: FnOnce() -> Result<(), Error> + Send,
     {
         let limit = deadline::limit(seconds);
-        let outcome = py.detach(|| {
+        let (outcome, interruption) = py.detach(|| {
             let _noted = self.deadlines.note(limit);
-            call()
+            signals::during(call)
         });
-        outcome.map_err(|error| match error {
-            Error::EpochEnded { .. } if self.deadlines.have_passed() => site.timed_out(py, limit),
-            error => site.failed(py, &error),
-        })
+        match interruption {
+            Some(raised) => Err(raised),
+            None => outcome.map_err(|error| site.failed(py, &error)),
+        }
     }
 
     fn started(
@@ -114,7 +120,7 @@ impl Group {
     /// from others, meanwhile.
     fn run(&self, py: Python<'_>, call: Call, seconds: f64) -> PyResult<()> {
         let site = self.site(Operation::Collective(call.name()));
-        let request = call.request().map_err(|text| site.invalid(py, text))?;
+        let request = call.request(self.size).map_err(|text| site.invalid(py, text))?;
         let group = self.open(py, site)?;
         self.within(py, seconds, site, move || {
             // SAFETY: the caller keeps the memory valid and to itself until this returns.
@@ -125,36 +131,12 @@ impl Group {
     /// Starts a call on memory that `keep` owns. Nobody else uses it until the call has ended.
     fn submit(&self, py: Python<'_>, call: Call, keep: Py<PyAny>) -> PyResult<Work> {
         let site = self.site(Operation::Collective(call.name()));
-        let request = call.request().map_err(|text| site.invalid(py, text))?;
+        let request = call.request(self.size).map_err(|text| site.invalid(py, text))?;
         let group = self.open(py, site)?;
         // SAFETY: `keep` owns the memory and is kept until the call has ended; the caller leaves it
         // alone until then.
         let work = unsafe { group.submit(request) };
         self.started(py, site, work, keep)
-    }
-
-    /// Exchanges blocks of these many bytes, and waits for it, at most `seconds`. The caller keeps
-    /// the memory alive, and away from others, meanwhile.
-    fn all_to_all_unequal(
-        &self,
-        py: Python<'_>,
-        input: usize,
-        sent: Vec<usize>,
-        output: usize,
-        received: Vec<usize>,
-        seconds: f64,
-    ) -> PyResult<()> {
-        let site = self.site(Operation::Collective("all-to-all"));
-        let group = self.open(py, site)?;
-        let too_long = |_| site.invalid(py, "the blocks add up to more than there can be");
-        let (from, to) = (total(&sent).map_err(too_long)?, total(&received).map_err(too_long)?);
-        // SAFETY: the caller keeps the memory valid until this returns, and does not change it.
-        let input: &[u8] = unsafe { slice(input, from) };
-        // SAFETY: as above, and neither the input nor anybody else's memory overlaps it.
-        let output: &mut [u8] = unsafe { slice_mut(output, to) };
-        self.within(py, seconds, site, move || {
-            group.all_to_all_unequal(input, &sent, output, &received)
-        })
     }
 
     /// Starts to send `length` bytes, which `keep` owns and nobody changes until they are sent.
@@ -175,21 +157,28 @@ impl Group {
         self.started(py, site, work, keep)
     }
 
-    /// Starts to receive `length` bytes, which `keep` owns and nobody uses until they are there.
+    /// Starts to receive `length` bytes of a rank, or of any, which `keep` owns and nobody uses until
+    /// they are there.
     fn receive(
         &self,
         py: Python<'_>,
         address: usize,
         length: usize,
-        from: usize,
+        from: Option<usize>,
         tag: u32,
         keep: Py<PyAny>,
     ) -> PyResult<Work> {
         let site = self.site(Operation::Receive { from, tag });
         let group = self.open(py, site)?;
+        let address = address as *mut u8;
         // SAFETY: `keep` owns the memory and is kept until the work is done; the caller leaves it
         // alone until then.
-        let work = unsafe { group.submit_receive(address as *mut u8, length, from, tag) };
+        let work = unsafe {
+            match from {
+                Some(from) => group.submit_receive(address, length, from, tag),
+                None => group.submit_receive_any(address, length, tag),
+            }
+        };
         self.started(py, site, work, keep)
     }
 
@@ -207,15 +196,15 @@ impl Group {
         group.as_ref().map(|group| group.traffic().total())
     }
 
-    /// Ends all groups of the job, here and on the other ranks: whatever waits in them fails.
-    fn abort(&self, py: Python<'_>) -> PyResult<()> {
+    /// Ends the group, here and on the other ranks: whatever waits in it fails and says why.
+    fn abort(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
         let group = self.open(py, self.site(Operation::Collective("abort")))?;
-        py.detach(|| group.epoch().end());
+        py.detach(|| group.abort(reason));
         Ok(())
     }
 
     /// Leaves the group, after the calls that were started. If they do not end within `seconds`,
-    /// ends all groups of the job. Does nothing if the group was closed before, or by a child of
+    /// ends the group for all. Does nothing if the group was closed before, or by a child of
     /// `fork`.
     fn close(&self, py: Python<'_>, seconds: f64) {
         if self.is_forked() {
@@ -248,7 +237,7 @@ impl Drop for Group {
 
 /// Drops a group on another thread, so that waiting for its calls can be ended.
 fn leave(group: Arc<unisono_collective::Group>, limit: Duration, rank: usize) {
-    let epoch = group.epoch().clone();
+    let handle = group.abort_handle();
     let (gone, wait) = mpsc::channel::<()>();
     let farewell = move || {
         drop(group);
@@ -259,38 +248,8 @@ fn leave(group: Arc<unisono_collective::Group>, limit: Duration, rank: usize) {
         log::warn!("rank {rank} left its group without a limit of time: {error}");
     }
     if wait.recv_timeout(limit) == Err(RecvTimeoutError::Timeout) {
-        log::error!("rank {rank} leaves while calls wait for others; the job's groups are ended");
-        epoch.end();
+        log::error!("rank {rank} leaves while calls wait for others; its group has ended");
+        handle.abort("it left while a call that it had started waited for others");
         let _ = wait.recv_timeout(PATIENCE);
     }
-}
-
-/// The sum of lengths, or that there is none.
-fn total(lengths: &[usize]) -> Result<usize, ()> {
-    let sum = lengths.iter().try_fold(0usize, |sum, &length| sum.checked_add(length));
-    sum.filter(|&sum| isize::try_from(sum).is_ok()).ok_or(())
-}
-
-/// Memory at an address that Python gave.
-///
-/// # Safety
-/// `length` bytes are there, and nobody changes them, for as long as the result is used.
-unsafe fn slice<'a>(address: usize, length: usize) -> &'a [u8] {
-    if length == 0 {
-        return &[];
-    }
-    // SAFETY: passed on from the caller; not null, since a tensor that holds something is there.
-    unsafe { std::slice::from_raw_parts(address as *const u8, length) }
-}
-
-/// Memory to write to, at an address that Python gave.
-///
-/// # Safety
-/// `length` bytes are there, and nobody else uses them, for as long as the result is used.
-unsafe fn slice_mut<'a>(address: usize, length: usize) -> &'a mut [u8] {
-    if length == 0 {
-        return &mut [];
-    }
-    // SAFETY: passed on from the caller; not null, since a tensor that holds something is there.
-    unsafe { std::slice::from_raw_parts_mut(address as *mut u8, length) }
 }

@@ -13,6 +13,7 @@ mod error;
 mod group;
 mod insight;
 mod request;
+mod signals;
 mod work;
 
 use pyo3::prelude::*;

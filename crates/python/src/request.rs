@@ -1,14 +1,25 @@
 //! A collective call as Python writes it.
 
 use pyo3::prelude::*;
-use unisono_collective::{Dtype, Op, Reduction, Request};
+use unisono_collective::{Dtype, Op, Reduction, Request, Separate, Unequal};
 
-/// Operation, type and reduction by their codes; input, output and count as in [`Request`]; the
-/// root, for the operations that have one.
-///
-/// `unisono/torch/_codes.py` has the codes.
+/// What to do, in the form that fits the operation. `unisono/torch/_codes.py` has the codes.
 #[derive(FromPyObject)]
-pub struct Call(u8, u8, u8, usize, usize, usize, Option<usize>);
+pub enum Call {
+    /// Operation, type and reduction by their codes; input, output and count as in [`Request`]; the
+    /// root, for the operations that have one.
+    Plain(u8, u8, u8, Blocks, Blocks, usize, Option<usize>),
+    /// An all-to-all of blocks of different lengths: the input and the bytes for each rank, the
+    /// output and the bytes from each.
+    Unequal(usize, Vec<usize>, usize, Vec<usize>),
+}
+
+/// Where an input or output is: one address, or that of each rank's block.
+#[derive(FromPyObject)]
+pub enum Blocks {
+    Together(usize),
+    Apart(Vec<usize>),
+}
 
 /// The code of a barrier, which to the engine is an all-reduce of nothing.
 const BARRIER: u8 = 8;
@@ -16,34 +27,76 @@ const BARRIER: u8 = 8;
 impl Call {
     /// The operation's name, for errors.
     pub fn name(&self) -> &'static str {
-        match self.0 {
-            BARRIER => "barrier",
-            code => op(code, 0).map_or("an unknown operation", Op::name),
+        match self {
+            Call::Plain(BARRIER, ..) => "barrier",
+            Call::Plain(code, ..) => op(*code, 0).map_or("an unknown operation", Op::name),
+            Call::Unequal(..) => Op::AllToAll.name(),
         }
     }
 
-    /// What the engine is asked for, or what is wrong with the call.
-    pub fn request(&self) -> Result<Request, &'static str> {
-        let Call(code, dtype, reduction, input, output, count, root) = *self;
-        if code == BARRIER {
-            return Ok(Request::barrier());
+    /// What the engine is asked for in a group of `size` ranks, or what is wrong with the call.
+    pub fn request(&self, size: usize) -> Result<Request, &'static str> {
+        match self {
+            Call::Plain(BARRIER, ..) => Ok(Request::barrier()),
+            Call::Plain(code, dtype, reduction, input, output, count, root) => {
+                let op = op(*code, root.unwrap_or(0)).ok_or("no such operation")?;
+                if op.root().is_some() && root.is_none() {
+                    return Err("the operation needs a root");
+                }
+                let dtype = Dtype::from_code(*dtype).ok_or("no such type")?;
+                let reduction = Reduction::from_code(*reduction).ok_or("no such reduction")?;
+                let (input, inputs) = input.located(dtype.size())?;
+                let (output, outputs) = output.located(dtype.size())?;
+                let separate = Separate { input: inputs, output: outputs };
+                Ok(Request { dtype, reduction, separate, ..moving(op, input, output, *count) })
+            }
+            Call::Unequal(input, sent, output, received) => {
+                if sent.len() != size || received.len() != size {
+                    return Err("there must be one block for each rank, and one from each");
+                }
+                let (from, into) = (offsets(sent)?, offsets(received)?);
+                let unequal = Unequal { input: from, output: into, longest: None, shape: 0 };
+                let request = moving(Op::AllToAll, *input, *output, 0);
+                Ok(Request { unequal: Some(unequal), ..request })
+            }
         }
-        let op = op(code, root.unwrap_or(0)).ok_or("no such operation")?;
-        if op.root().is_some() && root.is_none() {
-            return Err("the operation needs a root");
-        }
-        Ok(Request {
-            op,
-            barrier: false,
-            dtype: Dtype::from_code(dtype).ok_or("no such type")?,
-            reduction: Reduction::from_code(reduction).ok_or("no such reduction")?,
-            input: input as *const u8,
-            output: output as *mut u8,
-            count,
-            unequal: None,
-            algorithm: None,
-        })
     }
+}
+
+impl Blocks {
+    /// The address, and where the blocks start from there if they lie apart: then the address is
+    /// the lowest of theirs, so that all are ahead of it.
+    fn located(&self, size: usize) -> Result<(usize, Option<Vec<usize>>), &'static str> {
+        let addresses = match self {
+            Blocks::Together(address) => return Ok((*address, None)),
+            Blocks::Apart(addresses) => addresses,
+        };
+        let lowest = addresses.iter().copied().min().unwrap_or(0);
+        let start = |address: &usize| {
+            let distance = address - lowest;
+            distance.is_multiple_of(size).then_some(distance / size)
+        };
+        let starts: Option<Vec<usize>> = addresses.iter().map(start).collect();
+        let starts = starts.ok_or("the blocks lie apart by a part of an element")?;
+        Ok((lowest, Some(starts)))
+    }
+}
+
+/// A call that moves bytes.
+fn moving(op: Op, input: usize, output: usize, count: usize) -> Request {
+    Request::new(op, input as *const u8, output as *mut u8, count)
+}
+
+/// Where blocks of these lengths start, one after the other, and where the last one ends.
+fn offsets(lengths: &[usize]) -> Result<Vec<usize>, &'static str> {
+    let mut offsets = vec![0];
+    let mut end = 0usize;
+    for length in lengths {
+        let next = end.checked_add(*length).filter(|end| isize::try_from(*end).is_ok());
+        end = next.ok_or("the blocks add up to more than there can be")?;
+        offsets.push(end);
+    }
+    Ok(offsets)
 }
 
 fn op(code: u8, root: usize) -> Option<Op> {

@@ -9,6 +9,7 @@ use unisono_collective::Error;
 use crate::deadline::{self, Deadlines};
 use crate::dispatch::Dispatcher;
 use crate::error::{Operation, Site};
+use crate::group::PATIENCE;
 
 /// How often a wait looks for Ctrl-C. Longer: it answers later. Shorter: more of nothing.
 const LOOK: Duration = Duration::from_millis(100);
@@ -26,12 +27,35 @@ impl Work {
     fn failed(&self, py: Python<'_>, error: &Error) -> PyErr {
         self.site.failed(py, error)
     }
+
+    /// Ends the group because the operation takes too long; what became of the operation.
+    fn time_out(&self, py: Python<'_>, limit: Duration) -> PyResult<()> {
+        let (group, operation) = (self.deadlines.group(), self.site.operation);
+        let outcome = py.detach(|| {
+            match operation {
+                Operation::Collective(_) => group.expire(limit),
+                Operation::Send { .. } | Operation::Receive { .. } => {
+                    group.abort(&format!("{operation} did not end within {limit:?}"));
+                }
+            }
+            self.work.wait_until(Instant::now() + PATIENCE)
+        });
+        match outcome {
+            Some(Ok(())) => Ok(()),
+            // Ended by the lines above.
+            Some(Err(Error::Aborted { peer, .. })) if peer == self.site.rank => {
+                Err(self.site.unanswered(py, limit))
+            }
+            Some(Err(error)) => Err(self.failed(py, &error)),
+            None => Err(self.site.unanswered(py, limit)),
+        }
+    }
 }
 
 #[pymethods]
 impl Work {
     /// Waits until the operation has ended, and raises its error. If that takes longer than
-    /// `seconds`, ends the job's groups and raises `TimedOut`.
+    /// `seconds`, ends the group and raises `TimedOut`.
     fn wait(&self, py: Python<'_>, seconds: f64) -> PyResult<()> {
         let limit = deadline::limit(seconds);
         let end = Instant::now() + limit;
@@ -39,10 +63,7 @@ impl Work {
             let until = end.min(Instant::now() + LOOK);
             match py.detach(|| self.work.wait_until(until)) {
                 Some(outcome) => return outcome.map_err(|error| self.failed(py, &error)),
-                None if Instant::now() >= end => {
-                    py.detach(|| self.deadlines.pass());
-                    return Err(self.site.timed_out(py, limit));
-                }
+                None if Instant::now() >= end => return self.time_out(py, limit),
                 None => py.check_signals()?,
             }
         }
@@ -67,11 +88,8 @@ impl Work {
         self.work.on_completion(move |_| dispatcher.call(callback));
     }
 
-    /// Whose message this is, if it is one that is received.
+    /// Whose message this is, if it is one that was received.
     fn source(&self) -> Option<usize> {
-        match self.site.operation {
-            Operation::Receive { from, .. } => Some(from),
-            Operation::Send { .. } | Operation::Collective(_) => None,
-        }
+        self.work.source()
     }
 }

@@ -21,6 +21,7 @@ import unisono.torch
 from tools import equal, raises
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from unisono import _native
 
 
 def case_killed_in_backward() -> None:
@@ -58,11 +59,67 @@ def case_mismatch() -> None:
 
 
 def _mismatch(rank, world):
-    call = dist.all_reduce if rank == 0 else lambda tensor: dist.broadcast(tensor, 0)
+    raises(unisono.InvalidCall, dist.all_reduce, torch.ones(2, dtype=torch.int16))
+    dist.barrier()
+    call = _one_call if rank == 0 else _another_call
     error = raises(unisono.Mismatch, call, torch.ones(1000))
     assert error.rank == rank and error.peer == 1 - rank, vars(error)
-    assert "all-reduce" in str(error) and "broadcast" in str(error), error
+    assert sorted(error.calls) == [0, 1], error.calls
+    _expect_lines(error)
     raises(unisono.Mismatch, dist.barrier)
+
+
+def _one_call(tensor):
+    dist.all_reduce(tensor)
+
+
+def _another_call(tensor):
+    dist.broadcast(tensor, 0)
+
+
+def _expect_lines(error, where: str = "") -> None:
+    """The error names both lines."""
+    for rank, name, function in ((0, "all-reduce", _one_call), (1, "broadcast", _another_call)):
+        line = function.__code__.co_firstlineno + 1
+        place = f"{os.path.basename(__file__)}:{line}{where}"
+        told = [part for part in str(error).split(";") if f"rank {rank} called {name}" in part]
+        assert len(told) == 1 and told[0].endswith(place), (place, str(error))
+
+
+def case_mismatch_started() -> None:
+    """So are ranks that started their calls, and ranks in a backward pass."""
+    codes = harness.run(_mismatch_started, 2)
+    assert codes == [0, 0], codes
+    codes = harness.run(_mismatch_in_backward, 2)
+    assert codes == [0, 0], codes
+
+
+def _mismatch_started(rank, world):
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+    else:
+        work = dist.broadcast(torch.ones(3), 0, async_op=True)
+    error = raises(unisono.Mismatch, work.wait)
+    lines = [line for line in str(error).split(";") if os.path.basename(__file__) in line]
+    assert len(lines) == 2, error
+    assert isinstance(work.exception(), unisono.Mismatch)
+    assert os.path.basename(__file__) in str(raises(RuntimeError, work.get_future().wait))
+
+
+def _mismatch_in_backward(rank, world):
+    replica = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+    for _ in range(2):  # In the second, DDP has made its buckets anew.
+        replica(torch.ones(2, 64)).sum().backward()
+
+    def call():
+        if rank == 0:
+            replica(torch.ones(2, 64)).sum().backward()
+        else:
+            dist.broadcast(torch.ones(3), 0)
+
+    error = raises(unisono.Mismatch, call)
+    assert "in backward, bucket 0" in str(error), error
+    assert str(error).count(os.path.basename(__file__)) == 2, error
 
 
 def case_timeout() -> None:
@@ -74,6 +131,7 @@ def case_timeout() -> None:
 
 def _timeout(rank, world, asynchronous):
     store = dist.distributed_c10d._get_default_store()
+    other = dist.new_group()
     if rank == 0:
         dist.group.WORLD.set_timeout(timedelta(seconds=1))
 
@@ -84,10 +142,38 @@ def _timeout(rank, world, asynchronous):
 
         error = raises(unisono.TimedOut, call)
         assert isinstance(error, TimeoutError) and error.operation == "all-reduce", error
+        assert error.missing == (1,) and "rank 1 has not arrived" in str(error), error
         store.set("over", b"yes")
     else:
         store.wait(["over"])
-        raises(unisono.Error, dist.barrier)
+        error = raises(unisono.Aborted, dist.barrier)
+        assert error.peer == 0 and "timeout" in str(error), error
+    _expect_usable(other, world)
+
+
+def _expect_usable(group, world):
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor, group=group)
+    equal(tensor, torch.full((2,), float(world)))
+
+
+def case_timeout_of_message() -> None:
+    """So does a message that nobody sends."""
+    codes = harness.run(_timeout_of_message, 2)
+    assert codes == [0, 0], codes
+
+
+def _timeout_of_message(rank, world):
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        work = dist.irecv(torch.ones(3), 1, tag=4)
+        error = raises(unisono.TimedOut, work.wait, timedelta(seconds=0.5))
+        assert error.missing == (1,) and error.peer == 1, vars(error)
+        store.set("over", b"yes")
+    else:
+        store.wait(["over"])
+        error = raises(unisono.Aborted, dist.barrier)
+        assert "receive from rank 1 with tag 4" in str(error), error
 
 
 def case_abort() -> None:
@@ -97,15 +183,116 @@ def case_abort() -> None:
 
 
 def _abort(rank, world):
+    other = dist.new_group()
     work = dist.all_reduce(torch.ones(3), async_op=True) if rank == 0 else None
     dist.distributed_c10d._get_default_store().set(f"here/{rank}", b"yes")
     dist.distributed_c10d._get_default_store().wait(["here/0", "here/1"])
     if rank == 1:
-        dist.group.WORLD.abort()
+        dist.group.WORLD.abort("the loss is not a number")
     else:
-        raises(unisono.Error, work.wait)
+        error = raises(unisono.Aborted, work.wait)
+        assert error.peer == 1 and "the loss is not a number" in str(error), error
         assert work.is_completed() and not work.is_success()
         raises(RuntimeError, work.get_future().wait)
+    raises(unisono.Aborted, dist.barrier)
+    _expect_usable(other, world)
+
+
+def case_interrupted() -> None:
+    """Ctrl-C ends a call that waits for others, and the others learn of it."""
+    for behind in (False, True):
+        codes = harness.run(_interrupted, 2, behind)
+        assert codes == [0, 0], codes
+
+
+def _interrupted(rank, world, behind):
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        handled = []
+        signal.signal(signal.SIGUSR1, lambda *_: handled.append("a handler that does not raise"))
+        process = os.getpid()
+        other = multiprocessing.get_context("fork").Process(
+            target=_press_control_c, args=(process,)
+        )
+        other.start()
+        if behind:  # The call waits in line, not on the wire.
+            dist.all_reduce(torch.ones(3), async_op=True)
+        raises(KeyboardInterrupt, dist.all_reduce, torch.ones(3))
+        other.join()
+        assert handled, "the first signal was not handled while the call waited"
+        raises(unisono.Aborted, dist.barrier)
+        store.set("over", b"yes")
+    else:
+        store.wait(["over"])
+        error = raises(unisono.Aborted, dist.barrier)
+        assert error.peer == 0 and "interrupted" in str(error), error
+
+
+def _press_control_c(process):
+    time.sleep(0.3)
+    os.kill(process, signal.SIGUSR1)
+    time.sleep(0.3)
+    os.kill(process, signal.SIGINT)
+
+
+def case_mixed() -> None:
+    """Beside another backend: collectives, DDP, other groups, and a rank that dies."""
+    codes = harness.run(_mixed, 2, backend="cpu:unisono,cuda:gloo")
+    assert codes == [0, 9], codes
+
+
+def _mixed(rank, world):
+    assert type(dist.group.WORLD._get_backend(torch.device("cpu"))).__module__.startswith("unisono")
+    _expect_usable(dist.group.WORLD, world)
+    tensor = torch.ones(2)
+    work = dist.all_reduce(tensor, async_op=True)
+    work.wait()
+    equal(tensor, torch.full((2,), float(world)))
+    outputs = [torch.empty(2) for _ in range(world)]
+    dist.all_gather(outputs, torch.full((2,), float(rank)))
+    equal(torch.stack(outputs)[:, 0], torch.arange(float(world)))
+    gathered = [None] * world
+    dist.all_gather_object(gathered, rank)
+    assert gathered == list(range(world)), gathered
+    if rank == 0:
+        dist.send(torch.ones(3), 1)
+    else:
+        tensor = torch.zeros(3)
+        dist.recv(tensor, 0)
+        equal(tensor, torch.ones(3))
+    raises(unisono.Unsupported, dist.recv, torch.zeros(3))
+    _expect_usable(dist.new_group(backend="unisono"), world)
+    dist.barrier()
+    dist.monitored_barrier()
+    _expect_usable(dist.new_group(), world)
+    torch.manual_seed(rank)
+    replica = DistributedDataParallel(nn.Linear(8, 8))
+    for _ in range(3):
+        replica(torch.full((2, 8), float(rank))).sum().backward()
+    gradient = replica.module.weight.grad.clone()
+    dist.broadcast(gradient, 0)
+    equal(gradient, replica.module.weight.grad)
+    if rank == 1:
+        os._exit(9)
+    error = raises(unisono.PeerLost, lambda: replica(torch.ones(2, 8)).sum().backward())
+    assert error.peer == 1, error
+    raises(RuntimeError, dist.barrier)
+
+
+def case_interface() -> None:
+    """`UNISONO_INTERFACE` says where a rank listens, and one that is not there is refused."""
+    os.environ["UNISONO_INTERFACE"] = "lo"
+    try:
+        assert harness.run(_expect_world, 2) == [0, 0]
+        os.environ["UNISONO_INTERFACE"] = "no-such-interface"
+        error = raises(unisono.FormError, _native.Endpoint, "127.0.0.1")
+        assert "no-such-interface" in str(error) and "127.0.0.1" in str(error), error
+    finally:
+        del os.environ["UNISONO_INTERFACE"]
+
+
+def _expect_world(rank, world):
+    _expect_usable(dist.group.WORLD, world)
 
 
 def case_lost_behind_future() -> None:

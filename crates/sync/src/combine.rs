@@ -164,7 +164,8 @@ pub fn all_to_all<T: Element>(
         });
         std::iter::once(0).chain(ends).collect()
     };
-    let unequal = Unequal { input: offsets(sent), output: offsets(received), longest, shape: 0 };
+    let (input, output) = (offsets(sent), offsets(received));
+    let unequal = Unequal { input, output, longest: Some(longest), shape: 0 };
     assert_eq!(unequal.input.last(), Some(&outgoing.len()), "all of the input is sent");
     assert_eq!(unequal.output.last(), Some(&incoming.len()), "all of the output is received");
     let request = Request::new(Op::AllToAll, outgoing.as_ptr(), incoming.as_mut_ptr(), 0);

@@ -2,10 +2,8 @@
 
 use unisono_cluster::place::{Place, PlaceError};
 use unisono_cluster::rendezvous::{self, RendezvousError};
-use unisono_collective::fabric::{Address, Endpoint};
+use unisono_collective::fabric::{self, Address, Endpoint, InterfaceError};
 use unisono_collective::{BadSetting, Epoch, FormError, Group, Options};
-
-use crate::interface::{self, InterfaceError};
 
 /// How many timeouts a rank waits for the others to be started. Starting a process can take far
 /// longer than answering a heartbeat.
@@ -30,11 +28,7 @@ impl Job {
         let place = Place::from_env()?;
         let deadline = options.deadline(START_PATIENCE);
         let session = rendezvous::connect(&place, deadline)?;
-        let mut ip = session.local_ip();
-        let wanted = std::env::var("UNISONO_INTERFACE").ok().filter(|wanted| !wanted.is_empty());
-        if let Some(wanted) = wanted {
-            ip = interface::resolve(&wanted, ip)?;
-        }
+        let ip = fabric::own_address(session.local_ip())?;
         let listening = |e: std::io::Error| JoinError::Listen { ip, reason: e.to_string() };
         let endpoint = Endpoint::bind(ip).map_err(listening)?;
         let blob = postcard::to_stdvec(endpoint.address()).expect("an address always encodes");

@@ -14,14 +14,13 @@
 
 #[cfg(feature = "candle")]
 pub mod candle;
-mod interface;
 mod job;
 
-pub use interface::InterfaceError;
 pub use job::{Job, JoinError};
 pub use unisono_cluster as cluster;
 pub use unisono_codec as codec;
 pub use unisono_collective as collective;
+pub use unisono_collective::fabric::InterfaceError;
 pub use unisono_collective::{
     Algorithm, BadSetting, Call, Dtype, Element, Epoch, Error, Explanation, FormError, Group,
     InvalidCall, Loss, Op, Options, Pending, Reduction, Request, Traffic, Transport, Unequal, Work,

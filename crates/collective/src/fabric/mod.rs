@@ -2,6 +2,7 @@
 
 mod cores;
 mod endpoint;
+mod interface;
 mod local;
 mod ready;
 mod staging;
@@ -17,6 +18,7 @@ use crate::window::region::{MAX_BUFFERS, Region};
 
 pub use cores::CoreSet;
 pub use endpoint::{Address, Endpoint, HostId};
+pub use interface::{InterfaceError, own_address};
 pub use local::LocalHub;
 #[doc(hidden)]
 pub use ready::receive as receive_ready;

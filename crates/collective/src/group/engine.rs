@@ -44,6 +44,8 @@ pub struct Request {
     pub count: usize,
     /// Blocks of different lengths.
     pub unequal: Option<Unequal>,
+    /// Blocks of equal lengths that do not follow each other.
+    pub separate: Separate,
     /// Use this algorithm for this call.
     pub algorithm: Option<Algorithm>,
 }
@@ -59,10 +61,21 @@ pub struct Unequal {
     pub input: Vec<usize>,
     /// Of the output.
     pub output: Vec<usize>,
-    /// The longest block of any rank.
-    pub longest: usize,
+    /// The longest block of any rank. `None` for an all-to-all whose ranks know their own blocks
+    /// only: it begins with an exchange of the lengths.
+    pub longest: Option<usize>,
     /// A hash of the lengths that all ranks must agree on; 0 if there is nothing to compare.
     pub shape: u64,
+}
+
+/// Where blocks that lie apart start, in elements from the address of their buffer, one entry per
+/// rank; `None` where they follow each other. For the side of a call that has one block per rank.
+#[derive(Clone, Debug, Default)]
+pub struct Separate {
+    /// Of the input.
+    pub input: Option<Vec<usize>>,
+    /// Of the output.
+    pub output: Option<Vec<usize>>,
 }
 
 /// What the engine decided about calls of one kind and size.
@@ -146,6 +159,14 @@ impl Engine {
     /// # Safety
     /// The request's memory is valid for its layouts, and nobody else uses it meanwhile.
     pub unsafe fn execute(&mut self, request: &Request) -> Result<(), Error> {
+        if let Some(unequal) = &request.unequal
+            && unequal.longest.is_none()
+        {
+            let longest = Some(self.agree_on_lengths(unequal, request.dtype.size())?);
+            let unequal = Some(Unequal { longest, ..unequal.clone() });
+            // SAFETY: passed on from the caller.
+            return unsafe { self.execute(&Request { unequal, ..request.clone() }) };
+        }
         let Decision { algorithm, column } = self.decide(request)?;
         let call = Call {
             seq: self.seq,
@@ -175,6 +196,33 @@ impl Engine {
         outcome
     }
 
+    /// Compares what every rank means to send with what its peers expect; the longest block. All
+    /// ranks compare the same numbers, so that all of them refuse or none.
+    fn agree_on_lengths(&mut self, unequal: &Unequal, size: usize) -> Result<usize, Error> {
+        let world = self.topology.world();
+        let lengths = |offsets: &[usize]| -> Vec<u64> {
+            offsets.windows(2).map(|ends| (ends[1] - ends[0]) as u64).collect()
+        };
+        let own = [lengths(&unequal.input), lengths(&unequal.output)].concat();
+        let mut all = vec![0u64; own.len() * world];
+        let (input, output) = (own.as_ptr().cast::<i64>(), all.as_mut_ptr().cast::<i64>());
+        // SAFETY: both vectors outlive the call, and the second has room for all ranks' lengths.
+        unsafe { self.execute(&Request::new(Op::AllGather, input, output, own.len())) }?;
+        let count = |rank: usize, entry: usize| all[rank * 2 * world + entry];
+        for (from, to) in (0..world).flat_map(|from| (0..world).map(move |to| (from, to))) {
+            let (sent, expected) = (count(from, to), count(to, world + from));
+            if sent != expected {
+                let bytes = |count: u64| count.saturating_mul(size as u64);
+                let (sent, expected) = (bytes(sent), bytes(expected));
+                // The number of the exchange that does not take place is used up: a call of this
+                // kind has two, whatever becomes of it.
+                self.seq = self.seq.wrapping_add(1);
+                return Err(Error::LengthMismatch { from, to, tag: 0, sent, expected });
+            }
+        }
+        Ok(all.into_iter().max().unwrap_or(0) as usize)
+    }
+
     /// What a call of this kind and size would do.
     pub fn explain(&mut self, request: &Request) -> Result<Explanation, Error> {
         let chosen = self.decide(request)?.algorithm;
@@ -197,8 +245,9 @@ impl Engine {
         let column = call.column as usize;
         let (input_layout, output_layout, shape) =
             layouts(request, self.rank, world, &schedule, column);
-        let longest = request.unequal.as_ref().map(|u| u.longest.div_ceil(column).max(1));
-        let segments = longest.unwrap_or_else(|| shape.segments());
+        let longest = request.unequal.as_ref().and_then(|unequal| unequal.longest);
+        let segments =
+            longest.map_or_else(|| shape.segments(), |longest| longest.div_ceil(column).max(1));
         let cells = schedule.cells as usize;
         let depth = if schedule.phases.len() > 1 { 1 } else { segments.min(DEPTH) };
         let cell_bytes = (column * request.dtype.size()).next_multiple_of(64);
@@ -377,7 +426,7 @@ impl Engine {
 impl Request {
     /// Elements that decide about the algorithm; equal on all ranks.
     fn extent(&self) -> usize {
-        self.unequal.as_ref().map_or(self.count, |u| u.longest)
+        self.unequal.as_ref().and_then(|u| u.longest).unwrap_or(self.count)
     }
 
     /// What the caller called it.
@@ -397,22 +446,26 @@ fn layouts<'a>(
     let count = request.count;
     let single = |count| Layout::single(rank, count, column);
     let equal = Layout::equal(count, world, column);
+    let blocks = |starts: &'a Option<Vec<usize>>| {
+        starts.as_ref().map_or(equal, |starts| Layout::separate(starts, count, column))
+    };
+    let (inputs, outputs) = (blocks(&request.separate.input), blocks(&request.separate.output));
     match (request.op, &request.unequal) {
         (Op::AllReduce | Op::Broadcast { .. } | Op::Reduce { .. }, _) => {
             let tiled = Layout::tiled(count, schedule.parts as usize, column);
             (tiled, tiled, tiled)
         }
-        (Op::ReduceScatter | Op::Scatter { .. }, _) => (equal, single(count), equal),
+        (Op::ReduceScatter | Op::Scatter { .. }, _) => (inputs, single(count), equal),
         (Op::AllGather, Some(unequal)) => {
             let output = Layout::unequal(&unequal.output, column);
             let own = unequal.output[rank + 1] - unequal.output[rank];
             (single(own), output, output)
         }
-        (Op::AllGather | Op::Gather { .. }, _) => (single(count), equal, equal),
+        (Op::AllGather | Op::Gather { .. }, _) => (single(count), outputs, equal),
         (Op::AllToAll, Some(unequal)) => {
             let input = Layout::unequal(&unequal.input, column);
             (input, Layout::unequal(&unequal.output, column), input)
         }
-        (Op::AllToAll, None) => (equal, equal, equal),
+        (Op::AllToAll, None) => (inputs, outputs, equal),
     }
 }

@@ -1,5 +1,6 @@
 //! A group of ranks: the public face of this crate.
 
+mod abort;
 mod engine;
 mod ops;
 mod queue;
@@ -23,7 +24,8 @@ use crate::window::{Patience, WindowMemory};
 use engine::Engine;
 use queue::Queue;
 
-pub use engine::{Explanation, Request, Unequal};
+pub use abort::AbortHandle;
+pub use engine::{Explanation, Request, Separate, Unequal};
 
 /// Ordered ranks of one epoch, with connections and an operation counter of their own.
 ///
@@ -114,6 +116,11 @@ impl Group {
     /// What was measured when the group, or the one it is part of, formed.
     pub fn costs(&self) -> Costs {
         self.inner.queue.with_engine(|engine| *engine.costs())
+    }
+
+    /// The number of the next call. A group that measured itself when it formed does not begin at 0.
+    pub fn next_call(&self) -> u32 {
+        self.inner.queue.with_engine(|engine| engine.seq())
     }
 
     /// What this rank has handed to others so far.

@@ -5,7 +5,7 @@
 //! manage memory themselves.
 
 use crate::dtype::{Element, Reduction};
-use crate::error::Error;
+use crate::error::{Error, InvalidCall};
 use crate::side::Transfer;
 use crate::work::Work;
 
@@ -196,6 +196,15 @@ impl Group {
         unsafe { self.submit_receive(address, length, from, tag) }?.wait()
     }
 
+    /// Receives a buffer of whoever sends one first with the same tag; who did.
+    pub fn receive_any<T: Element>(&self, buffer: &mut [T], tag: u32) -> Result<usize, Error> {
+        let (address, length) = (buffer.as_mut_ptr().cast(), size_of_val(buffer));
+        // SAFETY: the buffer is borrowed for as long as the call lasts.
+        let work = unsafe { self.submit_receive_any(address, length, tag) }?;
+        work.wait()?;
+        Ok(work.source().expect("a receive that ended well has a source"))
+    }
+
     /// Starts to send `length` bytes; [`Group::submit_send_owned`] is the safe way.
     ///
     /// # Safety
@@ -210,7 +219,7 @@ impl Group {
         self.check_peer(to)?;
         let mut side = self.inner.side.lock().expect("no panic while locked");
         let work = side.work();
-        side.send(Transfer { peer: to, tag, address, length, work: work.clone() });
+        side.send(to, Transfer { tag, address, length, work: work.clone() });
         Ok(work)
     }
 
@@ -228,7 +237,27 @@ impl Group {
         self.check_peer(from)?;
         let mut side = self.inner.side.lock().expect("no panic while locked");
         let work = side.work();
-        side.receive(Transfer { peer: from, tag, address, length, work: work.clone() });
+        side.receive(Some(from), Transfer { tag, address, length, work: work.clone() });
+        Ok(work)
+    }
+
+    /// Starts to receive `length` bytes of whoever sends them first with this tag; the work's
+    /// [`Work::source`] says who did. [`Group::submit_receive_any_owned`] is the safe way.
+    ///
+    /// # Safety
+    /// The memory stays valid, and nobody else uses it, until the work is done.
+    pub unsafe fn submit_receive_any(
+        &self,
+        address: *mut u8,
+        length: usize,
+        tag: u32,
+    ) -> Result<Work, Error> {
+        if self.size() == 1 {
+            return Err(InvalidCall::ToSelf { rank: self.rank() }.into());
+        }
+        let mut side = self.inner.side.lock().expect("no panic while locked");
+        let work = side.work();
+        side.receive(None, Transfer { tag, address, length, work: work.clone() });
         Ok(work)
     }
 

@@ -7,9 +7,11 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use super::engine::{Engine, Request};
 use crate::error::Error;
+use crate::state::{ASK_EVERY, GroupState};
 use crate::work::{Work, WorkPool};
 
 /// The queue of one rank of a group.
@@ -17,6 +19,7 @@ pub struct Queue {
     shared: Arc<Shared>,
     thread: Mutex<Option<JoinHandle<()>>>,
     rank: usize,
+    state: Arc<GroupState>,
 }
 
 struct Shared {
@@ -37,11 +40,12 @@ struct Line {
 
 impl Queue {
     pub fn new(engine: Engine, rank: usize) -> Queue {
+        let state = engine.state.clone();
         let requests = VecDeque::with_capacity(64);
         let line = Line { requests, busy: false, closed: false, pool: WorkPool::default() };
         let shared =
             Shared { line: Mutex::new(line), change: Condvar::new(), engine: Mutex::new(engine) };
-        Queue { shared: Arc::new(shared), thread: Mutex::default(), rank }
+        Queue { shared: Arc::new(shared), thread: Mutex::default(), rank, state }
     }
 
     /// Runs a call after all earlier ones and waits for it.
@@ -53,7 +57,13 @@ impl Queue {
         if line.busy || !line.requests.is_empty() {
             drop(line);
             // SAFETY: the memory outlives the wait.
-            return unsafe { self.submit(request) }.wait();
+            let work = unsafe { self.submit(request) };
+            loop {
+                if let Some(outcome) = work.wait_until(Instant::now() + ASK_EVERY) {
+                    return outcome;
+                }
+                self.state.ask_to_stop();
+            }
         }
         line.busy = true;
         drop(line);

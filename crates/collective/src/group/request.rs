@@ -8,7 +8,7 @@ use crate::dtype::{Dtype, Element, Reduction};
 use crate::error::{Error, InvalidCall};
 use crate::schedule::Op;
 
-use super::{Group, Request, Unequal};
+use super::{Group, Request, Separate, Unequal};
 
 impl Group {
     pub(super) fn all_reduce_request<T: Element>(
@@ -79,7 +79,7 @@ impl Group {
         expect_length("the list of counts", counts.len(), self.size())?;
         expect_length("the input", input.len(), counts[self.rank()])?;
         let offsets = offsets("the output", output.len(), counts)?;
-        let longest = counts.iter().copied().max().unwrap_or(0);
+        let longest = counts.iter().copied().max();
         let request = Request::new(Op::AllGather, input.as_ptr(), output.as_mut_ptr(), input.len());
         let shape = shape(counts);
         let unequal = Some(Unequal { input: Vec::new(), output: offsets, longest, shape });
@@ -157,7 +157,6 @@ impl Group {
         Ok(Request::new(Op::AllToAll, buffer.as_ptr(), buffer.as_mut_ptr(), count))
     }
 
-    /// Exchanges the lengths with all other ranks, and waits for them.
     pub(super) fn all_to_all_unequal_request<T: Element>(
         &self,
         input: &[T],
@@ -169,33 +168,9 @@ impl Group {
         expect_length("the list of received counts", received.len(), self.size())?;
         let from = offsets("the input", input.len(), sent)?;
         let into = offsets("the output", output.len(), received)?;
-        let longest = self.agree_on_lengths(sent, received, size_of::<T>())?;
-        let unequal = Some(Unequal { input: from, output: into, longest, shape: 0 });
+        let unequal = Some(Unequal { input: from, output: into, longest: None, shape: 0 });
         let request = Request::new(Op::AllToAll, input.as_ptr(), output.as_mut_ptr(), 0);
         Ok(Request { unequal, ..request })
-    }
-
-    /// Compares what every rank means to send with what its peers expect; the longest block.
-    fn agree_on_lengths(
-        &self,
-        sent: &[usize],
-        received: &[usize],
-        size: usize,
-    ) -> Result<usize, Error> {
-        let world = self.size();
-        let own: Vec<i64> = sent.iter().chain(received).map(|&count| count as i64).collect();
-        let mut all = vec![0; own.len() * world];
-        self.all_gather(&own, &mut all)?;
-        let count = |rank: usize, entry: usize| all[rank * 2 * world + entry] as u64;
-        for (from, to) in (0..world).flat_map(|from| (0..world).map(move |to| (from, to))) {
-            let (sent, expected) = (count(from, to), count(to, world + from));
-            if sent != expected {
-                let bytes = |count: u64| count.saturating_mul(size as u64);
-                let (sent, expected) = (bytes(sent), bytes(expected));
-                return Err(Error::LengthMismatch { from, to, tag: 0, sent, expected });
-            }
-        }
-        Ok(all.into_iter().max().unwrap_or(0) as usize)
     }
 
     /// What is wrong with a request by itself.
@@ -208,6 +183,10 @@ impl Group {
         }
         if !reduction.supports(dtype) {
             return Err(InvalidCall::UnsupportedReduction { reduction, dtype }.into());
+        }
+        let Separate { input, output } = &request.separate;
+        for starts in input.iter().chain(output) {
+            expect_length("the list of blocks", starts.len(), self.size())?;
         }
         // No memory is larger than this.
         let blocks = if op.has_blocks() { self.size() } else { 1 };
@@ -270,6 +249,7 @@ impl Request {
             output: output.cast(),
             count,
             unequal: None,
+            separate: Separate::default(),
             algorithm: None,
         }
     }

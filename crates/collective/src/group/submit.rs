@@ -155,8 +155,8 @@ impl Group {
         self.submit_with(request, buffer)
     }
 
-    /// Starts [`Group::all_to_all_unequal`]: input and output. The ranks compare the lengths before
-    /// this returns, so it waits for all of them to come here, and for what was submitted before.
+    /// Starts [`Group::all_to_all_unequal`]: input and output. The ranks compare the lengths as the
+    /// first part of the operation.
     pub fn submit_all_to_all_unequal<T: Element>(
         &self,
         input: Vec<T>,
@@ -197,6 +197,18 @@ impl Group {
         let (address, length) = (buffer.as_mut_ptr().cast(), size_of_val(&buffer[..]));
         // SAFETY: the vector's memory lives in the handle until the work is done.
         let work = unsafe { self.submit_receive(address, length, from, tag) }?;
+        Ok(Pending::new(work, buffer))
+    }
+
+    /// Starts [`Group::receive_any`], of a message as long as the buffer.
+    pub fn submit_receive_any_owned<T: Element>(
+        &self,
+        mut buffer: Vec<T>,
+        tag: u32,
+    ) -> Submitted<Vec<T>> {
+        let (address, length) = (buffer.as_mut_ptr().cast(), size_of_val(&buffer[..]));
+        // SAFETY: the vector's memory lives in the handle until the work is done.
+        let work = unsafe { self.submit_receive_any(address, length, tag) }?;
         Ok(Pending::new(work, buffer))
     }
 

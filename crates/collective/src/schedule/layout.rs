@@ -18,6 +18,8 @@ enum Blocks<'a> {
     Equal { each: usize, blocks: usize },
     /// Block `b` is `offsets[b]..offsets[b + 1]`.
     Unequal { offsets: &'a [usize] },
+    /// Blocks of `each` elements that lie apart: block `b` starts at `starts[b]`.
+    Separate { starts: &'a [usize], each: usize },
     /// The buffer holds only one of the blocks.
     Single { block: usize, count: usize },
 }
@@ -41,6 +43,12 @@ impl<'a> Layout<'a> {
         Layout { blocks: Blocks::Unequal { offsets }, column }
     }
 
+    /// Blocks of `each` elements that lie apart, block `b` starting at `starts[b]`.
+    pub fn separate(starts: &'a [usize], each: usize, column: usize) -> Layout<'a> {
+        assert!(column > 0);
+        Layout { blocks: Blocks::Separate { starts, each }, column }
+    }
+
     /// A buffer that holds only block `block`, of `count` elements.
     pub fn single(block: usize, count: usize, column: usize) -> Layout<'a> {
         assert!(column > 0);
@@ -57,7 +65,7 @@ impl<'a> Layout<'a> {
     pub fn segments(&self) -> usize {
         let (longest, per_segment) = match self.blocks {
             Blocks::Tiled { count, parts } => (count, parts * self.column),
-            Blocks::Equal { each, .. } => (each, self.column),
+            Blocks::Equal { each, .. } | Blocks::Separate { each, .. } => (each, self.column),
             Blocks::Unequal { offsets } => {
                 (offsets.windows(2).map(|w| w[1] - w[0]).max().unwrap_or(0), self.column)
             }
@@ -83,6 +91,7 @@ impl<'a> Layout<'a> {
                 (block * each, each)
             }
             Blocks::Unequal { offsets } => (offsets[block], offsets[block + 1] - offsets[block]),
+            Blocks::Separate { starts, each } => (starts[block], each),
             Blocks::Single { block: only, count } => {
                 assert!(block == only, "block {block} of a buffer that holds only block {only}");
                 (0, count)
@@ -115,6 +124,8 @@ mod tests {
                 partitions(Layout::tiled(count, 3, column), 3, count);
                 partitions(Layout::equal(count, 3, column), 3, 3 * count);
                 partitions(Layout::unequal(&[0, 0, count, count + 5], column), 3, count + 5);
+                let starts = [2 * count, 0, count];
+                partitions(Layout::separate(&starts, count, column), 3, 3 * count);
             }
         }
     }

@@ -192,11 +192,18 @@ pub fn encode_reason(error: &Error) -> Vec<u8> {
             sent: *sent,
             expected: *expected,
         },
-        Error::Aborted { .. } | Error::InvalidCall(_) | Error::System { .. } => {
-            Reason::Other(error.to_string().chars().take(MAX_REASON / 8).collect())
+        // Only whoever gives up sends this, so that the receiver knows who did.
+        Error::Aborted { reason, .. } => Reason::Other(shortened(reason)),
+        Error::TimedOut { .. } | Error::InvalidCall(_) | Error::System { .. } => {
+            Reason::Other(shortened(&error.to_string()))
         }
     };
     postcard::to_stdvec(&reason).expect("plain data always encodes")
+}
+
+/// As much of a text as fits into a reason, whatever its characters.
+fn shortened(text: &str) -> String {
+    text.chars().take((MAX_REASON - 16) / char::MAX.len_utf8()).collect()
 }
 
 /// The error that `peer` reported.

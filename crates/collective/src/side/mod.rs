@@ -5,9 +5,11 @@
 //! ends the group, and tells everybody else why. Messages between two ranks also travel here,
 //! because a send and a receive that cross must not wait for each other: the sender announces a
 //! message, the receiver clears it once somebody wants it, and only then do its bytes follow,
-//! straight into the receiver's buffer.
+//! straight into the receiver's buffer. A receive may leave open whose message it wants; `mailbox`
+//! says which message belongs to which receive.
 
 pub mod frame;
+mod mailbox;
 mod peer;
 
 use std::os::fd::OwnedFd;
@@ -25,7 +27,8 @@ use crate::error::{Error, Loss};
 use crate::state::GroupState;
 use crate::work::{Work, WorkPool};
 use frame::Frame;
-use peer::{Event, Peer};
+use mailbox::{Announced, Mailbox, Wanted};
+use peer::{Event, Idle, Peer};
 
 /// How long a leaving rank waits for its last words to be taken.
 const FAREWELL: Duration = Duration::from_millis(200);
@@ -48,8 +51,6 @@ struct Shared {
 
 /// A send or a receive, in memory that outlives it.
 pub struct Transfer {
-    /// The other rank.
-    pub peer: usize,
     /// The tag both sides name.
     pub tag: u32,
     /// The memory to send or to fill.
@@ -65,8 +66,8 @@ pub struct Transfer {
 unsafe impl Send for Transfer {}
 
 enum Command {
-    Send(Transfer),
-    Receive(Transfer),
+    Send { to: usize, transfer: Transfer },
+    Receive { from: Option<usize>, transfer: Transfer },
     Leave { seq: u32 },
 }
 
@@ -96,6 +97,7 @@ impl Side {
             fds: Vec::with_capacity(peers.len() + 1),
             commands: Vec::with_capacity(ROOM),
             peers,
+            mailbox: Mailbox::new(),
             timeout,
             state,
             shared: shared.clone(),
@@ -112,14 +114,14 @@ impl Side {
         self.pool.take()
     }
 
-    /// Submits a send.
-    pub fn send(&self, transfer: Transfer) {
-        self.shared.command(Command::Send(transfer));
+    /// Submits a send to another rank.
+    pub fn send(&self, to: usize, transfer: Transfer) {
+        self.shared.command(Command::Send { to, transfer });
     }
 
-    /// Submits a receive.
-    pub fn receive(&self, transfer: Transfer) {
-        self.shared.command(Command::Receive(transfer));
+    /// Submits a receive from another rank, or from whoever sends first.
+    pub fn receive(&self, from: Option<usize>, transfer: Transfer) {
+        self.shared.command(Command::Receive { from, transfer });
     }
 
     /// What is left to do when the group is dropped.
@@ -166,6 +168,7 @@ impl Shared {
 
 struct Monitor {
     peers: Vec<Option<Peer>>,
+    mailbox: Mailbox<Receive>,
     timeout: Duration,
     state: Arc<GroupState>,
     shared: Arc<Shared>,
@@ -175,6 +178,12 @@ struct Monitor {
     commands: Vec<Command>,
     /// Room for the list to poll; empty but while polling.
     fds: Vec<PollFd<'static>>,
+}
+
+/// A receive for which no message was announced.
+struct Receive {
+    transfer: Transfer,
+    idle: Idle,
 }
 
 impl Monitor {
@@ -208,54 +217,106 @@ impl Monitor {
         let Monitor { shared, commands, .. } = self;
         std::mem::swap(&mut *shared.commands.lock().expect("no panic while locked"), commands);
         let mut leave = None;
-        for command in self.commands.drain(..) {
+        let mut commands = std::mem::take(&mut self.commands);
+        for command in commands.drain(..) {
             match command {
                 Command::Leave { seq } => leave = Some(seq),
-                Command::Send(t) | Command::Receive(t) if self.state.is_over() => {
-                    t.work.complete(Err(self.state.error(None)));
+                Command::Send { transfer, .. } | Command::Receive { transfer, .. }
+                    if self.state.is_over() =>
+                {
+                    transfer.work.complete(Err(self.state.error(None)));
                 }
-                Command::Send(t) => peer(&mut self.peers, &t).submit_send(t, &self.state),
-                Command::Receive(t) => peer(&mut self.peers, &t).submit_receive(t, &self.state),
+                Command::Send { to, transfer } => {
+                    peer(&mut self.peers, to).submit_send(transfer, &self.state);
+                }
+                Command::Receive { from, transfer } => self.receive(from, transfer),
             }
         }
+        self.commands = commands;
         leave
+    }
+
+    /// Starts a receive: of a message that is there, or of one that may come.
+    fn receive(&mut self, from: Option<usize>, transfer: Transfer) {
+        let tag = transfer.tag;
+        let receive = Receive { transfer, idle: Idle::new() };
+        if let Some((receive, message)) = self.mailbox.receive(Wanted { from, tag, receive }) {
+            meet(&mut self.peers, receive, message, &self.state);
+        } else if let Some(from) = from
+            && !peer(&mut self.peers, from).is_here()
+        {
+            self.end_receives(from);
+        } else if from.is_none() {
+            self.end_hopeless();
+        }
+    }
+
+    /// Ends the receives of messages of a rank that has left.
+    fn end_receives(&mut self, from: usize) {
+        self.mailbox.forget(from);
+        let error = peer(&mut self.peers, from).left();
+        for wanted in self.mailbox.take(|wanted| wanted.from == Some(from)) {
+            wanted.receive.transfer.work.complete(Err(error.clone()));
+        }
+        self.end_hopeless();
+    }
+
+    /// Ends the receives of messages of anybody once everybody has left.
+    fn end_hopeless(&mut self) {
+        if self.peers.iter().flatten().any(Peer::is_here) {
+            return;
+        }
+        let Some(error) = self.peers.iter().flatten().next().map(Peer::left) else { return };
+        for wanted in self.mailbox.take(|wanted| wanted.from.is_none()) {
+            wanted.receive.transfer.work.complete(Err(error.clone()));
+        }
     }
 
     /// Moves what the sockets allow and acts on what arrives.
     fn exchange(&mut self) {
-        for peer in self.peers.iter_mut().flatten() {
-            while let Some(event) = peer.progress() {
-                match event {
-                    Event::Lost => {
-                        let error =
-                            Error::PeerLost { peer: peer.rank, loss: Loss::Closed, during: None };
-                        self.state.fail(error);
-                    }
-                    Event::Aborted(error) => {
-                        let epoch_ended = matches!(error, Error::EpochEnded { .. });
-                        // Who reports a failure tells everybody, so this rank need not.
-                        self.told |= self.state.fail(error);
-                        if epoch_ended {
-                            self.state.end_epoch();
-                        }
-                    }
-                    Event::Failed(error) => {
-                        self.state.fail(error);
-                    }
-                    Event::Stuck(call) => {
-                        let known = self.state.compare(peer.rank, &call);
-                        peer.stuck = (!known).then_some(call);
-                    }
-                    Event::Left { seq } => {
-                        self.state.note_left(peer.rank, seq);
-                        let loss = Loss::Left;
-                        peer.fail_transfers(&Error::PeerLost {
-                            peer: peer.rank,
-                            loss,
-                            during: None,
-                        });
-                    }
+        for rank in 0..self.peers.len() {
+            while let Some(event) = self.peers[rank].as_mut().and_then(Peer::progress) {
+                self.act_on(rank, event);
+            }
+        }
+    }
+
+    fn act_on(&mut self, rank: usize, event: Event) {
+        match event {
+            Event::Lost => {
+                self.state.fail(Error::PeerLost { peer: rank, loss: Loss::Closed, during: None });
+            }
+            Event::Aborted(error) => {
+                let epoch_ended = matches!(error, Error::EpochEnded { .. });
+                // Who reports a failure tells everybody, so this rank need not.
+                self.told |= self.state.fail(error);
+                if epoch_ended {
+                    self.state.end_epoch();
                 }
+            }
+            Event::Failed(error) => {
+                self.state.fail(error);
+            }
+            Event::Stuck(call) => {
+                let known = self.state.compare(rank, &call);
+                peer(&mut self.peers, rank).stuck = (!known).then_some(call);
+            }
+            Event::Announced(message) => match self.mailbox.announce(message) {
+                Ok(None) => {}
+                Ok(Some((receive, message))) => {
+                    meet(&mut self.peers, receive, message, &self.state);
+                }
+                Err(_) => {
+                    let what = "more messages than anybody receives";
+                    let event = peer(&mut self.peers, rank).broke_rules(what);
+                    self.act_on(rank, event);
+                }
+            },
+            Event::Left { seq } => {
+                self.state.note_left(rank, seq);
+                let peer = peer(&mut self.peers, rank);
+                peer.fail_transfers(&peer.left());
+                self.end_receives(rank);
             }
         }
     }
@@ -282,6 +343,12 @@ impl Monitor {
                 self.state.fail(Error::PeerLost { peer: peer.rank, loss, during: None });
             }
         }
+        let Monitor { peers, mailbox, state, .. } = self;
+        let here = || peers.iter().flatten().filter(|p| p.is_here()).map(|p| p.rank).collect();
+        for Wanted { from, receive, .. } in mailbox.waiting() {
+            let missing = || from.map_or_else(here, |from| vec![from]);
+            receive.idle.report("receive", &receive.transfer, state, missing);
+        }
     }
 
     /// Tells everybody why the group failed and ends all transfers.
@@ -297,6 +364,13 @@ impl Monitor {
             }
         }
         self.told = true;
+        self.end_all_receives(|_| error.clone());
+    }
+
+    fn end_all_receives(&mut self, error: impl Fn(Option<usize>) -> Error) {
+        for Wanted { from, receive, .. } in self.mailbox.take(|_| true) {
+            receive.transfer.work.complete(Err(error(from)));
+        }
     }
 
     fn farewell(&mut self, seq: u32) {
@@ -308,9 +382,11 @@ impl Monitor {
             if !self.state.is_over() {
                 peer.queue(Frame::Goodbye { seq }, Vec::new());
             }
-            let left = Error::PeerLost { peer: peer.rank, loss: Loss::Left, during: None };
-            peer.fail_transfers(&left);
+            peer.fail_transfers(&peer.left());
         }
+        let left = |peer| Error::PeerLost { peer, loss: Loss::Left, during: None };
+        let anybody = self.peers.iter().flatten().next().map_or(0, |peer| peer.rank);
+        self.end_all_receives(|from| left(from.unwrap_or(anybody)));
         while Instant::now() < deadline
             && self.peers.iter().flatten().any(|p| p.is_present() && p.has_output())
         {
@@ -342,7 +418,14 @@ impl Monitor {
     }
 }
 
-/// The peer of a transfer.
-fn peer<'a>(peers: &'a mut [Option<Peer>], transfer: &Transfer) -> &'a mut Peer {
-    peers[transfer.peer].as_mut().expect("the group checks that transfers go to another rank")
+/// A receive and a message have met.
+fn meet(peers: &mut [Option<Peer>], receive: Receive, message: Announced, state: &GroupState) {
+    if let Err(error) = peer(peers, message.from).clear(receive.transfer, message) {
+        state.fail(error);
+    }
+}
+
+/// Another rank, which is not this one.
+fn peer(peers: &mut [Option<Peer>], rank: usize) -> &mut Peer {
+    peers[rank].as_mut().expect("the group checks that transfers are with another rank")
 }

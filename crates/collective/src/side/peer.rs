@@ -9,13 +9,10 @@ use socket2::Socket;
 
 use super::Transfer;
 use super::frame::{self, Frame, MAX_DATA};
+use super::mailbox::Announced;
 use crate::call::{Call, WireCall};
 use crate::error::{Error, Loss};
 use crate::state::GroupState;
-
-/// Announcements a peer may have waiting. More than that is a program that sends and never
-/// receives.
-const MAX_ANNOUNCED: usize = 1 << 16;
 
 /// Room in the queues of a peer before they grow. More: more idle memory. Less: the first burst
 /// of messages allocates.
@@ -36,10 +33,6 @@ pub struct Peer {
     /// Sends in order of submission.
     sends: VecDeque<Sending>,
     next_id: u32,
-    /// Receives nobody has announced a message for.
-    receives: VecDeque<Expected>,
-    /// Messages nobody wants yet.
-    announced: VecDeque<Announced>,
     /// Receives whose message is cleared to come.
     cleared: Vec<Receiving>,
 }
@@ -62,6 +55,8 @@ pub enum Event {
     Failed(Error),
     /// It waits in a call.
     Stuck(Call),
+    /// It has a message.
+    Announced(Announced),
     /// It said goodbye.
     Left {
         /// The first call without it.
@@ -90,17 +85,6 @@ struct Sending {
     sent: usize,
 }
 
-struct Expected {
-    transfer: Transfer,
-    idle: Idle,
-}
-
-struct Announced {
-    tag: u32,
-    id: u32,
-    length: u64,
-}
-
 struct Receiving {
     transfer: Transfer,
     idle: Idle,
@@ -109,14 +93,27 @@ struct Receiving {
 }
 
 /// For how long a transfer has not moved, and whether the log says so.
-struct Idle {
+pub struct Idle {
     since: Instant,
     reported: bool,
 }
 
 impl Idle {
-    fn new() -> Idle {
+    pub fn new() -> Idle {
         Idle { since: Instant::now(), reported: false }
+    }
+
+    /// Says in the log, once, that the transfer has not moved for too long.
+    pub fn report(
+        &mut self,
+        what: &str,
+        transfer: &Transfer,
+        state: &GroupState,
+        missing: impl FnOnce() -> Vec<usize>,
+    ) {
+        let Transfer { length, tag, .. } = transfer;
+        let what = format_args!("{what} of {length} bytes with tag {tag}");
+        self.reported |= !self.reported && state.report_stall(self.since, &what, missing);
     }
 }
 
@@ -143,8 +140,6 @@ impl Peer {
             input: EMPTY,
             sends: VecDeque::with_capacity(ROOM),
             next_id: 0,
-            receives: VecDeque::with_capacity(ROOM),
-            announced: VecDeque::with_capacity(ROOM),
             cleared: Vec::with_capacity(ROOM),
         }
     }
@@ -155,6 +150,11 @@ impl Peer {
 
     pub fn is_present(&self) -> bool {
         self.presence != Presence::Gone
+    }
+
+    /// Whether it may still send something.
+    pub fn is_here(&self) -> bool {
+        self.presence == Presence::Here
     }
 
     pub fn has_output(&self) -> bool {
@@ -185,33 +185,14 @@ impl Peer {
         });
     }
 
-    pub fn submit_receive(&mut self, transfer: Transfer, state: &GroupState) {
-        if state.is_over() {
-            return transfer.work.complete(Err(state.error(None)));
-        }
-        let matching = self.announced.iter().position(|a| a.tag == transfer.tag);
-        match matching.and_then(|i| self.announced.remove(i)) {
-            Some(announced) => {
-                if let Err(error) = self.clear(transfer, announced) {
-                    state.fail(error);
-                }
-            }
-            None if self.presence != Presence::Here => transfer.work.complete(Err(self.left())),
-            None => self.receives.push_back(Expected { transfer, idle: Idle::new() }),
-        }
-    }
-
-    /// Ends all transfers with this error.
+    /// Ends all transfers under way with this error.
     pub fn fail_transfers(&mut self, error: &Error) {
         self.detach_data();
         let sends = self.sends.drain(..).map(|s| s.transfer);
-        let receives = self.receives.drain(..).map(|e| e.transfer);
         let cleared = self.cleared.drain(..).map(|r| r.transfer);
-        for transfer in sends.chain(receives).chain(cleared) {
+        for transfer in sends.chain(cleared) {
             transfer.work.complete(Err(error.clone()));
         }
-        // Nobody will send what was announced.
-        self.announced.clear();
     }
 
     /// Detaches the data frames under way from the memory of their transfer, which its owner may
@@ -237,13 +218,9 @@ impl Peer {
     /// Says in the log which transfers have not moved for too long.
     pub fn report_stalls(&mut self, state: &GroupState) {
         let sends = self.sends.iter_mut().map(|s| ("send", &s.transfer, &mut s.idle));
-        let expected = self.receives.iter_mut().map(|e| ("receive", &e.transfer, &mut e.idle));
         let cleared = self.cleared.iter_mut().map(|r| ("receive", &r.transfer, &mut r.idle));
-        for (what, transfer, idle) in sends.chain(expected).chain(cleared) {
-            let Transfer { length, tag, .. } = transfer;
-            let what = format_args!("{what} of {length} bytes with tag {tag}");
-            idle.reported |=
-                !idle.reported && state.report_stall(idle.since, &what, || vec![self.rank]);
+        for (what, transfer, idle) in sends.chain(cleared) {
+            idle.report(what, transfer, state, || vec![self.rank]);
         }
     }
 
@@ -276,7 +253,8 @@ impl Peer {
         (was == Presence::Here).then_some(Event::Lost)
     }
 
-    fn left(&self) -> Error {
+    /// The error of a transfer with a rank that has left.
+    pub fn left(&self) -> Error {
         Error::PeerLost { peer: self.rank, loss: Loss::Left, during: None }
     }
 
@@ -419,7 +397,7 @@ impl Peer {
                     self.input = EMPTY;
                     if done {
                         let i = self.cleared.iter().position(|r| r.id == id).expect("found above");
-                        self.cleared.swap_remove(i).transfer.work.complete(Ok(()));
+                        self.cleared.swap_remove(i).transfer.work.complete_from(self.rank);
                     }
                 }
                 Ok(None)
@@ -443,24 +421,7 @@ impl Peer {
                 None
             }
             Frame::Announce { tag, id, length } => {
-                let announced = Announced { tag, id, length };
-                match self
-                    .receives
-                    .iter()
-                    .position(|e| e.transfer.tag == tag)
-                    .and_then(|i| self.receives.remove(i))
-                {
-                    Some(Expected { transfer, .. }) => {
-                        self.clear(transfer, announced).err().map(Event::Failed)
-                    }
-                    None if self.announced.len() == MAX_ANNOUNCED => {
-                        Some(self.broke_rules("more messages than anybody receives"))
-                    }
-                    None => {
-                        self.announced.push_back(announced);
-                        None
-                    }
-                }
+                Some(Event::Announced(Announced { from: self.rank, tag, id, length }))
             }
             Frame::Clear { id } => match self.sends.iter_mut().find(|s| s.id == id && !s.cleared) {
                 Some(sending) => {
@@ -477,7 +438,7 @@ impl Peer {
     }
 
     /// A send and a receive have met.
-    fn clear(&mut self, transfer: Transfer, announced: Announced) -> Result<(), Error> {
+    pub fn clear(&mut self, transfer: Transfer, announced: Announced) -> Result<(), Error> {
         if announced.length != transfer.length as u64 {
             let error = Error::LengthMismatch {
                 from: self.rank,
@@ -495,7 +456,7 @@ impl Peer {
         Ok(())
     }
 
-    fn broke_rules(&mut self, what: &str) -> Event {
+    pub fn broke_rules(&mut self, what: &str) -> Event {
         self.presence = Presence::Gone;
         Event::Failed(Error::System {
             what: "the side channel",

@@ -3,7 +3,11 @@
 from collections.abc import Callable, Sequence
 
 # As in `unisono.torch._codes`.
-_Call = tuple[int, int, int, int, int, int, int | None]
+_Address = int | list[int]
+_Call = (
+    tuple[int, int, int, _Address, _Address, int, int | None]
+    | tuple[int, list[int], int, list[int]]
+)
 
 def new_token() -> bytes:
     """A new secret, which all ranks of a job know and nobody else."""
@@ -18,7 +22,7 @@ class Endpoint:
     """Where a rank listens before it knows the others."""
 
     def __init__(self, ip: str) -> None:
-        """Listens on a free port of this machine's address `ip`."""
+        """Listens on a free port of `ip`, or of the interface that UNISONO_INTERFACE names."""
 
     def address(self) -> bytes:
         """What the others need to know, to be passed on as it is."""
@@ -37,27 +41,23 @@ class Group:
     def size(self) -> int:
         """Ranks in the group."""
 
+    @property
+    def first_call(self) -> int:
+        """The number of its first call."""
+
     def run(self, call: _Call, seconds: float) -> None:
         """Runs a call and waits for it. The caller keeps its memory to itself meanwhile."""
 
     def submit(self, call: _Call, keep: object) -> Work:
         """Starts a call on memory that `keep` owns."""
 
-    def all_to_all_unequal(
-        self,
-        input: int,
-        sent: Sequence[int],
-        output: int,
-        received: Sequence[int],
-        seconds: float,
-    ) -> None:
-        """Exchanges blocks of these many bytes, and waits for it."""
-
     def send(self, address: int, length: int, to: int, tag: int, keep: object) -> Work:
         """Starts to send `length` bytes, which `keep` owns."""
 
-    def receive(self, address: int, length: int, source: int, tag: int, keep: object, /) -> Work:
-        """Starts to receive `length` bytes, which `keep` owns."""
+    def receive(
+        self, address: int, length: int, source: int | None, tag: int, keep: object, /
+    ) -> Work:
+        """Starts to receive `length` bytes of a rank, or of any, which `keep` owns."""
 
     def subgroup(self, members: Sequence[int]) -> Group:
         """The group of these ranks, in this order. Only they call it, all with the same list."""
@@ -65,8 +65,8 @@ class Group:
     def sent_bytes(self) -> int | None:
         """Bytes that this rank's collective calls have handed to others; None once closed."""
 
-    def abort(self) -> None:
-        """Ends all groups of the job, here and on the other ranks."""
+    def abort(self, reason: str) -> None:
+        """Ends the group, here and on the other ranks, which are told why."""
 
     def close(self, seconds: float) -> None:
         """Leaves the group, after the calls that were started, waiting `seconds` at most."""
@@ -96,4 +96,4 @@ class Work:
         """Calls `callback` when the operation has ended, on another thread."""
 
     def source(self) -> int | None:
-        """Whose message this is, if it is one that is received."""
+        """Whose message this is, if it is one that was received."""

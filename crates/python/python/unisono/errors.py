@@ -3,8 +3,10 @@
 All are `RuntimeError`s, as every error of `torch.distributed` is, so that code written for another
 backend catches them.  After any but `InvalidCall`, `Unsupported` and `FormError` the group has
 ended: every pending and later call of it fails, on every rank, and the outputs of the calls that
-failed hold anything.
+failed hold anything.  Other groups of the job go on, unless they have the same cause to fail.
 """
+
+from collections.abc import Sequence
 
 
 class Error(RuntimeError):
@@ -50,12 +52,27 @@ class Aborted(Error):
 class Mismatch(Error):
     """The ranks called different operations, or one operation differently. Fix the program."""
 
+    #: What two ranks called in each other's place: by rank, the number of the call in its group,
+    #: from 0, and what it was.  Empty if a message and its buffer differ in length.
+    calls: dict[int, tuple[int, str]]
+
+    def __init__(self, text: str, *, calls: dict[int, tuple[int, str]] | None = None, **fields):
+        super().__init__(text, **fields)
+        self.calls = calls or {}
+
 
 class TimedOut(Error, TimeoutError):
     """A call took longer than its timeout. Find out what the other ranks do instead.
 
     After a `monitored_barrier` the group goes on.
     """
+
+    #: The ranks that had not arrived, as far as is known.
+    missing: tuple[int, ...]
+
+    def __init__(self, text: str, *, missing: Sequence[int] = (), **fields):
+        super().__init__(text, **fields)
+        self.missing = tuple(missing)
 
 
 class InvalidCall(Error, ValueError):

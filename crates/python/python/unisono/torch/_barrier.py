@@ -50,7 +50,7 @@ def _collect(store, key: str, size: int, timeout: timedelta, wait_for_all: bool)
         left = deadline - time.monotonic()
         if left <= 0 and not missing:
             text = f"Rank 0 timed out in monitoredBarrier after {milliseconds} ms."
-            _refuse(store, key, text, None)
+            _refuse(store, key, text, [])
         try:
             # Whoever was late left no time for the others, but they may be here already.
             store.wait([f"{key}/{rank}"], timedelta(seconds=max(left, 0.001)))
@@ -61,10 +61,11 @@ def _collect(store, key: str, size: int, timeout: timedelta, wait_for_all: bool)
     if missing:
         who = f"Ranks {', '.join(map(str, missing))}" if wait_for_all else f"Rank {missing[0]}"
         text = f"{who} failed to pass monitoredBarrier in {milliseconds} ms"
-        _refuse(store, key, text, missing[0])
+        _refuse(store, key, text, missing)
     store.set(f"{key}/answer", _GO)
 
 
-def _refuse(store, key: str, text: str, peer: int | None) -> None:
+def _refuse(store, key: str, text: str, missing: list[int]) -> None:
     store.set(f"{key}/answer", text.encode())
-    raise TimedOut(text, rank=0, operation="monitored barrier", peer=peer)
+    peer = missing[0] if missing else None
+    raise TimedOut(text, rank=0, operation="monitored barrier", peer=peer, missing=missing)

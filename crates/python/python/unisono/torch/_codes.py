@@ -19,8 +19,14 @@ F32, F64, F16, BF16, I8, U8, I32, I64 = range(8)
 SUM, MEAN, MIN, MAX, PRODUCT, AND, OR, XOR = range(8)
 
 # A call: operation, type, reduction, input, output, count, root.  The engine's `Request` says what
-# the count counts; addresses are 0, and the root is None, where there is none.
-Call = tuple[int, int, int, int, int, int, int | None]
+# the count counts; addresses are 0, and the root is None, where there is none.  Where there is one
+# block per rank, the addresses of all of them may be given.  For an all-to-all of blocks of different
+# lengths: input, bytes to each rank, output, bytes from each.
+Address = int | list[int]
+Call = (
+    tuple[int, int, int, Address, Address, int, int | None]
+    | tuple[int, list[int], int, list[int]]
+)
 
 _DTYPES = {
     torch.float32: F32,

@@ -28,15 +28,19 @@ from unisono.torch._codes import (
 )
 from unisono.torch._core import Core
 from unisono.torch._tensors import (
+    Blocks,
     block_bytes,
     byte_count,
     expect,
-    joined,
     place_for,
     places_for,
     source_of,
+    sources_of,
 )
 from unisono.torch._work import Work
+
+# What a rank that is not the root has on the root's side.
+_NOTHING = Blocks(0, None)
 
 
 class Collectives(Core):
@@ -70,20 +74,23 @@ class Collectives(Core):
 
     def reduce_scatter(self, outputs, inputs, opts):
         """Reduces lists of tensors over all ranks; each rank gets one of the results."""
-        source = joined(inputs[0])
-        return self._reduce_scatter(outputs[0], source, opts, "reduce_scatter", inputs[0])
+        blocks = sources_of(inputs[0], outputs[0], self._size)
+        return self._reduce_scatter(outputs[0], blocks, opts, "reduce_scatter", inputs[0])
 
     def reduce_scatter_single(self, output, input, opts):
         """Reduces a tensor over all ranks; each rank gets its part of the result."""
-        source = source_of(input)
-        return self._reduce_scatter(output, source, opts, "_reduce_scatter_base", [input])
+        blocks = self._source_blocks(input, output)
+        return self._reduce_scatter(output, blocks, opts, "_reduce_scatter_base", [input])
 
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts):
         """Several times `reduce_scatter_single`."""
         pairs = zip(outputs, inputs, strict=True)
-        works = [self._reduce_scatter(o, source_of(i), opts, None, [i]) for o, i in pairs]
+        works = [
+            self._reduce_scatter(output, self._source_blocks(input, output), opts, None, [input])
+            for output, input in pairs
+        ]
         return self._last(works, list(outputs), "reduce_scatter_tensor_coalesced", inputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -105,15 +112,14 @@ class Collectives(Core):
     def allgather(self, outputs, inputs, opts=None, name="all_gather"):
         """Gives everybody everybody's tensor, as a list."""
         source = source_of(inputs[0])
-        flat, finish = places_for(outputs[0], source, self._size)
-        return self._all_gather(source, flat, finish, opts, name, outputs[0], inputs)
+        blocks = places_for(outputs[0], source, self._size)
+        return self._all_gather(source, blocks, opts, name, outputs[0], inputs)
 
     def all_gather_single(self, output, input, opts=None, name="_all_gather_base"):
         """Gives everybody everybody's tensor, one after the other."""
         source = source_of(input)
-        expect("the output", output, source.numel() * self._size, input.dtype)
-        flat, finish = place_for(output, keep=False)
-        return self._all_gather(source, flat, finish, opts, name, [output], [input])
+        blocks = self._place_blocks(output, source)
+        return self._all_gather(source, blocks, opts, name, [output], [input])
 
     _allgather_base = all_gather_single
 
@@ -137,25 +143,23 @@ class Collectives(Core):
         """Gives the root everybody's tensor, as a list."""
         source, root = source_of(inputs[0]), opts.rootRank
         self._check_rank(root)
-        flat, finish, result = None, None, []
+        blocks, result = _NOTHING, []
         if self._rank == root:
             if len(outputs) != 1:
                 raise InvalidCall("gather needs one list of outputs at the root")
             result = outputs[0]
-            flat, finish = places_for(result, source, self._size)
+            blocks = places_for(result, source, self._size)
         elif len(outputs) and len(outputs[0]):
             raise InvalidCall("gather takes outputs at the root only")
-        return self._gather(source, flat, finish, opts, result, inputs)
+        return self._gather(source, blocks, opts, result, inputs)
 
     def gather_single(self, output, input, opts):
         """Gives the root everybody's tensor, one after the other."""
         source = source_of(input)
         self._check_rank(opts.rootRank)
-        flat, finish = None, None
-        if self._rank == opts.rootRank:
-            expect("the output", output, source.numel() * self._size, input.dtype)
-            flat, finish = place_for(output, keep=False)
-        return self._gather(source, flat, finish, opts, [output], [input])
+        is_root = self._rank == opts.rootRank
+        blocks = self._place_blocks(output, source) if is_root else _NOTHING
+        return self._gather(source, blocks, opts, [output], [input])
 
     gather_into_tensor = gather_single
 
@@ -164,19 +168,16 @@ class Collectives(Core):
         output, root = outputs[0], opts.rootRank
         self._check_rank(root)
         flat, finish = place_for(output, keep=False)
-        source, address = None, 0
+        blocks = _NOTHING
         if self._rank == root:
-            if len(inputs) != 1 or len(inputs[0]) != self._size:
+            if len(inputs) != 1:
                 raise InvalidCall(f"scatter needs a list of {self._size} inputs at the root")
-            for tensor in inputs[0]:
-                expect("an input", tensor, output.numel(), output.dtype)
-            source = joined(inputs[0])
-            address = source.data_ptr()
+            blocks = sources_of(inputs[0], output, self._size)
         elif len(inputs) and len(inputs[0]):
             raise InvalidCall("scatter takes inputs at the root only")
         shown = inputs[0] if inputs else []
-        call = (SCATTER, U8, SUM, address, flat.data_ptr(), byte_count(flat), root)
-        return self._start(call, opts, "scatter", outputs, shown, (source, flat), finish)
+        call = (SCATTER, U8, SUM, blocks.address, flat.data_ptr(), byte_count(flat), root)
+        return self._start(call, opts, "scatter", outputs, shown, (blocks.keep, flat), finish)
 
     def all_to_all_single(self, output, input, output_splits, input_splits, opts=None):
         """Gives each rank its rows of everybody's tensor; without splits, equally many."""
@@ -185,7 +186,7 @@ class Collectives(Core):
         if output_splits or input_splits:
             sent = block_bytes(source, input_splits, self._size)
             received = block_bytes(flat, output_splits, self._size)
-            return self._exchange(source, sent, flat, received, finish, [output])
+            return self._exchange(source, sent, flat, received, finish, opts, [output], [input])
         expect("the output", output, source.numel(), input.dtype)
         if source.numel() % self._size:
             raise InvalidCall(f"{source.numel()} elements do not divide into {self._size} blocks")
@@ -210,7 +211,7 @@ class Collectives(Core):
             for tensor, part in zip(outputs, flat.split(received), strict=True):
                 tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
 
-        return self._exchange(source, sent, flat, received, finish, outputs)
+        return self._exchange(source, sent, flat, received, finish, opts, outputs, inputs)
 
     def barrier(self, opts=None):
         """Waits for all ranks."""
@@ -231,36 +232,40 @@ class Collectives(Core):
         call = (op, dtype, code, address, output, view.numel(), root)
         return self._start(call, opts, name, tensors, tensors, (flat,), finish)
 
-    def _reduce_scatter(self, output, source, opts, name, shown):
+    def _source_blocks(self, input, output) -> Blocks:
+        """A tensor with one block per rank, each as long as another tensor."""
+        source = source_of(input)
+        expect("the input", source, output.numel() * self._size, output.dtype)
+        return Blocks(source.data_ptr(), source)
+
+    def _place_blocks(self, output, source) -> Blocks:
+        """Memory for a tensor with one block per rank, each as long as another tensor."""
+        expect("the output", output, source.numel() * self._size, source.dtype)
         flat, finish = place_for(output, keep=False)
-        expect("the input", source, flat.numel() * self._size, output.dtype)
-        view, dtype, code = reducible(source, reduction(opts.reduceOp))
-        into, _, _ = reducible(flat, SUM)
-        call = (REDUCE_SCATTER, dtype, code, view.data_ptr(), into.data_ptr(), into.numel(), None)
-        return self._start(call, opts, name, [output], shown, (source, flat), finish)
+        return Blocks(flat.data_ptr(), flat, finish)
 
-    def _all_gather(self, source, flat, finish, opts, name, result, shown):
-        call = (ALL_GATHER, U8, SUM, source.data_ptr(), flat.data_ptr(), byte_count(source), None)
-        return self._start(call, opts, name, result, shown, (source, flat), finish)
+    def _reduce_scatter(self, output, blocks, opts, name, shown):
+        flat, finish = place_for(output, keep=False)
+        into, dtype, code = reducible(flat, reduction(opts.reduceOp))
+        call = (REDUCE_SCATTER, dtype, code, blocks.address, into.data_ptr(), into.numel(), None)
+        return self._start(call, opts, name, [output], shown, (blocks.keep, flat), finish)
 
-    def _gather(self, source, flat, finish, opts, result, shown):
-        address = 0 if flat is None else flat.data_ptr()
-        count = byte_count(source)
-        call = (GATHER, U8, SUM, source.data_ptr(), address, count, opts.rootRank)
-        return self._start(call, opts, "gather", result, shown, (source, flat), finish)
+    def _all_gather(self, source, blocks, opts, name, result, shown):
+        address, count = source.data_ptr(), byte_count(source)
+        call = (ALL_GATHER, U8, SUM, address, blocks.address, count, None)
+        keep = (source, blocks.keep)
+        return self._start(call, opts, name, result, shown, keep, blocks.finish)
 
-    def _exchange(self, source, sent, flat, received, finish, result):
-        """Blocks of different lengths.
+    def _gather(self, source, blocks, opts, result, shown):
+        address, count = source.data_ptr(), byte_count(source)
+        call = (GATHER, U8, SUM, address, blocks.address, count, opts.rootRank)
+        keep = (source, blocks.keep)
+        return self._start(call, opts, "gather", result, shown, keep, blocks.finish)
 
-        Always waited for: the ranks first agree about the lengths.
-        """
-        self._calls += 1
-        self._native.all_to_all_unequal(
-            source.data_ptr(), sent, flat.data_ptr(), received, self._seconds
-        )
-        if finish is not None:
-            finish()
-        return Work(None, result)
+    def _exchange(self, source, sent, flat, received, finish, opts, result, shown):
+        """Blocks of different lengths, about which the ranks agree first."""
+        call = (source.data_ptr(), sent, flat.data_ptr(), received)
+        return self._start(call, opts, "all_to_all", result, shown, (source, flat), finish)
 
 
 def _listed(tensors):

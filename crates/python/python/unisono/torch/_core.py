@@ -8,21 +8,20 @@ import threading
 from datetime import timedelta
 
 import torch
-from torch._C._distributed_c10d import ProcessGroup
 
 from unisono import _native
-from unisono.errors import Error, InvalidCall
+from unisono.errors import Error, InvalidCall, Mismatch
 from unisono.torch import _exit
 from unisono.torch._codes import Call
+from unisono.torch._lines import Lines
 from unisono.torch._tensors import Finish
 from unisono.torch._work import Work
 
 
-class Core(ProcessGroup):
-    """A group that can run calls, and does not know which there are."""
+class Core:
+    """A group that can run calls, and does not know which there are, nor what torch takes it for."""
 
     def __init__(self, listed_as: str, native: _native.Group, store, timeout: timedelta):
-        super().__init__(store, native.rank, native.size)
         self._native = native
         self._store = store
         # The name in torch's list, by which its users and its profiler know the backend.
@@ -30,7 +29,10 @@ class Core(ProcessGroup):
         self._rank = native.rank
         self._size = native.size
         self._set_timeout(timeout)
-        self._calls = 0
+        # The number that the engine gives the next call, but that this one does not wrap around.
+        self._numbered = native.first_call
+        self._lines = Lines(store, native.rank)
+        self._barriers = 0
         # Calls that were started during a backward pass, by its number.
         self._backward: dict[int, list[Work]] = {}
         _exit.watch(self)
@@ -58,24 +60,51 @@ class Core(ProcessGroup):
         `name` and `shown` are what the profiler sees; without a name, nothing.  A timeout of 0
         seconds is the group's.
         """
-        self._calls += 1
         seconds = seconds or self._seconds
         profiled = torch.autograd._profiler_enabled()
         if opts is not None and not getattr(opts, "asyncOp", True) and not profiled:
-            self._native.run(call, seconds)
+            self._run(call, seconds)
             if finish is not None:
                 finish()
             return None
-        work = Work(self._native.submit(call, keep), result, finish, seconds)
+        task = torch._C._current_graph_task_id()
+        bucket = None if task == -1 else len(self._backward.get(task, ()))
+        self._note(call, bucket)
+        try:
+            native = self._native.submit(call, keep)
+        except InvalidCall:
+            self._forget(call)
+            raise
+        work = Work(native, result, finish, seconds, self._lines)
         if profiled and name is not None:
             self._record(work, name, shown)
-        task = torch._C._current_graph_task_id()
         if task != -1:
             self._watch_backward(task, work)
         return work
 
+    def _run(self, call: Call, seconds: float) -> None:
+        self._note(call, None)
+        try:
+            self._native.run(call, seconds)
+        except InvalidCall:
+            self._forget(call)
+            raise
+        except Mismatch as error:
+            self._lines.explain(error)
+            raise
+
+    def _note(self, call: Call, bucket: int | None) -> None:
+        """Counts a call as the engine does: one of different lengths begins with another."""
+        for _ in range(_numbers(call)):
+            self._lines.note(self._numbered, bucket)
+            self._numbered += 1
+
+    def _forget(self, call: Call) -> None:
+        """The engine refused a call before it counted it."""
+        self._numbered -= _numbers(call)
+
     def _start_message(self, native: _native.Work, tensors, finish: Finish, name: str) -> Work:
-        work = Work(native, tensors, finish, self._seconds)
+        work = Work(native, tensors, finish, self._seconds, self._lines)
         if torch.autograd._profiler_enabled():
             self._record(work, name, tensors)
         return work
@@ -132,3 +161,8 @@ class Core(ProcessGroup):
         if not 0 <= rank < self._size:
             text = f"rank {rank} is not in a group of {self._size}"
             raise InvalidCall(text, rank=self._rank, peer=rank)
+
+
+def _numbers(call: Call) -> int:
+    """How many calls the engine makes of one."""
+    return 1 if len(call) == 7 else 2

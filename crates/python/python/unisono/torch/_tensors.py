@@ -1,11 +1,12 @@
 """Tensors as the engine wants them: contiguous memory of this machine.
 
-A tensor that is contiguous goes in and out as it is.  Others, and the lists of tensors of the older
-calls, are gathered into one before the call and spread after it.  What is left to do after is a
-function without arguments, or None.
+A tensor that is contiguous goes in and out as it is, and so do the tensors of a list, one per rank,
+if all of them are.  Others are gathered into one before the call and spread after it.  What is left
+to do after is a function without arguments, or None.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -45,26 +46,57 @@ def place_for(tensor: torch.Tensor, keep: bool) -> tuple[torch.Tensor, Finish]:
     return flat, lambda: tensor.copy_(flat)
 
 
-def places_for(
-    tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int
-) -> tuple[torch.Tensor, Finish]:
-    """Memory for one block per rank, and how the blocks get to the tensors."""
-    if len(tensors) != size:
-        raise InvalidCall(f"expected {size} tensors, one per rank, got {len(tensors)}")
-    for tensor in tensors:
-        expect("a tensor of the list", tensor, like.numel(), like.dtype)
+@dataclass(frozen=True)
+class Blocks:
+    """One block of memory per rank: where it is, what keeps it there, and what is left to do."""
+
+    #: Of all blocks if they follow each other; else a list of the address of each.
+    address: int | list[int]
+    keep: object
+    finish: Finish = None
+
+
+def sources_of(tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int) -> Blocks:
+    """The data of tensors, one per rank, to be read."""
+    _check_list(tensors, like, size)
+    if _can_lie_apart(tensors):
+        return Blocks([tensor.data_ptr() for tensor in tensors], tensors)
+    flat = torch.cat([source_of(tensor).reshape(-1) for tensor in tensors])
+    return Blocks(flat.data_ptr(), flat)
+
+
+def places_for(tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int) -> Blocks:
+    """Memory to be written for tensors, one per rank."""
+    _check_list(tensors, like, size)
+    if _can_lie_apart(tensors):
+        return Blocks([tensor.data_ptr() for tensor in tensors], tensors)
     flat = torch.empty((size, like.numel()), dtype=like.dtype)
 
     def finish():
         for tensor, part in zip(tensors, flat.unbind(0), strict=True):
             tensor.copy_(part.view(tensor.shape))
 
-    return flat, finish
+    return Blocks(flat.data_ptr(), flat, finish)
 
 
-def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The data of several tensors, one after the other."""
-    return torch.cat([source_of(tensor).reshape(-1) for tensor in tensors])
+def _check_list(tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int) -> None:
+    if len(tensors) != size:
+        raise InvalidCall(f"expected {size} tensors, one per rank, got {len(tensors)}")
+    for tensor in tensors:
+        expect("a tensor of the list", tensor, like.numel(), like.dtype)
+        _check_place(tensor)
+
+
+def _can_lie_apart(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the engine can use the tensors where they are."""
+    first, size = tensors[0].data_ptr(), tensors[0].element_size()
+    return all(
+        tensor.is_contiguous()
+        and _plain(tensor) is tensor
+        # The engine counts in elements from one block to the other.
+        and (tensor.data_ptr() - first) % size == 0
+        for tensor in tensors
+    )
 
 
 def expect(what: str, tensor: torch.Tensor, count: int, dtype: torch.dtype) -> None:

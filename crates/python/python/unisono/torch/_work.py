@@ -11,6 +11,8 @@ import torch
 from torch._C._distributed_c10d import Work as C10dWork
 
 from unisono import _native
+from unisono.errors import Mismatch
+from unisono.torch._lines import Lines
 from unisono.torch._tensors import Finish
 
 
@@ -18,7 +20,12 @@ class Work(C10dWork):
     """A call under way, or one that has ended."""
 
     def __init__(
-        self, native: _native.Work | None, result, finish: Finish = None, seconds: float = 0.0
+        self,
+        native: _native.Work | None,
+        result,
+        finish: Finish = None,
+        seconds: float = 0.0,
+        lines: Lines | None = None,
     ):
         """For a call that fills `result`; without `native`, one that has ended well."""
         super().__init__()
@@ -30,6 +37,8 @@ class Work(C10dWork):
         self._future = None
         # How long `wait` waits unless it is told otherwise.
         self._seconds = seconds
+        # Knows from which lines calls came.
+        self._lines = lines
         # Set when the profiler has seen the end.
         self._recorded = None
 
@@ -37,7 +46,11 @@ class Work(C10dWork):
         """Waits until the call has ended; raises what went wrong."""
         native = self._native
         if native is not None:
-            native.wait(timeout.total_seconds() if timeout else self._seconds)
+            try:
+                native.wait(timeout.total_seconds() if timeout else self._seconds)
+            except Mismatch as error:
+                self._lines.explain(error)
+                raise
             self._settle()
             if self._recorded is not None:
                 self._recorded.wait()
@@ -60,7 +73,10 @@ class Work(C10dWork):
 
     def exception(self) -> Exception | None:
         """What went wrong, if anything did."""
-        return None if self._native is None else self._native.error()
+        error = None if self._native is None else self._native.error()
+        if isinstance(error, Mismatch):
+            self._lines.explain(error)
+        return error
 
     def result(self):
         """The tensors that the call fills."""
@@ -94,7 +110,7 @@ class Work(C10dWork):
         # An exception that is *set* on a future is a value to C++, and ends the process when
         # `backward` takes it for a tensor.  One that is raised in a callback arrives.
         def outcome(_):
-            error = native.error()
+            error = self.exception()
             if error is not None:
                 raise error
             self._settle()

@@ -18,9 +18,16 @@ pub enum InterfaceError {
     Unlisted(String),
 }
 
-/// The address of the interface that `wanted` names, by name or by address. Where it has several,
-/// one of the family of `like` is preferred.
-pub fn resolve(wanted: &str, like: IpAddr) -> Result<IpAddr, InterfaceError> {
+/// The address to listen on: that of the interface which `UNISONO_INTERFACE` names, by name or by
+/// address; where it has several, one of the family of `usual` is preferred. `usual` without it.
+pub fn own_address(usual: IpAddr) -> Result<IpAddr, InterfaceError> {
+    match std::env::var("UNISONO_INTERFACE") {
+        Ok(wanted) if !wanted.is_empty() => resolve(&wanted, usual),
+        _ => Ok(usual),
+    }
+}
+
+fn resolve(wanted: &str, like: IpAddr) -> Result<IpAddr, InterfaceError> {
     let all = if_addrs::get_if_addrs().map_err(|e| InterfaceError::Unlisted(e.to_string()))?;
     let all: Vec<(String, IpAddr)> = all.into_iter().map(|i| (i.name.clone(), i.ip())).collect();
     choose(wanted, like, &all)

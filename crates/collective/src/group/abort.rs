@@ -1,0 +1,56 @@
+//! Ends a group on purpose: because its user gave up, or because a call took too long.
+//!
+//! It ends as it does when a rank is lost: every pending and later operation fails, and the monitor
+//! tells the other ranks why. Other groups of the job go on.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::Group;
+use crate::error::Error;
+use crate::state::GroupState;
+
+/// Ends a group from wherever it is needed, also while the group is being dropped.
+#[derive(Clone)]
+pub struct AbortHandle {
+    state: Arc<GroupState>,
+}
+
+impl Group {
+    /// Ends the group: pending and later operations fail with [`Error::Aborted`], which names this
+    /// rank and the reason, on every rank. Does nothing if the group has failed before.
+    pub fn abort(&self, reason: &str) {
+        self.abort_handle().abort(reason);
+    }
+
+    /// What ends this group from elsewhere.
+    pub fn abort_handle(&self) -> AbortHandle {
+        AbortHandle { state: self.inner.state.clone() }
+    }
+
+    /// Lets calls ask `stop` while they wait, five to ten times a second: if it says so, they abort
+    /// the group. It is asked on the thread that waits, so that a caller can look for signals that
+    /// only its own thread gets. Only the first `stop` of a group counts.
+    pub fn stop_waiting_if(&self, stop: impl Fn() -> bool + Send + Sync + 'static) {
+        self.inner.state.stop_waiting_if(Box::new(stop));
+    }
+}
+
+impl AbortHandle {
+    /// As [`Group::abort`].
+    pub fn abort(&self, reason: &str) {
+        self.state.abort(reason);
+    }
+
+    /// Ends the group because a call did not end within `after`: with [`Error::TimedOut`] on this
+    /// rank, which names the ranks that have not arrived, and [`Error::Aborted`] on the others.
+    pub fn expire(&self, after: Duration) {
+        let (during, missing) = self.state.waits_for();
+        self.state.fail(Error::TimedOut { after, during, missing });
+    }
+
+    /// Whether the group has ended.
+    pub fn has_ended(&self) -> bool {
+        self.state.is_over()
+    }
+}

@@ -1,0 +1,105 @@
+"""What a group does besides collectives: messages, the monitored barrier, timeouts, and its end.
+
+`_group` and `_backend` give it the two faces that torch knows.
+"""
+
+from datetime import timedelta
+
+import torch
+from torch._C._distributed_c10d import Backend
+
+from unisono.torch import _barrier
+from unisono.torch._collectives import Collectives
+from unisono.torch._tensors import byte_count, only, place_for, source_of
+from unisono.torch._work import Work
+
+
+class Calls(Collectives):
+    """All calls of a group."""
+
+    # Messages.
+
+    def send(self, tensors, destination, tag=0):
+        """Sends a tensor to a rank."""
+        source = source_of(only(tensors))
+        self._check_rank(destination)
+        native = self._native.send(source.data_ptr(), byte_count(source), destination, tag, source)
+        return self._start_message(native, tensors, None, "send")
+
+    def recv(self, tensors, source, tag=0):
+        """Receives a tensor from a rank."""
+        self._check_rank(source)
+        return self._receive(tensors, source, tag, "recv")
+
+    def recv_anysource(self, tensors, tag=0):
+        """Receives a tensor from whoever sends first; `source_rank` of the work says who did."""
+        return self._receive(tensors, None, tag, "recvAnySource")
+
+    recvAnysource = recv_anysource
+
+    def _receive(self, tensors, source: int | None, tag: int, name: str) -> Work:
+        flat, finish = place_for(only(tensors), keep=False)
+        native = self._native.receive(flat.data_ptr(), byte_count(flat), source, tag, flat)
+        return self._start_message(native, tensors, finish, name)
+
+    # Calls between these two are started like any others.
+
+    def start_coalescing(self, device=None):
+        pass
+
+    def end_coalescing(self, device=None):
+        return Work(None, [])
+
+    _start_coalescing = start_coalescing
+    _end_coalescing = end_coalescing
+
+    def monitored_barrier(self, timeout=None, wait_all_ranks=False, **_):
+        """A barrier that says who did not come, and leaves the group usable if somebody did not."""
+        if not isinstance(timeout, timedelta):  # Some callers pass the options of a barrier.
+            timeout = getattr(timeout, "timeout", None) or self._timeout
+        if timeout < timedelta(0):
+            timeout = self._timeout
+        key = f"monitored-barrier/{self._barriers}"
+        self._barriers += 1
+        _barrier.monitored(self._store, key, self._rank, self._size, timeout, wait_all_ranks)
+
+    # What torch asks a backend.  A group is asked too, for it says that it is its own backend.
+
+    supports_coalescing = False
+    supports_splitting = True
+    supports_shrinking = False
+
+    def getBackendName(self):
+        return "unisono"
+
+    def supports_tensor_alloc(self, device):
+        return False
+
+    @property
+    def options(self):
+        return Backend.Options(self._listed_as, self._timeout)
+
+    def set_timeout(self, timeout):
+        """Sets the timeout of calls that have none of their own."""
+        self._set_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    def eager_connect_single_device(self, device: torch.device):
+        pass
+
+    def _get_sequence_number_for_group(self):
+        return self._numbered
+
+    def _set_sequence_number_for_group(self):
+        pass
+
+    # The end.
+
+    def shutdown(self):
+        """Leaves the group, after the calls that were started."""
+        self._close(self._seconds)
+
+    def abort(self, reason: str = "abort() was called"):
+        """Ends this group, here and on the other ranks, which are told why. Other groups go on."""
+        self._native.abort(reason)
