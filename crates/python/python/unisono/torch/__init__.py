@@ -9,8 +9,9 @@ older torch, `import unisono.torch` before.
 import torch.distributed as dist
 
 from unisono.torch._group import Group, create
+from unisono.torch._server import ParameterServer, ServerStatistics
 
-__all__ = ["Group", "register"]
+__all__ = ["Group", "ParameterServer", "ServerStatistics", "register"]
 
 
 def register(name: str = "unisono") -> None:
