@@ -137,8 +137,8 @@ class ParameterServer:
         try:
             weights = self._weights()
             self._native = _native.ServerClient(settings, _addresses(weights))
-            place.meet()
             self.pull()
+            place.meet()
         except BaseException:
             place.close()
             raise

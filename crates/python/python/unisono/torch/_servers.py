@@ -37,8 +37,8 @@ class Place:
     store: dist.Store | None = None
 
     def meet(self) -> None:
-        """Waits until all have joined, if servers are inside workers: such a worker would else take
-        the others for gone, and end, before they have come."""
+        """Waits until all have joined and read, if servers are inside workers: such a worker would
+        else take the others for gone, and end, before they have come."""
         if self.store is not None:
             self.store.set(f"joined/{self.rank}", b"yes")
             _get_all(self.store, "joined", self.world)
