@@ -16,6 +16,10 @@ from unisono.torch._server_optimizer import text_of
 _RESTART = 60.0
 _FOR_GOOD = 5.0
 
+# Those who have not left.  A worker is present until it leaves, or its program ends, and not only until
+# nobody refers to it any more: others may need the server in its process.
+_present: "set[ParameterServer]" = set()
+
 
 @dataclass(frozen=True)
 class ServerStatistics:
@@ -142,6 +146,7 @@ class ParameterServer:
         except BaseException:
             place.close()
             raise
+        _present.add(self)
         _exit.watch(self)
 
     def step(self, loss: float | torch.Tensor | None = None, samples: int = 0) -> None:
@@ -242,6 +247,7 @@ class ParameterServer:
         if self._left:
             return
         self._left = True
+        _present.discard(self)
         self._state()
         self._native.leave()
         try:
