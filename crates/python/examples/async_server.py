@@ -4,8 +4,8 @@
     unisono run -n 2 -- python async_server.py
     torchrun --nproc-per-node 2 async_server.py
 
-The first has the weights in a process of their own, the others in that of rank 0.  Rank 1 is slow; rank 0
-does not wait for it, but takes over most of its steps.
+The first has the weights in a process of their own, the others in that of rank 0.  Rank 1 is slow;
+rank 0 does not wait for it, but takes over most of its steps.
 """
 
 import os
@@ -21,7 +21,7 @@ torch.manual_seed(rank)
 
 model = nn.Sequential(nn.Linear(8, 128), nn.ReLU(), nn.Linear(128, 1))
 
-# In the place of an optimizer.  Adam's learning rate is shared: every worker's gradient is an update.
+# In the place of an optimizer.  The run ends after 300 steps of everybody, whoever makes them.
 with ParameterServer(model, "adam:lr=0.01", level="async", steps=300) as server:
     while not server.finished:
         inputs = torch.randn(64, 8)

@@ -1,7 +1,7 @@
 """Jobs with a parameter server in which somebody dies, is interrupted, or is refused.
 
-A function `case_server_…` runs a job of its own.  Two need the program `unisono`, which is looked for in
-UNISONO_PROGRAM and in the PATH; without it they say SKIPPED.
+A function `case_server_…` runs a job of its own.  Two need the program `unisono`, which is looked
+for in UNISONO_PROGRAM and in the PATH; without it they say SKIPPED.
 """
 
 import os
@@ -149,6 +149,28 @@ def _program(path: str, rank: int) -> None:
     store.set("done", b"yes")
 
 
+def case_server_without_groups() -> None:
+    """Workers need no group of torch: a launcher's variables will do; one alone needs nothing."""
+    for world in (1, 2):
+        place = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+        place["MASTER_PORT"] = str(_free_port())
+        environments = [os.environ | place | {"RANK": str(rank)} for rank in range(world)]
+        if world == 1:
+            environments = [dict(os.environ)]
+        command = [sys.executable, __file__]
+        ranks = [subprocess.Popen(command, env=environment) for environment in environments]
+        codes = [process.wait(harness.HUNG) for process in ranks]
+        assert codes == [0] * world, codes
+
+
+def _bare_program() -> None:
+    model = _model()
+    with ParameterServer(model, "sgd:lr=0.1", "bsp") as server:
+        losses = [_learn(model, server, 0, step) for step in range(10)]
+        assert server.clock == 10 and losses[-1] < losses[0], losses
+    assert not dist.is_initialized()
+
+
 def case_server_restarted() -> None:
     """A server that is killed and started again with its journal goes on, and nothing is lost."""
     _with_program(_restarted, journal=True)
@@ -261,4 +283,7 @@ ALL = {
 }
 
 if __name__ == "__main__":
-    _program(sys.argv[1], int(sys.argv[2]))
+    if len(sys.argv) > 1:
+        _program(sys.argv[1], int(sys.argv[2]))
+    else:
+        _bare_program()

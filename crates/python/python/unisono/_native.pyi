@@ -111,8 +111,8 @@ class ServerClient:
     ) -> tuple[tuple[bool, int, int, int] | None, bool, float]:
         """Takes a step, and puts the weights that follow where the old ones are.
 
-        Of the push, if there was one, whether it was applied, its lead, its delay in updates, and the
-        workers present; whether the run is over; seconds of waiting.
+        Of the push, if there was one, whether it was applied, its lead, its delay in updates, and
+        the workers present; whether the run is over; seconds of waiting.
         """
 
     def pull(self, weights: Sequence[int]) -> float:

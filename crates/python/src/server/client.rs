@@ -18,6 +18,10 @@ use super::{interrupt, memory};
 /// answer more questions.
 const GLANCE: Duration = Duration::from_millis(50);
 
+/// How long worker 0 may take to set the servers up, at least. Longer: a job without it is noticed
+/// later. Shorter: with a large model on a busy machine, the others give up while it does so.
+const SET_UP: Duration = Duration::from_secs(60);
+
 /// What became of a step: of the push, if there was one, whether it was applied, its lead, its delay
 /// and the workers present; whether the run is over; seconds of waiting.
 type Stepped = (Option<(bool, u64, u64, u32)>, bool, f64);
@@ -102,8 +106,7 @@ impl ServerClient {
     /// Puts the weights of the servers where the old ones are, as soon as this worker may read.
     fn pull(&self, py: Python<'_>, weights: Vec<usize>) -> PyResult<f64> {
         let site = self.site(Operation::Pull);
-        let mut weights =
-            rooms(&weights, &self.lengths).map_err(|text| site.invalid(py, &text))?;
+        let mut weights = rooms(&weights, &self.lengths).map_err(|text| site.invalid(py, &text))?;
         self.wait(py, site, |work| {
             let start = Instant::now();
             work.client()?.pull(None, &mut into(&mut weights))?;
@@ -172,8 +175,7 @@ impl ServerClient {
         if std::process::id() != self.process {
             return Err(site.unusable(py, "this process was forked from the one that has joined"));
         }
-        let outcome =
-            interrupt::borrowing(py, || self.stopper.stop(), || wait(&mut self.lock()))?;
+        let outcome = interrupt::borrowing(py, || self.stopper.stop(), || wait(&mut self.lock()))?;
         outcome.map_err(|unable| match unable {
             Unable::Left => site.unusable(py, "the worker has left"),
             Unable::Server(error) => site.failed(py, &error),
@@ -264,7 +266,7 @@ enum NotJoined {
 
 /// Joins, after worker 0: it is its weights that the run begins with, whoever is faster.
 fn join(run: &Run, options: ClientOptions, initial: &[Vec<f32>]) -> Result<Client, NotJoined> {
-    let start = Instant::now();
+    let (start, limit) = (Instant::now(), options.patience.max(SET_UP));
     loop {
         let reports = glance(run, &options).map_err(NotJoined::Server)?;
         let Some(server) = reports.iter().position(Option::is_none) else { break };
@@ -276,8 +278,8 @@ fn join(run: &Run, options: ClientOptions, initial: &[Vec<f32>]) -> Result<Clien
             }
             break;
         }
-        if start.elapsed() > options.patience {
-            return Err(NotJoined::Alone(options.patience));
+        if start.elapsed() > limit {
+            return Err(NotJoined::Alone(limit));
         }
         std::thread::sleep(GLANCE);
     }

@@ -29,6 +29,8 @@ pub unsafe fn room<'a>(address: usize, length: usize) -> Result<&'a mut [f32], S
 fn check(address: usize) -> Result<(), String> {
     match address != 0 && address.is_multiple_of(align_of::<f32>()) {
         true => Ok(()),
-        false => Err(format!("no number can be at the address {address:#x}; give tensors with data")),
+        false => {
+            Err(format!("no number can be at the address {address:#x}; give tensors with data"))
+        }
     }
 }

@@ -81,7 +81,9 @@ impl<'a> Words<'a> {
         match self.take(key) {
             None => Ok(false),
             Some("") => Ok(true),
-            Some(_) => Err(format!("{:?}: write {key} without a value, or leave it out", self.text)),
+            Some(_) => {
+                Err(format!("{:?}: write {key} without a value, or leave it out", self.text))
+            }
         }
     }
 

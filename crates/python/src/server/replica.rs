@@ -73,7 +73,8 @@ impl Replica {
 
     /// What there is to push.
     pub fn gathered(&self) -> (Vec<Gradient<'_>>, Measured) {
-        let all = self.gathered.iter().enumerate().filter(|(parameter, _)| self.touched[*parameter]);
+        let all =
+            self.gathered.iter().enumerate().filter(|(parameter, _)| self.touched[*parameter]);
         (all.map(|(parameter, sum)| (parameter, vec![sum.as_slice()])).collect(), self.measured)
     }
 

@@ -41,7 +41,9 @@ impl Settings {
     pub fn run(&self) -> Result<Run, String> {
         let level: Level = self.level.parse().map_err(|error| format!("{error}"))?;
         if !level.has_servers() {
-            return Err(format!("{level} has no servers; use bsp, ssp:S, ssp:auto, async or downpour"));
+            return Err(format!(
+                "{level} has no servers; use bsp, ssp:S, ssp:auto, async or downpour"
+            ));
         }
         let stale: Stale = self.stale.parse().map_err(|error| format!("{error}"))?;
         if level.is_lockstep() && stale != Stale::Keep {

@@ -1,6 +1,9 @@
 """Training with a parameter server: what each level promises, and what a step does with tensors."""
 
 import copy
+import sys
+import threading
+import time
 
 import torch
 import torch.distributed as dist
@@ -73,6 +76,26 @@ def check_server_async(rank, world):
         store.set(f"done/{rank}", b"yes")
         assert (server.statistics().max_lead == steps - 1) == (rank < world - 1)
         _expect_common_end(model, server, world)
+
+
+def check_server_lets_others_run(rank, world):
+    """A wait for servers does not hold Python's lock: another thread runs meanwhile."""
+    store = _store("threads")
+    model = _network()
+    main = threading.get_ident()
+
+    def say_when_waiting():
+        while sys._current_frames()[main].f_code.co_name != "step":
+            time.sleep(0.001)
+        store.set("waiting", b"yes")
+
+    with ParameterServer(model, "sgd:lr=0.01", "bsp") as server:
+        if rank == 0:
+            threading.Thread(target=say_when_waiting).start()
+        else:
+            store.wait(["waiting"])
+        _learn(model, server, rank, 0)
+        assert server.clock == 1
 
 
 def check_server_downpour(rank, world):

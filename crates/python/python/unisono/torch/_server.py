@@ -11,13 +11,13 @@ from unisono.errors import InvalidCall
 from unisono.torch import _exit, _servers
 from unisono.torch._server_optimizer import text_of
 
-# How long to look for a server that is not there, in seconds.  One of its own process may be started
-# again by whoever watches over it, which takes a while.  One inside a worker is gone for good.
+# How long to look for a server that is not there, in seconds.  Longer: its death is noticed later.
+# Shorter: one that is being started again is given up.  One inside a worker is gone for good.
 _RESTART = 60.0
 _FOR_GOOD = 5.0
 
-# Those who have not left.  A worker is present until it leaves, or its program ends, and not only until
-# nobody refers to it any more: others may need the server in its process.
+# Those who have not left.  A worker is present until it leaves, or its program ends, and not only
+# until nobody refers to it any more: others may need the server in its process.
 _present: "set[ParameterServer]" = set()
 
 
@@ -53,7 +53,7 @@ class ParameterServer:
     It takes the place of the optimizer, which the servers have.  The run begins with the weights of
     rank 0.  Parameters that need no gradient, and buffers, stay as every worker has them.
 
-    `optimizer` is a text, ``NAME[:KEY=VALUE,…]``, or one of `torch.optim` that has not been used yet:
+    `optimizer` is a text, ``NAME[:KEY=VALUE,…]``, or one of `torch.optim` that was not used yet:
 
     ============  ====================================  =============================
     name          keys                                  of `torch.optim`
@@ -65,26 +65,29 @@ class ParameterServer:
     ``adamw``     and ``weight_decay``                  `AdamW`
     ============  ====================================  =============================
 
-    All take ``cosine=STEPS``, with ``floor`` and ``warmup``, for a learning rate that rises during the
-    warm-up and then falls to the floor.  A learning rate means the same at every level: where every
-    worker's gradient is an update by itself, at `ssp` and `async`, each gets its share of it.
+    All take ``cosine=STEPS``, with ``floor`` and ``warmup``, for a learning rate that rises during
+    the warm-up and then falls to the floor.  A learning rate means the same at every level: where
+    every worker's gradient is an update by itself, at `ssp` and `async`, each gets its share of it.
 
-    `level` says how far workers may drift apart: ``bsp`` (lock-step), ``ssp:S`` (nobody is more than
-    S clocks ahead of the slowest), ``ssp:auto``, ``async``, or ``downpour:PUSH,FETCH``.  `stale` is
-    what becomes of gradients of old weights: ``keep``, ``scale``, ``drop:T`` or ``compensate``.
+    `level` says how far workers may drift apart: ``bsp`` (lock-step), ``ssp:S`` (nobody is more
+    than S clocks ahead of the slowest), ``ssp:auto``, ``async``, or ``downpour:PUSH,FETCH``.
+    `stale` is what becomes of gradients of old weights: ``keep``, ``scale``, ``drop:T`` or
+    ``compensate``.
 
     `codec` encodes gradients on their way to the servers, such as ``int8``; `codec_rules` are
-    exceptions for parameters by name, such as ``"embed*=none"``; from clock `warm_up` on, and unless
-    `error_feedback` is false, what encodings leave out is sent later.
+    exceptions for parameters by name, such as ``"embed*=none"``.  It begins at clock `warm_up`.
+    What encodings leave out is sent later, unless `error_feedback` is false.
 
-    `servers` are addresses, ``["host:port", …]``, of `unisono serve`, or a number: that of workers, from
-    rank 0 on, in whose processes the servers are.  By default they are those that
+    `servers` are addresses, ``["host:port", …]``, of `unisono serve`, or the number of workers,
+    from rank 0 on, in whose processes the servers are.  By default they are those that
     `unisono run --servers S` has started, and else one, in the process of rank 0.  `token` is what
-    servers and workers of a job have in common, 64 hexadecimal digits; by default ``UNISONO_TOKEN``.
+    servers and workers of a job have in common, 64 hexadecimal digits; by default
+    ``UNISONO_TOKEN``.
 
-    With `steps` the servers end the run, see `finished`, after so many steps of every worker, whoever
-    makes them.  `patience` is for how many seconds a server that is gone is looked for, 60 by default,
-    and 5 if it is inside a worker.  All settings but the last must be equal for all workers.
+    With `steps` the servers end the run, see `finished`, after so many steps of every worker,
+    whoever makes them.  `patience` is for how many seconds a server that is gone is looked for: 60
+    by default, and 5 if it is inside a worker.  All settings but that must be equal for all
+    workers.
     """
 
     def __init__(
@@ -153,8 +156,8 @@ class ParameterServer:
         """Pushes the gradients, and pulls the weights for the next step into the parameters.
 
         Waits as the level says.  The gradients are taken: `.grad` is None after it.  A parameter
-        without a gradient is left out of the push; if nobody has one for it, it stays as it is, and at
-        `bsp`, where another worker has one, it counts as zero.
+        without a gradient is left out of the push; if nobody has one for it, it stays as it is, and
+        at `bsp`, where another worker has one, it counts as zero.
 
         The loss is needed at `ssp:auto`, which goes by it.  Elsewhere loss and samples are for the
         records of the servers.
@@ -164,7 +167,7 @@ class ParameterServer:
             raise InvalidCall("no parameter has a gradient: call backward() before each step()")
         if loss is None and self._needs_loss:
             raise InvalidCall("ssp:auto goes by the loss: call step(loss)")
-        # Both lists keep what was converted alive until the end of the call.
+        # The lists keep what was converted alive until the end of the call.
         pushed = [None if gradient is None else _plain(gradient) for gradient in gradients]
         weights = self._weights()
         push, self._finished, blocked = self._native.step(
@@ -183,8 +186,8 @@ class ParameterServer:
     def pull(self) -> None:
         """Pulls the weights of the servers into the parameters, as they are now.
 
-        Waits until this worker may read, as in `step`.  At `downpour` the replica's own steps since the
-        last fetch are gone then.
+        Waits until this worker may read, as in `step`.  At `downpour` the replica's own steps since
+        the last fetch are gone then.
         """
         weights = self._weights()
         self._blocked += self._native.pull(_addresses(weights))
@@ -210,7 +213,8 @@ class ParameterServer:
 
     @property
     def lead(self) -> int:
-        """By how many clocks this worker was ahead of the slowest when it read what it pushed last."""
+        """By how many clocks this worker was ahead of the slowest when it read the weights of its
+        last push."""
         return self._lead
 
     @property
@@ -266,12 +270,12 @@ class ParameterServer:
 
     def _weights(self) -> list[torch.Tensor]:
         """Memory for the weights of every parameter: its own, if that is as servers send them."""
-        return [_plain(parameter.detach()) for parameter in self._parameters]
+        return [_plain(parameter) for parameter in self._parameters]
 
     def _take_over(self, weights: list[torch.Tensor]) -> None:
         """Has the parameters take over weights that were pulled into other memory."""
         for parameter, pulled in zip(self._parameters, weights, strict=True):
-            if parameter.data_ptr() != pulled.data_ptr():
+            if pulled is not parameter:
                 parameter.detach().copy_(pulled)
 
     def _count(self, applied: bool, lead: int, delay: int, present: int) -> None:
@@ -297,6 +301,16 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
     Itself, if it is that, so that nothing is copied.
     """
+    is_plain = (
+        tensor.dtype == torch.float32
+        and tensor.is_cpu
+        and tensor.layout == torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+    )
+    if is_plain:
+        return tensor
+    tensor = tensor.detach()
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     return tensor.to("cpu", torch.float32).resolve_neg().contiguous()

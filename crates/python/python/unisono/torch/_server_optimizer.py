@@ -6,8 +6,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 from unisono.errors import InvalidCall
 
 _SUPPORTED = (
-    "servers have SGD (also with momentum, without dampening), Adagrad (without lr_decay and from a "
-    "sum of 0), Adam (without weight decay) and AdamW (without amsgrad)"
+    "servers have SGD (also with momentum, without dampening), Adagrad (without lr_decay and from "
+    "a sum of 0), Adam (without weight decay) and AdamW (without amsgrad)"
 )
 
 

@@ -1,7 +1,7 @@
 """Where the servers of a run are, and who its workers are.
 
-Servers are processes that somebody has started, here or elsewhere, and whose addresses are known; or
-they are threads inside workers, which tell each other their addresses through torch's store.
+Servers are processes that somebody has started, here or elsewhere, and whose addresses are known;
+or they are threads inside workers, which tell each other their addresses through torch's store.
 """
 
 import itertools
@@ -75,7 +75,8 @@ def warn_of_end(rank: int) -> None:
 def _inside(rank: int, world: int, hosts: int) -> Place:
     """Servers inside the first so many workers."""
     if not 1 <= hosts <= world:
-        raise InvalidCall(f"{hosts} servers cannot be inside {world} workers: from 1 to {world} can")
+        text = f"{hosts} servers cannot be inside {world} workers: give a number from 1 to {world}"
+        raise InvalidCall(text)
     if world == 1:
         token = _native.new_token()
         shard = _native.ServerShard("127.0.0.1", 0, token)
