@@ -1,6 +1,7 @@
 """Training with a parameter server: what each level promises, and what a step does with tensors."""
 
 import copy
+import math
 import sys
 import threading
 import time
@@ -9,6 +10,9 @@ import torch
 import torch.distributed as dist
 from tools import equal, raises
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import unisono
 from unisono.torch import ParameterServer
@@ -248,6 +252,9 @@ def check_server_missing_gradients(rank, world):
     with ParameterServer(model, "sgd:lr=1", "bsp", servers=2) as server:
         before = [parameter.detach().clone() for parameter in model.parameters()]
         assert "backward()" in str(raises(unisono.InvalidCall, server.step))
+        model[0].weight.grad = torch.ones(1, 2)
+        assert "nan" in str(raises(unisono.InvalidCall, server.step, math.nan))
+        model[0].weight.grad = None
         model[0](torch.ones(1, 2)).sum().backward()
         if rank == 0:
             model[1](torch.full((1, 2), float(world))).sum().backward()
@@ -293,9 +300,12 @@ def check_server_mistakes(rank, world):
     used = torch.optim.SGD(model.parameters(), momentum=0.9)
     model(torch.ones(1, 8)).sum().backward()
     used.step()
+    tied = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    tied[1].weight.data = tied[0].weight.data
+    sharded = fully_shard(nn.Linear(4 * world, 2), mesh=init_device_mesh("cpu", (world,)))
     mistakes = [
         ({"optimizer": "adamx"}, "unknown optimizer"),
-        ({"optimizer": "sgd:rate=0.1"}, "sgd takes no \"rate\"; it takes"),
+        ({"optimizer": "sgd:rate=0.1"}, 'sgd takes no "rate"; it takes'),
         ({"optimizer": "sgd:lr=fast"}, "lr= and a number"),
         ({"optimizer": "sgd:lr=1,lr=2"}, "twice"),
         ({"optimizer": "momentum:momentum=1"}, "below 1"),
@@ -315,11 +325,24 @@ def check_server_mistakes(rank, world):
         ({"patience": -1.0}, "patience"),
         ({"model": nn.Linear(2, 2).requires_grad_(False)}, "no parameter"),
         ({"model": nn.Linear(2, 2, dtype=torch.complex64)}, "complex64"),
+        ({"model": tied}, "'0.weight' and '1.weight' share memory"),
+        ({"model": sharded}, "do not shard the model"),
+        ({"model": DistributedDataParallel(_network())}, "not wrapped in DDP"),
+        ({"steps": 0}, "from 1 on"),
+        ({"warm_up": -1}, "from 0 on"),
     ]
     for mistake, text in mistakes:
         arguments = {"model": model, "optimizer": "sgd", "level": "async"} | mistake
         error = raises(unisono.InvalidCall, ParameterServer, **arguments)
         assert text in str(error), (mistake, error)
+
+
+def check_server_changed_model(rank, world):
+    """A parameter that has another size than before is refused before anything is written to it."""
+    model = nn.Linear(4, 4)
+    with ParameterServer(model, "sgd:lr=0.1", "async") as server:
+        model.bias.data = torch.zeros(2)
+        assert "had 4 before" in str(raises(unisono.InvalidCall, server.pull))
 
 
 def _network() -> nn.Module:

@@ -1,10 +1,13 @@
 """The parameter server: weights that workers push gradients to, and pull from."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from unisono import _native
 from unisono.errors import InvalidCall
@@ -107,11 +110,14 @@ class ParameterServer:
         seed: int = 0,
         patience: float | None = None,
     ) -> None:
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self._parameters = [_checked(name, parameter) for name, parameter in named]
-        if not named:
-            raise InvalidCall("the model has no parameter that needs a gradient")
+        named = _trainable(model)
+        self._parameters = list(named.values())
+        self._lengths = [parameter.numel() for parameter in self._parameters]
         self._needs_loss = level == "ssp:auto"
+        counts = [("steps", steps, 1), ("warm_up", warm_up, 0), ("seed", seed, 0)]
+        for name, number, least in counts:
+            if number is not None and number < least:
+                raise InvalidCall(f"{name} is {number}: give a number from {least} on")
         text = text_of(optimizer, self._parameters)
         self._left = False
         self._finished = False
@@ -124,7 +130,7 @@ class ParameterServer:
         if patience is None:
             patience = _FOR_GOOD if place.is_inside else _RESTART
         settings: _native.ServerSettings = {
-            "names": [name for name, _ in named],
+            "names": list(named),
             "shapes": [list(parameter.shape) for parameter in self._parameters],
             "optimizer": text,
             "level": level,
@@ -141,16 +147,21 @@ class ParameterServer:
             "token": place.token,
             "patience": patience,
         }
+        # Held until the end of the call, which gets addresses only.
+        weights = self._weights()
         try:
-            weights = self._weights()
             self._native = _native.ServerClient(settings, _addresses(weights))
-            self.pull()
-            place.meet()
         except BaseException:
             place.close()
             raise
         _present.add(self)
         _exit.watch(self)
+        try:
+            self.pull()
+            place.meet()
+        except BaseException:
+            self._leave(0.0)
+            raise
 
     def step(self, loss: float | torch.Tensor | None = None, samples: int = 0) -> None:
         """Pushes the gradients, and pulls the weights for the next step into the parameters.
@@ -167,14 +178,20 @@ class ParameterServer:
             raise InvalidCall("no parameter has a gradient: call backward() before each step()")
         if loss is None and self._needs_loss:
             raise InvalidCall("ssp:auto goes by the loss: call step(loss)")
+        loss = 0.0 if loss is None else float(torch.as_tensor(loss).detach())
+        if not math.isfinite(loss):
+            raise InvalidCall(f"the loss is {loss}; nothing was pushed: lower the learning rate")
         # The lists keep what was converted alive until the end of the call.
-        pushed = [None if gradient is None else _plain(gradient) for gradient in gradients]
         weights = self._weights()
+        pushed = [
+            None if gradient is None else _plain(gradient, length)
+            for gradient, length in zip(gradients, self._lengths, strict=True)
+        ]
         push, self._finished, blocked = self._native.step(
             _addresses(weights),
             [None if gradient is None else gradient.data_ptr() for gradient in pushed],
-            0.0 if loss is None else float(torch.as_tensor(loss).detach()),
-            samples,
+            loss,
+            max(samples, 0),
         )
         self._blocked += blocked
         if push is not None:
@@ -270,7 +287,8 @@ class ParameterServer:
 
     def _weights(self) -> list[torch.Tensor]:
         """Memory for the weights of every parameter: its own, if that is as servers send them."""
-        return [_plain(parameter) for parameter in self._parameters]
+        both = zip(self._parameters, self._lengths, strict=True)
+        return [_plain(parameter, length) for parameter, length in both]
 
     def _take_over(self, weights: list[torch.Tensor]) -> None:
         """Has the parameters take over weights that were pulled into other memory."""
@@ -288,19 +306,40 @@ class ParameterServer:
         self._histogram[int(self._staleness)] += 1
 
 
-def _checked(name: str, parameter: torch.Tensor) -> torch.Tensor:
-    if not parameter.is_floating_point():
-        kind = str(parameter.dtype).removeprefix("torch.")
-        text = f"parameter {name!r} is {kind}: servers keep real numbers, as 32-bit floats"
+def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters that need gradients, by name, if servers can keep all of them."""
+    if isinstance(model, DistributedDataParallel):
+        text = "give the model itself, not wrapped in DDP: it is the servers that average gradients"
         raise InvalidCall(text)
-    return parameter
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not named:
+        raise InvalidCall("the model has no parameter that needs a gradient")
+    places: dict[int, str] = {}
+    for name, parameter in named.items():
+        if not parameter.is_floating_point():
+            kind = str(parameter.dtype).removeprefix("torch.")
+            text = f"parameter {name!r} is {kind}: servers keep real numbers, as 32-bit floats"
+            raise InvalidCall(text)
+        if is_traceable_wrapper_subclass(parameter):
+            kind = type(parameter).__name__
+            text = f"parameter {name!r} is a {kind}, and servers want whole tensors"
+            raise InvalidCall(f"{text}: do not shard the model")
+        other = places.setdefault(parameter.data_ptr(), name)
+        if other != name and parameter.numel():
+            text = f"parameters {other!r} and {name!r} share memory: make them one Parameter"
+            raise InvalidCall(text)
+    return named
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def _plain(tensor: torch.Tensor, length: int) -> torch.Tensor:
     """The tensor as servers want it: dense 32-bit floats, contiguous, in this machine's memory.
 
-    Itself, if it is that, so that nothing is copied.
+    Itself, if it is that, so that nothing is copied.  It must have as many elements as when the
+    worker joined, since the servers do.
     """
+    if tensor.numel() != length:
+        text = f"a parameter or gradient has {tensor.numel()} elements now, and had {length} before"
+        raise InvalidCall(f"{text}: make another ParameterServer when the model changes")
     is_plain = (
         tensor.dtype == torch.float32
         and tensor.is_cpu
