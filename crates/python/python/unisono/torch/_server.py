@@ -44,6 +44,41 @@ class ServerStatistics:
     bytes: int
 
 
+class _Tally:
+    """Counts what becomes of a worker's pushes."""
+
+    def __init__(self) -> None:
+        self.pushes = 0
+        self.dropped = 0
+        self.lead = 0
+        self.max_lead = 0
+        self.staleness = 0.0
+        self.blocked = 0.0
+        self._sum = 0.0
+        self._histogram: Counter[int] = Counter()
+
+    def count(self, applied: bool, lead: int, delay: int, present: int) -> None:
+        """Counts a push whose weights were `delay` updates of `present` workers old."""
+        self.pushes += 1
+        self.dropped += not applied
+        self.lead = lead
+        self.max_lead = max(self.max_lead, lead)
+        self.staleness = delay / max(present, 1)
+        self._sum += self.staleness
+        self._histogram[int(self.staleness)] += 1
+
+    def statistics(self, bytes_moved: int) -> ServerStatistics:
+        return ServerStatistics(
+            pushes=self.pushes,
+            dropped=self.dropped,
+            staleness=dict(sorted(self._histogram.items())),
+            mean_staleness=self._sum / max(self.pushes, 1),
+            max_lead=self.max_lead,
+            blocked=self.blocked,
+            bytes=bytes_moved,
+        )
+
+
 class ParameterServer:
     """Trains a model whose weights live on servers, with workers that need not wait for each other.
 
@@ -121,10 +156,9 @@ class ParameterServer:
         text = text_of(optimizer, self._parameters)
         self._left = False
         self._finished = False
-        self._pushes = self._dropped = self._lead = self._max_lead = 0
-        self._staleness = self._sum_of_staleness = self._blocked = 0.0
-        self._histogram: Counter[int] = Counter()
-        self._last: tuple[int, int] = (0, 0)
+        self._tally = _Tally()
+        # The clock, and bytes moved, when they were last looked at.
+        self._last = (0, 0)
 
         self._place = place = _servers.find(servers, token)
         if patience is None:
@@ -193,9 +227,9 @@ class ParameterServer:
             loss,
             max(samples, 0),
         )
-        self._blocked += blocked
+        self._tally.blocked += blocked
         if push is not None:
-            self._count(*push)
+            self._tally.count(*push)
         self._take_over(weights)
         for parameter in self._parameters:
             parameter.grad = None
@@ -207,7 +241,7 @@ class ParameterServer:
         the last fetch are gone then.
         """
         weights = self._weights()
-        self._blocked += self._native.pull(_addresses(weights))
+        self._tally.blocked += self._native.pull(_addresses(weights))
         self._take_over(weights)
 
     def leave(self) -> None:
@@ -232,13 +266,13 @@ class ParameterServer:
     def lead(self) -> int:
         """By how many clocks this worker was ahead of the slowest when it read the weights of its
         last push."""
-        return self._lead
+        return self._tally.lead
 
     @property
     def staleness(self) -> float:
         """How many clocks old the weights of the last push were: how often every worker has updated
         them since they were read."""
-        return self._staleness
+        return self._tally.staleness
 
     @property
     def optimizer(self) -> str:
@@ -247,15 +281,7 @@ class ParameterServer:
 
     def statistics(self) -> ServerStatistics:
         """What this worker has seen so far."""
-        return ServerStatistics(
-            pushes=self._pushes,
-            dropped=self._dropped,
-            staleness=dict(sorted(self._histogram.items())),
-            mean_staleness=self._sum_of_staleness / max(self._pushes, 1),
-            max_lead=self._max_lead,
-            blocked=self._blocked,
-            bytes=self._state()[1],
-        )
+        return self._tally.statistics(self._state()[1])
 
     def __enter__(self) -> "ParameterServer":
         return self
@@ -295,15 +321,6 @@ class ParameterServer:
         for parameter, pulled in zip(self._parameters, weights, strict=True):
             if pulled is not parameter:
                 parameter.detach().copy_(pulled)
-
-    def _count(self, applied: bool, lead: int, delay: int, present: int) -> None:
-        self._pushes += 1
-        self._dropped += not applied
-        self._lead = lead
-        self._max_lead = max(self._max_lead, lead)
-        self._staleness = delay / max(present, 1)
-        self._sum_of_staleness += self._staleness
-        self._histogram[int(self._staleness)] += 1
 
 
 def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
