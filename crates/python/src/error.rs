@@ -151,7 +151,12 @@ pub fn invalid(py: Python<'_>, text: String) -> PyErr {
 }
 
 /// The exception of a class of `unisono.errors`; where it cannot be made, why.
-fn made(py: Python<'_>, kind: &str, text: String, fields: PyResult<Bound<'_, PyDict>>) -> PyErr {
+pub fn made(
+    py: Python<'_>,
+    kind: &str,
+    text: String,
+    fields: PyResult<Bound<'_, PyDict>>,
+) -> PyErr {
     let make = || {
         let class = py.import("unisono.errors")?.getattr(kind)?;
         Ok(PyErr::from_value(class.call((text,), Some(&fields?))?))

@@ -13,6 +13,7 @@ mod error;
 mod group;
 mod insight;
 mod request;
+mod server;
 mod signals;
 mod work;
 
@@ -28,6 +29,8 @@ mod _native {
     use super::group::Group;
     #[pymodule_export]
     use super::insight::{Stamp, write_report};
+    #[pymodule_export]
+    use super::server::{ServerClient, ServerShard};
     #[pymodule_export]
     use super::work::Work;
 

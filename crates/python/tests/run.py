@@ -3,9 +3,9 @@
 
     run.py [--worlds 2 3] [--backend NAME] [--kills N] [NAME…]
 
-Runs every check of `checks/` on 2 and on 3 processes, every case of `failures.py`, and the units of
-`profile_units.py`; with NAMEs, only those whose names contain one of them.  `--backend gloo` runs the checks on Gloo.
-`--kills N` repeats the case of the killed rank.
+Runs every check of `checks/` on 2 and on 3 processes, and every case of `failures.py` and
+`server_jobs.py`; with NAMEs, only those whose names contain one of them.  `--backend gloo` runs the
+checks on Gloo.  `--kills N` repeats the case of the killed rank.
 """
 
 import argparse
@@ -43,8 +43,9 @@ def main() -> None:
             failed.append(f"checks on {world} processes (exit codes {codes})")
     if arguments.backend == "unisono":
         import failures
+        import server_jobs
 
-        for name, case in failures.ALL.items():
+        for name, case in (failures.ALL | server_jobs.ALL).items():
             for _ in range(arguments.kills if name == "killed_in_backward" else 1):
                 if wanted(name):
                     ran += 1

@@ -1,6 +1,7 @@
 """The engine. Addresses are those of memory that its owner keeps where it is."""
 
 from collections.abc import Callable, Sequence
+from typing import TypedDict
 
 # As in `unisono.torch._codes`.
 _Address = int | list[int]
@@ -79,6 +80,73 @@ class Stamp:
 
     def ended(self) -> int | None:
         """When it ended, in nanoseconds of the Unix clock; None while it has not."""
+
+class ServerSettings(TypedDict):
+    """What a run with servers is, and how a worker reaches them."""
+
+    names: list[str]
+    shapes: list[list[int]]
+    optimizer: str
+    level: str
+    stale: str
+    codec: str | None
+    codec_rules: list[str]
+    warm_up: int
+    error_feedback: bool
+    steps: int | None
+    seed: int
+    workers: int
+    worker: int
+    servers: list[str]
+    token: bytes
+    patience: float
+
+class ServerShard:
+    """A server of a part of the weights, on threads of this process."""
+
+    def __init__(self, ip: str, number: int, token: bytes) -> None:
+        """Serves the part of this number at a free port of this machine's address `ip`."""
+
+    @property
+    def address(self) -> str:
+        """Where it listens: HOST:PORT."""
+
+    def close(self) -> None:
+        """Ends it; whoever needs it has lost it."""
+
+class ServerClient:
+    """A worker of a run with servers. Weights and gradients are 32-bit floats at addresses."""
+
+    def __init__(self, settings: ServerSettings, weights: Sequence[int]) -> None:
+        """Joins a run, which begins with the weights of worker 0."""
+
+    def step(
+        self,
+        weights: Sequence[int],
+        gradients: Sequence[int | None],
+        loss: float,
+        samples: int,
+    ) -> tuple[tuple[bool, int, int, int] | None, bool, float]:
+        """Takes a step, and puts the weights that follow where the old ones are.
+
+        Of the push, if there was one, whether it was applied, its lead, its delay in updates, and
+        the workers present; whether the run is over; seconds of waiting.
+        """
+
+    def pull(self, weights: Sequence[int]) -> float:
+        """Puts the weights of the servers where the old ones are; seconds of waiting."""
+
+    def state(self) -> tuple[int, int] | None:
+        """The worker's clock, and bytes sent and received; None after it has left."""
+
+    def optimizer(self) -> str:
+        """The optimizer as the servers apply it, in words."""
+
+    def leave(self) -> None:
+        """Leaves the run, so that nobody waits for this worker."""
+
+    def wait_for_others(self, seconds: float) -> bool:
+        """Waits until no worker is present; whether that is so after `seconds` at most."""
 
 class Work:
     """An operation that was started."""

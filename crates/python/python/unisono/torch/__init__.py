@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from unisono.torch._group import Group, create
 from unisono.torch._profile import Profile, profile
+from unisono.torch._server import ParameterServer, ServerStatistics
 
-__all__ = ["Group", "Profile", "profile", "register"]
+__all__ = ["Group", "ParameterServer", "Profile", "ServerStatistics", "profile", "register"]
 
 
 def register(name: str = "unisono") -> None:

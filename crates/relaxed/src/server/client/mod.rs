@@ -132,6 +132,11 @@ impl Client {
         self.sessions.iter().all(Session::is_shared)
     }
 
+    /// Bytes sent and received so far, wherever they lay.
+    pub fn traffic(&self) -> u64 {
+        self.sessions.iter().map(Session::traffic).sum()
+    }
+
     /// Something that ends every wait.
     pub fn stopper(&self) -> Stopper {
         Stopper(self.voices.clone())

@@ -159,7 +159,7 @@ impl Session {
     }
 
     /// Bytes sent and received so far.
-    fn traffic(&self) -> u64 {
+    pub fn traffic(&self) -> u64 {
         self.moved + self.link.as_ref().map_or(0, Link::traffic)
     }
 

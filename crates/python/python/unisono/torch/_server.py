@@ -1,0 +1,376 @@
+"""The parameter server: weights that workers push gradients to, and pull from."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from unisono import _native
+from unisono.errors import InvalidCall
+from unisono.torch import _exit, _servers
+from unisono.torch._server_optimizer import text_of
+
+# How long to look for a server that is not there, in seconds.  Longer: its death is noticed later.
+# Shorter: one that is being started again is given up.  One inside a worker is gone for good.
+_RESTART = 60.0
+_FOR_GOOD = 5.0
+
+# Those who have not left.  A worker is present until it leaves, or its program ends, and not only
+# until nobody refers to it any more: others may need the server in its process.
+_present: "set[ParameterServer]" = set()
+
+
+@dataclass(frozen=True)
+class ServerStatistics:
+    """What a worker has seen so far of the servers, and through them of the others."""
+
+    #: Gradients that were pushed.
+    pushes: int
+    #: Pushes that the servers left out: too stale for `stale="drop:T"`, or too late at `bsp`.
+    dropped: int
+    #: Pushes by their staleness, in whole clocks, rounded down.
+    staleness: dict[int, int]
+    #: The mean staleness of a push, in clocks.
+    mean_staleness: float
+    #: By how many clocks this worker was ahead of the slowest, at most.
+    max_lead: int
+    #: Seconds in which this worker waited for servers and, through them, for others.
+    blocked: float
+    #: Bytes sent to the servers and received from them.
+    bytes: int
+
+
+class _Tally:
+    """Counts what becomes of a worker's pushes."""
+
+    def __init__(self) -> None:
+        self.pushes = 0
+        self.dropped = 0
+        self.lead = 0
+        self.max_lead = 0
+        self.staleness = 0.0
+        self.blocked = 0.0
+        self._sum = 0.0
+        self._histogram: Counter[int] = Counter()
+
+    def count(self, applied: bool, lead: int, delay: int, present: int) -> None:
+        """Counts a push whose weights were `delay` updates of `present` workers old."""
+        self.pushes += 1
+        self.dropped += not applied
+        self.lead = lead
+        self.max_lead = max(self.max_lead, lead)
+        self.staleness = delay / max(present, 1)
+        self._sum += self.staleness
+        self._histogram[int(self.staleness)] += 1
+
+    def statistics(self, bytes_moved: int) -> ServerStatistics:
+        return ServerStatistics(
+            pushes=self.pushes,
+            dropped=self.dropped,
+            staleness=dict(sorted(self._histogram.items())),
+            mean_staleness=self._sum / max(self.pushes, 1),
+            max_lead=self.max_lead,
+            blocked=self.blocked,
+            bytes=bytes_moved,
+        )
+
+
+class ParameterServer:
+    """Trains a model whose weights live on servers, with workers that need not wait for each other.
+
+        server = unisono.torch.ParameterServer(model, "momentum:lr=0.1", "ssp:3")
+        for batch, target in loader:
+            loss_of(model(batch), target).backward()
+            server.step()
+        server.leave()
+
+    It takes the place of the optimizer, which the servers have.  The run begins with the weights of
+    rank 0.  Parameters that need no gradient, and buffers, stay as every worker has them.
+
+    `optimizer` is a text, ``NAME[:KEY=VALUE,…]``, or one of `torch.optim` that was not used yet:
+
+    ============  ====================================  =============================
+    name          keys                                  of `torch.optim`
+    ============  ====================================  =============================
+    ``sgd``       ``lr weight_decay``                   `SGD`
+    ``momentum``  and ``momentum nesterov``             `SGD` with momentum
+    ``adagrad``   ``lr weight_decay eps``               `Adagrad`
+    ``adam``      ``lr beta1 beta2 eps``                `Adam` without weight decay
+    ``adamw``     and ``weight_decay``                  `AdamW`
+    ============  ====================================  =============================
+
+    All take ``cosine=STEPS``, with ``floor`` and ``warmup``, for a learning rate that rises during
+    the warm-up and then falls to the floor.  A learning rate means the same at every level: where
+    every worker's gradient is an update by itself, at `ssp` and `async`, each gets its share of it.
+
+    `level` says how far workers may drift apart: ``bsp`` (lock-step), ``ssp:S`` (nobody is more
+    than S clocks ahead of the slowest), ``ssp:auto``, ``async``, or ``downpour:PUSH,FETCH``.
+    `stale` is what becomes of gradients of old weights: ``keep``, ``scale``, ``drop:T`` or
+    ``compensate``.
+
+    `codec` encodes gradients on their way to the servers, such as ``int8``; `codec_rules` are
+    exceptions for parameters by name, such as ``"embed*=none"``.  It begins at clock `warm_up`.
+    What encodings leave out is sent later, unless `error_feedback` is false.
+
+    `servers` are addresses, ``["host:port", …]``, of `unisono serve`, or the number of workers,
+    from rank 0 on, in whose processes the servers are.  By default they are those that
+    `unisono run --servers S` has started, and else one, in the process of rank 0.  `token` is what
+    servers and workers of a job have in common, 64 hexadecimal digits; by default
+    ``UNISONO_TOKEN``.
+
+    With `steps` the servers end the run, see `finished`, after so many steps of every worker,
+    whoever makes them.  `patience` is for how many seconds a server that is gone is looked for: 60
+    by default, and 5 if it is inside a worker.  All settings but that must be equal for all
+    workers.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: str | torch.optim.Optimizer,
+        level: str,
+        *,
+        stale: str = "keep",
+        codec: str | None = None,
+        codec_rules: Sequence[str] = (),
+        warm_up: int = 0,
+        error_feedback: bool = True,
+        servers: Sequence[str] | int | None = None,
+        token: str | None = None,
+        steps: int | None = None,
+        seed: int = 0,
+        patience: float | None = None,
+    ) -> None:
+        named = _trainable(model)
+        self._parameters = list(named.values())
+        self._lengths = [parameter.numel() for parameter in self._parameters]
+        self._needs_loss = level == "ssp:auto"
+        counts = [("steps", steps, 1), ("warm_up", warm_up, 0), ("seed", seed, 0)]
+        for name, number, least in counts:
+            if number is not None and number < least:
+                raise InvalidCall(f"{name} is {number}: give a number from {least} on")
+        text = text_of(optimizer, self._parameters)
+        self._left = False
+        self._finished = False
+        self._tally = _Tally()
+        # The clock, and bytes moved, when they were last looked at.
+        self._last = (0, 0)
+
+        self._place = place = _servers.find(servers, token)
+        if patience is None:
+            patience = _FOR_GOOD if place.is_inside else _RESTART
+        settings: _native.ServerSettings = {
+            "names": list(named),
+            "shapes": [list(parameter.shape) for parameter in self._parameters],
+            "optimizer": text,
+            "level": level,
+            "stale": stale,
+            "codec": codec,
+            "codec_rules": list(codec_rules),
+            "warm_up": warm_up,
+            "error_feedback": error_feedback,
+            "steps": steps,
+            "seed": seed,
+            "workers": place.world,
+            "worker": place.rank,
+            "servers": place.servers,
+            "token": place.token,
+            "patience": patience,
+        }
+        # Held until the end of the call, which gets addresses only.
+        weights = self._weights()
+        try:
+            self._native = _native.ServerClient(settings, _addresses(weights))
+        except BaseException:
+            place.close()
+            raise
+        _present.add(self)
+        _exit.watch(self)
+        try:
+            self.pull()
+            place.meet()
+        except BaseException:
+            self._leave(0.0)
+            raise
+
+    def step(self, loss: float | torch.Tensor | None = None, samples: int = 0) -> None:
+        """Pushes the gradients, and pulls the weights for the next step into the parameters.
+
+        Waits as the level says.  The gradients are taken: `.grad` is None after it.  A parameter
+        without a gradient is left out of the push; if nobody has one for it, it stays as it is, and
+        at `bsp`, where another worker has one, it counts as zero.
+
+        The loss is needed at `ssp:auto`, which goes by it.  Elsewhere loss and samples are for the
+        records of the servers.
+        """
+        gradients = [parameter.grad for parameter in self._parameters]
+        if all(gradient is None for gradient in gradients):
+            raise InvalidCall("no parameter has a gradient: call backward() before each step()")
+        if loss is None and self._needs_loss:
+            raise InvalidCall("ssp:auto goes by the loss: call step(loss)")
+        loss = 0.0 if loss is None else float(torch.as_tensor(loss).detach())
+        if not math.isfinite(loss):
+            raise InvalidCall(f"the loss is {loss}; nothing was pushed: lower the learning rate")
+        # The lists keep what was converted alive until the end of the call.
+        weights = self._weights()
+        pushed = [
+            None if gradient is None else _plain(gradient, length)
+            for gradient, length in zip(gradients, self._lengths, strict=True)
+        ]
+        push, self._finished, blocked = self._native.step(
+            _addresses(weights),
+            [None if gradient is None else gradient.data_ptr() for gradient in pushed],
+            loss,
+            max(samples, 0),
+        )
+        self._tally.blocked += blocked
+        if push is not None:
+            self._tally.count(*push)
+        self._take_over(weights)
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def pull(self) -> None:
+        """Pulls the weights of the servers into the parameters, as they are now.
+
+        Waits until this worker may read, as in `step`.  At `downpour` the replica's own steps since
+        the last fetch are gone then.
+        """
+        weights = self._weights()
+        self._tally.blocked += self._native.pull(_addresses(weights))
+        self._take_over(weights)
+
+    def leave(self) -> None:
+        """Leaves the run, so that nobody waits for this worker.
+
+        If there is a server in this process, waits until the others have left as well, since they
+        need it.
+        """
+        self._leave(float("inf"))
+
+    @property
+    def clock(self) -> int:
+        """Steps that this worker has finished, as the servers count: at `downpour`, pushes."""
+        return self._state()[0]
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over: all the `steps` are made."""
+        return self._finished
+
+    @property
+    def lead(self) -> int:
+        """By how many clocks this worker was ahead of the slowest when it read the weights of its
+        last push."""
+        return self._tally.lead
+
+    @property
+    def staleness(self) -> float:
+        """How many clocks old the weights of the last push were: how often every worker has updated
+        them since they were read."""
+        return self._tally.staleness
+
+    @property
+    def optimizer(self) -> str:
+        """The optimizer as the servers apply it, in words."""
+        return self._native.optimizer()
+
+    def statistics(self) -> ServerStatistics:
+        """What this worker has seen so far."""
+        return self._tally.statistics(self._state()[1])
+
+    def __enter__(self) -> "ParameterServer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+        # The others may be waiting for one that has failed, and for longer than anybody would.
+        self._leave(float("inf") if kind is None else 0.0)
+
+    def _leave(self, patience: float) -> None:
+        if self._left:
+            return
+        self._left = True
+        _present.discard(self)
+        self._state()
+        self._native.leave()
+        try:
+            if self._place.shard is not None and not self._native.wait_for_others(patience):
+                _servers.warn_of_end(self._place.rank)
+        finally:
+            self._place.close()
+
+    def _close(self, seconds: float) -> None:
+        """At the end of a program that did not leave."""
+        self._leave(seconds)
+
+    def _state(self) -> tuple[int, int]:
+        self._last = self._native.state() or self._last
+        return self._last
+
+    def _weights(self) -> list[torch.Tensor]:
+        """Memory for the weights of every parameter: its own, if that is as servers send them."""
+        both = zip(self._parameters, self._lengths, strict=True)
+        return [_plain(parameter, length) for parameter, length in both]
+
+    def _take_over(self, weights: list[torch.Tensor]) -> None:
+        """Has the parameters take over weights that were pulled into other memory."""
+        for parameter, pulled in zip(self._parameters, weights, strict=True):
+            if pulled is not parameter:
+                parameter.detach().copy_(pulled)
+
+
+def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters that need gradients, by name, if servers can keep all of them."""
+    if isinstance(model, DistributedDataParallel):
+        text = "give the model itself, not wrapped in DDP: it is the servers that average gradients"
+        raise InvalidCall(text)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not named:
+        raise InvalidCall("the model has no parameter that needs a gradient")
+    places: dict[int, str] = {}
+    for name, parameter in named.items():
+        if not parameter.is_floating_point():
+            kind = str(parameter.dtype).removeprefix("torch.")
+            text = f"parameter {name!r} is {kind}: servers keep real numbers, as 32-bit floats"
+            raise InvalidCall(text)
+        if is_traceable_wrapper_subclass(parameter):
+            kind = type(parameter).__name__
+            text = f"parameter {name!r} is a {kind}, and servers want whole tensors"
+            raise InvalidCall(f"{text}: do not shard the model")
+        other = places.setdefault(parameter.data_ptr(), name)
+        if other != name and parameter.numel():
+            text = f"parameters {other!r} and {name!r} share memory: make them one Parameter"
+            raise InvalidCall(text)
+    return named
+
+
+def _plain(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    """The tensor as servers want it: dense 32-bit floats, contiguous, in this machine's memory.
+
+    Itself, if it is that, so that nothing is copied.  It must have as many elements as when the
+    worker joined, since the servers do.
+    """
+    if tensor.numel() != length:
+        text = f"a parameter or gradient has {tensor.numel()} elements now, and had {length} before"
+        raise InvalidCall(f"{text}: make another ParameterServer when the model changes")
+    is_plain = (
+        tensor.dtype == torch.float32
+        and tensor.is_cpu
+        and tensor.layout == torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+    )
+    if is_plain:
+        return tensor
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    return tensor.to("cpu", torch.float32).resolve_neg().contiguous()
+
+
+def _addresses(tensors: list[torch.Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]

@@ -1,0 +1,64 @@
+"""Optimizers of torch as those of the servers, where the two compute the same."""
+
+import torch
+from torch.optim import SGD, Adagrad, Adam, AdamW
+
+from unisono.errors import InvalidCall
+
+_SUPPORTED = (
+    "servers have SGD (also with momentum, without dampening), Adagrad (without lr_decay and from "
+    "a sum of 0), Adam (without weight decay) and AdamW (without amsgrad)"
+)
+
+
+def text_of(optimizer: str | torch.optim.Optimizer, parameters: list[torch.Tensor]) -> str:
+    """The optimizer as a text that servers understand; one that is a text already, as it is."""
+    if isinstance(optimizer, str):
+        return optimizer
+    groups = optimizer.param_groups
+    settings = {key: value for key, value in groups[0].items() if key != "params"}
+    for group in groups[1:]:
+        if any(group[key] != value for key, value in settings.items()):
+            raise InvalidCall("servers treat all parameters alike: give all groups equal settings")
+    own = {id(parameter) for group in groups for parameter in group["params"]}
+    if not all(id(parameter) in own for parameter in parameters):
+        raise InvalidCall("the optimizer must have all parameters of the model that need gradients")
+    if any(_was_used(state) for state in optimizer.state.values()):
+        raise InvalidCall("the optimizer was used before, and servers begin without its state")
+    if settings.get("maximize"):
+        raise InvalidCall("servers minimize: negate the loss instead of maximize=True")
+    words = _words(optimizer, settings)
+    if words is None:
+        raise InvalidCall(f"servers do not compute what this does: {optimizer}; {_SUPPORTED}")
+    return words
+
+
+def _words(optimizer: torch.optim.Optimizer, settings: dict) -> str | None:
+    def text(name: str, **keys: float) -> str:
+        # The shortest text that stands for exactly this number.
+        return f"{name}:" + ",".join(f"{key}={float(value)!r}" for key, value in keys.items())
+
+    # Not their subclasses, which may compute anything.
+    kind = type(optimizer)
+    lr, decay = settings["lr"], settings["weight_decay"]
+    if kind is SGD:
+        momentum = settings["momentum"]
+        if momentum == 0:
+            return text("sgd", lr=lr, weight_decay=decay)
+        if settings["dampening"] == 0:
+            nesterov = ",nesterov" if settings["nesterov"] else ""
+            return text("momentum", lr=lr, momentum=momentum, weight_decay=decay) + nesterov
+    elif kind is Adagrad:
+        if settings["lr_decay"] == 0 and settings["initial_accumulator_value"] == 0:
+            return text("adagrad", lr=lr, eps=settings["eps"], weight_decay=decay)
+    elif kind in (Adam, AdamW) and not settings["amsgrad"]:
+        decoupled = settings.get("decoupled_weight_decay", kind is AdamW)
+        if decoupled or decay == 0:
+            beta1, beta2 = settings["betas"]
+            eps = settings["eps"]
+            return text("adamw", lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=decay)
+    return None
+
+
+def _was_used(state: dict) -> bool:
+    return float(state.get("step", 0)) > 0 or state.get("momentum_buffer") is not None

@@ -1,0 +1,338 @@
+//! A worker whose weights live on servers.
+
+use std::sync::{Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use pyo3::prelude::*;
+use unisono_relaxed::server::wire::Measured;
+use unisono_relaxed::server::{
+    Client, ClientOptions, Gradient, Pushed, Run, ServerError, Stopper, glance, reports,
+};
+
+use super::error::{Operation, Site};
+use super::replica::Replica;
+use super::settings::Settings;
+use super::{interrupt, memory};
+
+/// How often somebody who waits for other workers looks. Longer: it notices later. Shorter: servers
+/// answer more questions.
+const GLANCE: Duration = Duration::from_millis(50);
+
+/// How long worker 0 may take to set the servers up, at least. Longer: a job without it is noticed
+/// later. Shorter: with a large model on a busy machine, the others give up while it does so.
+const SET_UP: Duration = Duration::from_secs(60);
+
+/// What became of a step: of the push, if there was one, whether it was applied, its lead, its delay
+/// and the workers present; whether the run is over; seconds of waiting.
+type Stepped = (Option<(bool, u64, u64, u32)>, bool, f64);
+
+/// A worker of a run.
+#[pyclass(frozen)]
+pub struct ServerClient {
+    run: Run,
+    options: ClientOptions,
+    lengths: Vec<usize>,
+    stopper: Stopper,
+    work: Mutex<Work>,
+    /// Who joined. A child of `fork` has the sockets of its parent and must not speak on them.
+    process: u32,
+}
+
+/// What a step changes.
+struct Work {
+    /// Until the worker has left.
+    client: Option<Client>,
+    /// At downpour.
+    replica: Option<Replica>,
+    /// Since when a gradient is being computed.
+    since: Instant,
+}
+
+#[pymethods]
+impl ServerClient {
+    /// Joins a run. The weights that worker 0 has at these addresses become those of the run, if it
+    /// has not begun yet; the others wait for worker 0.
+    #[new]
+    fn new(py: Python<'_>, settings: Settings, weights: Vec<usize>) -> PyResult<ServerClient> {
+        let site = Site { rank: settings.worker, operation: Operation::Join };
+        let invalid = |text: String| site.invalid(py, &text);
+        let run = settings.run().map_err(invalid)?;
+        let options = settings.options().map_err(invalid)?;
+        let lengths: Vec<usize> = run.shapes.iter().map(|shape| shape.iter().product()).collect();
+        // A copy, since nobody can end the attempt to join: after Ctrl-C it goes on for a while, when
+        // the tensors may be gone.
+        let initial = numbers(&weights, &lengths).map_err(invalid)?;
+        let initial: Vec<Vec<f32>> = initial.iter().map(|weights| weights.to_vec()).collect();
+        let joining = (run.clone(), options.clone());
+        let joined = interrupt::owning(py, move || join(&joining.0, joining.1, &initial))?;
+        let client = joined.map_err(|error| match error {
+            NotJoined::Server(error) => site.failed(py, &error),
+            NotJoined::Alone(waited) => site.not_formed(
+                py,
+                &format_args!(
+                    "rank 0, whose weights the run begins with, has not joined within {waited:?}; \
+                     start it, or be more patient"
+                ),
+            ),
+        })?;
+        let replica = Replica::new(&run, client.clock()).map_err(invalid)?;
+        Ok(ServerClient {
+            stopper: client.stopper(),
+            work: Mutex::new(Work { client: Some(client), replica, since: Instant::now() }),
+            process: std::process::id(),
+            lengths,
+            run,
+            options,
+        })
+    }
+
+    /// Takes a step with gradients, where there are some, and puts the weights that follow where the
+    /// old ones are. The caller keeps the memory alive, and away from others, meanwhile.
+    fn step(
+        &self,
+        py: Python<'_>,
+        weights: Vec<usize>,
+        gradients: Vec<Option<usize>>,
+        loss: f32,
+        samples: u64,
+    ) -> PyResult<Stepped> {
+        let site = self.site(Operation::Step);
+        let invalid = |text: String| site.invalid(py, &text);
+        let mut weights = rooms(&weights, &self.lengths).map_err(invalid)?;
+        let gradients = optional_numbers(&gradients, &self.lengths).map_err(invalid)?;
+        self.wait(py, site, |work| work.step(&mut weights, &gradients, loss, samples))
+    }
+
+    /// Puts the weights of the servers where the old ones are, as soon as this worker may read.
+    fn pull(&self, py: Python<'_>, weights: Vec<usize>) -> PyResult<f64> {
+        let site = self.site(Operation::Pull);
+        let mut weights = rooms(&weights, &self.lengths).map_err(|text| site.invalid(py, &text))?;
+        self.wait(py, site, |work| {
+            let start = Instant::now();
+            work.client()?.pull(None, &mut into(&mut weights))?;
+            work.since = Instant::now();
+            Ok(start.elapsed().as_secs_f64())
+        })
+    }
+
+    /// Steps that this worker has finished, and bytes sent and received; `None` after it has left.
+    fn state(&self, py: Python<'_>) -> Option<(u64, u64)> {
+        let state = |client: &Client| (client.clock(), client.traffic());
+        py.detach(|| self.lock().client.as_ref().map(state))
+    }
+
+    /// The optimizer as the servers apply it, in words.
+    fn optimizer(&self) -> String {
+        self.run.optimizer.to_string()
+    }
+
+    /// Leaves the run, so that nobody waits for this worker.
+    fn leave(&self, py: Python<'_>) {
+        py.detach(|| {
+            if let Some(client) = self.take() {
+                client.leave();
+            }
+        });
+    }
+
+    /// Waits until no worker is present, at most `seconds`; whether that is so. For a worker that has
+    /// left, and in whose process there is a server.
+    fn wait_for_others(&self, py: Python<'_>, seconds: f64) -> PyResult<bool> {
+        let options = ClientOptions { patience: Duration::ZERO, ..self.options.clone() };
+        let limit = Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX);
+        let start = Instant::now();
+        loop {
+            match py.detach(|| reports(&self.run, &options)) {
+                Ok(reports) if reports.iter().any(|report| report.present > 0) => {}
+                // Another worker with a server has seen that all are gone, and has ended it.
+                Ok(_) | Err(_) => return Ok(true),
+            }
+            if start.elapsed() > limit {
+                return Ok(false);
+            }
+            py.check_signals()?;
+            py.detach(|| std::thread::sleep(GLANCE));
+        }
+    }
+}
+
+impl ServerClient {
+    fn site(&self, operation: Operation) -> Site {
+        Site { rank: self.options.worker, operation }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Work> {
+        self.work.lock().expect("no panic while locked")
+    }
+
+    /// Does something that may wait for servers, until Ctrl-C.
+    fn wait<T: Send>(
+        &self,
+        py: Python<'_>,
+        site: Site,
+        wait: impl FnOnce(&mut Work) -> Result<T, Unable> + Send,
+    ) -> PyResult<T> {
+        if std::process::id() != self.process {
+            return Err(site.unusable(py, "this process was forked from the one that has joined"));
+        }
+        let outcome = interrupt::borrowing(py, || self.stopper.stop(), || wait(&mut self.lock()))?;
+        outcome.map_err(|unable| match unable {
+            Unable::Left => site.unusable(py, "the worker has left"),
+            Unable::Server(error) => site.failed(py, &error),
+        })
+    }
+
+    /// The client, if it is this process that has joined.
+    fn take(&self) -> Option<Client> {
+        let client = self.lock().client.take();
+        if std::process::id() != self.process {
+            // To leave would end the connections of the parent.
+            std::mem::forget(client);
+            return None;
+        }
+        client
+    }
+}
+
+impl Drop for ServerClient {
+    fn drop(&mut self) {
+        Python::attach(|py| py.detach(|| drop(self.take())));
+    }
+}
+
+/// Why something cannot be done.
+enum Unable {
+    /// The worker has left.
+    Left,
+    /// A server.
+    Server(ServerError),
+}
+
+impl From<ServerError> for Unable {
+    fn from(error: ServerError) -> Unable {
+        Unable::Server(error)
+    }
+}
+
+impl Work {
+    fn client(&mut self) -> Result<&mut Client, Unable> {
+        self.client.as_mut().ok_or(Unable::Left)
+    }
+
+    fn step(
+        &mut self,
+        weights: &mut [&mut [f32]],
+        gradients: &[Option<&[f32]>],
+        loss: f32,
+        samples: u64,
+    ) -> Result<Stepped, Unable> {
+        let compute = self.since.elapsed().as_secs_f64();
+        let measured = Measured { loss, samples, compute, ..Measured::default() };
+        let client = self.client.as_mut().ok_or(Unable::Left)?;
+        let (pushed, blocked) = match &mut self.replica {
+            Some(replica) => {
+                replica.step(weights, gradients, measured);
+                let start = Instant::now();
+                let mut pushed = None;
+                if replica.is_full() {
+                    let (gathered, measured) = replica.gathered();
+                    pushed = Some(client.push(&gathered, measured)?);
+                    replica.empty();
+                }
+                if replica.is_thirsty() {
+                    client.pull(None, &mut into(weights))?;
+                }
+                (pushed, start.elapsed())
+            }
+            None => {
+                let start = Instant::now();
+                let pushed = client.push_pull(&present(gradients), measured, &mut into(weights))?;
+                (Some(pushed), start.elapsed())
+            }
+        };
+        self.since = Instant::now();
+        let of = |Pushed { applied, age, .. }| (applied, age.lead, age.delay, age.present);
+        Ok((pushed.map(of), client.is_finished(), blocked.as_secs_f64()))
+    }
+}
+
+/// Why a worker did not join.
+enum NotJoined {
+    /// A server.
+    Server(ServerError),
+    /// Worker 0 did not come for so long.
+    Alone(Duration),
+}
+
+/// Joins, after worker 0: it is its weights that the run begins with, whoever is faster.
+fn join(run: &Run, options: ClientOptions, initial: &[Vec<f32>]) -> Result<Client, NotJoined> {
+    let (start, limit) = (Instant::now(), options.patience.max(SET_UP));
+    loop {
+        let reports = glance(run, &options).map_err(NotJoined::Server)?;
+        let Some(server) = reports.iter().position(Option::is_none) else { break };
+        if options.worker == 0 {
+            // Whoever pushes has joined all servers. So one that knows of nothing while another has
+            // updates has forgotten, and must not be given the weights of the beginning.
+            if reports.iter().flatten().any(|report| report.updates > 0) {
+                return Err(NotJoined::Server(ServerError::Forgotten { server }));
+            }
+            break;
+        }
+        if start.elapsed() > limit {
+            return Err(NotJoined::Alone(limit));
+        }
+        std::thread::sleep(GLANCE);
+    }
+    Client::join(run, options, &|parameter| initial[parameter].clone()).map_err(NotJoined::Server)
+}
+
+/// The gradients that there are.
+fn present<'a>(gradients: &[Option<&'a [f32]>]) -> Vec<Gradient<'a>> {
+    let all = gradients.iter().enumerate();
+    all.filter_map(|(parameter, gradient)| Some((parameter, vec![(*gradient)?]))).collect()
+}
+
+/// Puts weights where they belong.
+fn into<'a>(weights: &'a mut [&mut [f32]]) -> impl FnMut(usize, usize, &[f32]) + 'a {
+    |parameter, start, part| {
+        weights[parameter][start..start + part.len()].copy_from_slice(part);
+    }
+}
+
+/// The numbers at these addresses, one for every parameter.
+fn numbers<'a>(addresses: &[usize], lengths: &[usize]) -> Result<Vec<&'a [f32]>, String> {
+    let all: Vec<_> = addresses.iter().copied().map(Some).collect();
+    Ok(optional_numbers(&all, lengths)?.into_iter().flatten().collect())
+}
+
+/// The numbers at these addresses, where there are some.
+fn optional_numbers<'a>(
+    addresses: &[Option<usize>],
+    lengths: &[usize],
+) -> Result<Vec<Option<&'a [f32]>>, String> {
+    expect_all(addresses.len(), lengths)?;
+    let of = |(address, length): (&Option<usize>, &usize)| {
+        // SAFETY: Python gives the addresses of tensors with as many elements as their parameters,
+        // and keeps them as they are for as long as its call takes.
+        address.map(|address| unsafe { memory::numbers(address, *length) }).transpose()
+    };
+    addresses.iter().zip(lengths).map(of).collect()
+}
+
+/// Room for numbers at these addresses, one for every parameter.
+fn rooms<'a>(addresses: &[usize], lengths: &[usize]) -> Result<Vec<&'a mut [f32]>, String> {
+    expect_all(addresses.len(), lengths)?;
+    let of = |(address, length): (&usize, &usize)| {
+        // SAFETY: Python gives the addresses of tensors with as many elements as their parameters,
+        // no two of which overlap, and keeps them to this call.
+        unsafe { memory::room(*address, *length) }
+    };
+    addresses.iter().zip(lengths).map(of).collect()
+}
+
+fn expect_all(given: usize, lengths: &[usize]) -> Result<(), String> {
+    match given == lengths.len() {
+        true => Ok(()),
+        false => Err(format!("{given} tensors, where the run has {} parameters", lengths.len())),
+    }
+}

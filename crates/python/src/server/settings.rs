@@ -1,0 +1,134 @@
+//! What a run is, and how its servers are reached, as Python writes it down.
+
+use std::time::{Duration, SystemTime};
+
+use pyo3::prelude::*;
+use unisono_codec::Rules;
+use unisono_collective::handshake::Token;
+use unisono_collective::{Options, Transport};
+use unisono_relaxed::server::{self, ClientOptions, Run};
+use unisono_relaxed::spec::Level;
+use unisono_relaxed::stale::Stale;
+use unisono_sync::optimizer::{LearningRate, OptimizerSpec};
+
+use super::optimizer;
+
+/// As in `unisono/_native.pyi`.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub struct Settings {
+    names: Vec<String>,
+    shapes: Vec<Vec<usize>>,
+    optimizer: String,
+    level: String,
+    stale: String,
+    codec: Option<String>,
+    codec_rules: Vec<String>,
+    warm_up: u64,
+    error_feedback: bool,
+    steps: Option<u64>,
+    seed: u64,
+    workers: u32,
+    /// The number of this worker.
+    pub worker: u32,
+    servers: Vec<String>,
+    token: [u8; 32],
+    patience: f64,
+}
+
+impl Settings {
+    /// What the run is, or what is wrong with it.
+    pub fn run(&self) -> Result<Run, String> {
+        let level: Level = self.level.parse().map_err(|error| format!("{error}"))?;
+        if !level.has_servers() {
+            return Err(format!(
+                "{level} has no servers; use bsp, ssp:S, ssp:auto, async or downpour"
+            ));
+        }
+        let stale: Stale = self.stale.parse().map_err(|error| format!("{error}"))?;
+        if level.is_lockstep() && stale != Stale::Keep {
+            return Err(format!("at bsp no gradient is stale: leave out {stale}"));
+        }
+        if self.worker >= self.workers {
+            return Err(format!("rank {} is not one of {} workers", self.worker, self.workers));
+        }
+        let optimizer = shared(optimizer::parse(&self.optimizer)?, level, self.workers);
+        let mut run = Run::new(self.shapes.clone(), optimizer, level);
+        run.codecs = self.codecs()?;
+        run.stale = stale;
+        run.total = self.steps.map_or(u64::MAX, |steps| total(steps, level, self.workers));
+        run.workers = self.workers;
+        run.shards = self.workers;
+        run.seed = self.seed;
+        run.timeout = environment()?.timeout;
+        Ok(run)
+    }
+
+    /// How the servers are reached.
+    pub fn options(&self) -> Result<ClientOptions, String> {
+        let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
+        let patience = Duration::try_from_secs_f64(self.patience);
+        Ok(ClientOptions {
+            servers: self.servers.clone(),
+            token: Token::from_bytes(self.token),
+            worker: self.worker,
+            // Unlike a count of restarts, it also grows when the whole job is started again.
+            life: now.as_millis() as u64,
+            patience: patience.map_err(|_| "patience is a number of seconds, from 0".to_owned())?,
+            transport: match environment()?.transport {
+                Transport::Tcp => server::Transport::Tcp,
+                _ => server::Transport::Auto,
+            },
+            warm_up: self.warm_up,
+            error_feedback: self.error_feedback,
+        })
+    }
+
+    fn codecs(&self) -> Result<Vec<Option<unisono_codec::CodecSpec>>, String> {
+        let mut rules = Rules::default();
+        if let Some(codec) = self.codec.as_ref().filter(|codec| *codec != "none") {
+            rules.codec = Some(codec.parse().map_err(|error| format!("{error}"))?);
+        }
+        for rule in &self.codec_rules {
+            rules.exceptions.push(rule.parse().map_err(|error| format!("{error}"))?);
+        }
+        let parameters = self.names.iter().zip(&self.shapes);
+        Ok(parameters.map(|(name, shape)| rules.codec(name, shape).cloned()).collect())
+    }
+}
+
+fn environment() -> Result<Options, String> {
+    Options::from_env().map_err(|error| error.to_string())
+}
+
+/// The optimizer of the servers. Where every worker's gradient is an update by itself, there are as
+/// many more of them, each as much shorter: so a learning rate means the same at every level.
+fn shared(spec: OptimizerSpec, level: Level, workers: u32) -> OptimizerSpec {
+    let share = match level {
+        Level::Ssp(_) | Level::SspAuto | Level::Async => f64::from(workers),
+        _ => 1.0,
+    };
+    let updates = |steps| match level {
+        Level::Bsp => steps,
+        _ => total(steps, level, workers),
+    };
+    spec.with_learning_rate(match spec.learning_rate() {
+        LearningRate::Constant(rate) => LearningRate::Constant(rate / share),
+        LearningRate::Cosine { peak, floor, warm_up, steps } => LearningRate::Cosine {
+            peak: peak / share,
+            floor: floor / share,
+            warm_up: updates(warm_up),
+            steps: updates(steps),
+        },
+    })
+}
+
+/// After how many pushes, or rounds, everybody has made so many steps.
+fn total(steps: u64, level: Level, workers: u32) -> u64 {
+    let pushes = steps.saturating_mul(u64::from(workers));
+    match level {
+        Level::Bsp => steps,
+        Level::Downpour { push, .. } => pushes.div_ceil(u64::from(push)),
+        _ => pushes,
+    }
+}

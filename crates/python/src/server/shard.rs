@@ -1,0 +1,75 @@
+//! A server that lives inside a worker.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Mutex;
+
+use pyo3::prelude::*;
+use socket2::{Domain, Socket, Type};
+use unisono_collective::handshake::Token;
+use unisono_relaxed::server::{Files, Shard, ShardOptions};
+
+use crate::error::not_begun;
+
+/// Connections that may wait to be accepted: one per worker of a large job.
+const QUEUE: i32 = 1024;
+
+/// A server of a part of the weights, on threads of this process.
+#[pyclass(frozen)]
+pub struct ServerShard {
+    /// Where it listens: HOST:PORT.
+    #[pyo3(get)]
+    address: String,
+    /// Until it was closed.
+    shard: Mutex<Option<Shard>>,
+    /// Who started it. A child of `fork` has its memory but not its threads.
+    process: u32,
+}
+
+#[pymethods]
+impl ServerShard {
+    /// Serves the part of this number at a free port of this machine's address `ip`, for those who
+    /// know the token.
+    #[new]
+    fn new(py: Python<'_>, ip: &str, number: usize, token: [u8; 32]) -> PyResult<ServerShard> {
+        let failed = |reason: String| not_begun(py, format!("cannot serve on {ip}: {reason}"));
+        let ip: IpAddr = ip.parse().map_err(|_| failed("not an IP address".into()))?;
+        let listener = listener(ip).map_err(|error| failed(error.to_string()))?;
+        let address = listener.local_addr().ok().and_then(|address| address.as_socket());
+        let address = address.ok_or_else(|| failed("it has no port".into()))?.to_string();
+        let files = Files { number, ..Files::default() };
+        let options = ShardOptions { token: Token::from_bytes(token), files };
+        let shard = py.detach(|| Shard::start(listener, options));
+        let shard = Mutex::new(Some(shard.map_err(|error| failed(error.to_string()))?));
+        Ok(ServerShard { address, shard, process: std::process::id() })
+    }
+
+    /// Ends it; whoever needs it has lost it.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.end());
+    }
+}
+
+impl ServerShard {
+    fn end(&self) {
+        let shard = self.shard.lock().expect("no panic while locked").take();
+        match std::process::id() == self.process {
+            true => drop(shard),
+            // Its threads are not here, and the connections are those of the parent.
+            false => std::mem::forget(shard),
+        }
+    }
+}
+
+impl Drop for ServerShard {
+    fn drop(&mut self) {
+        Python::attach(|py| py.detach(|| self.end()));
+    }
+}
+
+fn listener(ip: IpAddr) -> std::io::Result<Socket> {
+    let address = SocketAddr::new(ip, 0);
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
+    socket.bind(&address.into())?;
+    socket.listen(QUEUE)?;
+    Ok(socket)
+}
