@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use unisono_collective::Error;
+use unisono_collective::{Epoch, Error};
 
 use crate::deadline::{self, Deadlines};
 use crate::dispatch::Dispatcher;
@@ -21,7 +21,7 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// How long leaving a group waits where nobody said. Longer: a call that the others never make
 /// keeps this rank for longer. Shorter: calls that were started and not waited for fail if the
 /// others are late.
-const FAREWELL: Duration = Duration::from_secs(10);
+pub const FAREWELL: Duration = Duration::from_secs(10);
 
 /// A group of ranks.
 #[pyclass(frozen)]
@@ -53,6 +53,16 @@ impl Group {
         }
     }
 
+    /// This rank, as the group numbers it.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// What watches over the timeouts of its calls.
+    pub fn deadlines(&self) -> &Arc<Deadlines> {
+        &self.deadlines
+    }
+
     fn site(&self, operation: Operation) -> Site {
         Site { rank: self.rank, operation }
     }
@@ -62,7 +72,7 @@ impl Group {
     }
 
     /// The engine's group, if this process can use it.
-    fn open(&self, py: Python<'_>, site: Site) -> PyResult<Arc<unisono_collective::Group>> {
+    pub fn open(&self, py: Python<'_>, site: Site) -> PyResult<Arc<unisono_collective::Group>> {
         if self.is_forked() {
             let text = "the group was made before this process was forked, and cannot be used \
                         here; start workers by spawn, or make a group of their own for them";
@@ -215,7 +225,8 @@ impl Group {
             return;
         }
         if let Some(group) = self.take() {
-            py.detach(|| leave(group, deadline::limit(seconds), self.rank));
+            let epoch = group.epoch().clone();
+            py.detach(|| leave(group, &epoch, deadline::limit(seconds), self.rank));
             py.detach(|| self.dispatcher.close(PATIENCE));
         }
     }
@@ -231,7 +242,8 @@ impl Drop for Group {
         }
         let Some(group) = self.take() else { return };
         let end = || {
-            leave(group, FAREWELL, self.rank);
+            let epoch = group.epoch().clone();
+            leave(group, &epoch, FAREWELL, self.rank);
             self.dispatcher.close(PATIENCE);
         };
         // The interpreter drops its objects while it is locked, and callbacks need it.
@@ -239,9 +251,8 @@ impl Drop for Group {
     }
 }
 
-/// Drops a group on another thread, so that waiting for its calls can be ended.
-fn leave(group: Arc<unisono_collective::Group>, limit: Duration, rank: usize) {
-    let epoch = group.epoch().clone();
+/// Drops a group, or what has one, on another thread, so that waiting for its calls can be ended.
+pub fn leave(group: impl Send + 'static, epoch: &Epoch, limit: Duration, rank: usize) {
     let (gone, wait) = mpsc::channel::<()>();
     let farewell = move || {
         drop(group);

@@ -12,6 +12,7 @@ mod endpoint;
 mod error;
 mod group;
 mod request;
+mod sync;
 mod work;
 
 use pyo3::prelude::*;
@@ -24,6 +25,8 @@ mod _native {
     use super::endpoint::{Endpoint, new_token};
     #[pymodule_export]
     use super::group::Group;
+    #[pymodule_export]
+    use super::sync::{LocalSteps, Synchronizer, shards_of};
     #[pymodule_export]
     use super::work::Work;
 

@@ -8,9 +8,24 @@ older torch, `import unisono.torch` before.
 
 import torch.distributed as dist
 
+from unisono.torch._accumulate import accumulate
+from unisono.torch._compress import Compression, compress
 from unisono.torch._group import Group, create
+from unisono.torch._local import DiLoCo, LocalSGD
+from unisono.torch._sampler import ShardedSampler
+from unisono.torch._sharded import ShardedStep
 
-__all__ = ["Group", "register"]
+__all__ = [
+    "Compression",
+    "DiLoCo",
+    "Group",
+    "LocalSGD",
+    "ShardedSampler",
+    "ShardedStep",
+    "accumulate",
+    "compress",
+    "register",
+]
 
 
 def register(name: str = "unisono") -> None:
