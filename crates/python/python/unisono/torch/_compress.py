@@ -3,9 +3,10 @@
 DDP calls a communication hook for every bucket of gradients, in order, as backward fills them, and
 waits for the hooks' futures at the end of backward.  The hook hands the gradients to a synchronizer,
 which encodes and exchanges them in buckets of its own, on a thread of its own, while backward goes
-on.  The last hook of a step queues a callback for the end of backward, where the means are collected
-and the futures completed.  DDP queues its own, which looks at the futures, after that: so an error
-leaves `backward` as the exception that it is, and no future ever holds one.
+on.  The hook of the last bucket, when backward has nothing more to compute, waits for the means and
+completes the futures of all.  Waiting there and not behind a future lets an error leave `backward` as
+the exception that it is; and in the first step of a static graph DDP calls all hooks after backward
+and looks at the futures at once, so that nobody else could complete them.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono import _native
@@ -151,7 +151,7 @@ class Compression:
         self._pending.append((future, bucket.buffer()))
         if bucket.is_last():
             self._native.end_shard()
-            Variable._execution_engine.queue_callback(self._finish)
+            self._finish()
         return future
 
     def _finish(self) -> None:
