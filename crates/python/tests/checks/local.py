@@ -105,13 +105,13 @@ def check_local_steps_resume(rank, world):
 
 
 def check_local_steps_of_halves(rank, world):
-    model = network().to(torch.bfloat16)
+    model = network().to(torch.float16)
     optimizer = unisono.torch.LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), 2)
     for _ in range(2):
         optimizer.zero_grad()
-        model(torch.full((4, 16), rank + 1.0, dtype=torch.bfloat16)).square().mean().backward()
+        model(torch.full((4, 16), rank + 1.0, dtype=torch.float16)).square().mean().backward()
         optimizer.step()
-    assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+    assert all(parameter.dtype == torch.float16 for parameter in model.parameters())
     assert_replicas_equal(model)
 
 

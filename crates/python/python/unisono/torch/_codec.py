@@ -24,5 +24,9 @@ def codec_of(
     seed: int = 0,
 ) -> Codec:
     """The codec of parameters that are worth it, and exceptions by the pattern of their names."""
-    exceptions = [f"{pattern}={exception or 'none'}" for pattern, exception in (rules or {}).items()]
-    return Codec(codec or "none", exceptions, warm_up, error_feedback, seed)
+    exceptions = [f"{pattern}={_text(exception)}" for pattern, exception in (rules or {}).items()]
+    return Codec(_text(codec), exceptions, warm_up, error_feedback, seed)
+
+
+def _text(codec: str | None) -> str:
+    return "none" if codec is None else codec
