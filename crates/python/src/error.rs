@@ -11,6 +11,7 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PyTuple};
 use unisono_collective::{Error, FormError, InvalidCall};
+use unisono_sync::SyncError;
 
 /// What a rank was asked to do.
 #[derive(Clone, Copy, Debug)]
@@ -99,6 +100,21 @@ impl Site {
     /// The exception for arguments that make no sense.
     pub fn invalid(&self, py: Python<'_>, text: &str) -> PyErr {
         self.raise(py, "InvalidCall", None, &text)
+    }
+
+    /// The exception for a step that failed, where the ranks noticed more than the engine could.
+    pub fn not_synchronized(&self, py: Python<'_>, error: &SyncError) -> PyErr {
+        match error {
+            SyncError::Group(error) => self.failed(py, error),
+            SyncError::Form(error) => not_formed(py, error),
+            SyncError::DifferentModels { rank, .. } => {
+                self.raise(py, "InvalidCall", Some(*rank), &error)
+            }
+            SyncError::Shards(_) | SyncError::MissingState { .. } => {
+                self.raise(py, "InvalidCall", None, &error)
+            }
+            _ => self.raise(py, "Error", None, &error),
+        }
     }
 
     /// The exception for a group that this process cannot use (any more).

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use unisono_collective::Error;
+use unisono_collective::{AbortHandle, Error};
 
 use crate::deadline::{self, Deadlines};
 use crate::dispatch::Dispatcher;
@@ -22,7 +22,7 @@ pub const PATIENCE: Duration = Duration::from_secs(2);
 /// How long leaving a group waits where nobody said. Longer: a call that the others never make
 /// keeps this rank for longer. Shorter: calls that were started and not waited for fail if the
 /// others are late.
-const FAREWELL: Duration = Duration::from_secs(10);
+pub const FAREWELL: Duration = Duration::from_secs(10);
 
 /// A group of ranks.
 #[pyclass(frozen)]
@@ -59,6 +59,16 @@ impl Group {
         }
     }
 
+    /// This rank, as the group numbers it.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// What watches over the timeouts of its calls.
+    pub fn deadlines(&self) -> &Arc<Deadlines> {
+        &self.deadlines
+    }
+
     fn site(&self, operation: Operation) -> Site {
         Site { rank: self.rank, operation }
     }
@@ -68,7 +78,7 @@ impl Group {
     }
 
     /// The engine's group, if this process can use it.
-    fn open(&self, py: Python<'_>, site: Site) -> PyResult<Arc<unisono_collective::Group>> {
+    pub fn open(&self, py: Python<'_>, site: Site) -> PyResult<Arc<unisono_collective::Group>> {
         if self.is_forked() {
             let text = "the group was made before this process was forked, and cannot be used \
                         here; start workers by spawn, or make a group of their own for them";
@@ -211,7 +221,8 @@ impl Group {
             return;
         }
         if let Some(group) = self.take() {
-            py.detach(|| leave(group, deadline::limit(seconds), self.rank));
+            let ends = group.abort_handle();
+            py.detach(|| leave(group, Some(&ends), deadline::limit(seconds), self.rank));
             py.detach(|| self.dispatcher.close(PATIENCE));
         }
     }
@@ -227,7 +238,8 @@ impl Drop for Group {
         }
         let Some(group) = self.take() else { return };
         let end = || {
-            leave(group, FAREWELL, self.rank);
+            let ends = group.abort_handle();
+            leave(group, Some(&ends), FAREWELL, self.rank);
             self.dispatcher.close(PATIENCE);
         };
         // The interpreter drops its objects while it is locked, and callbacks need it.
@@ -235,21 +247,22 @@ impl Drop for Group {
     }
 }
 
-/// Drops a group on another thread, so that waiting for its calls can be ended.
-fn leave(group: Arc<unisono_collective::Group>, limit: Duration, rank: usize) {
-    let handle = group.abort_handle();
+/// Drops a group, or what has one, on another thread, so that waiting for its calls can be ended.
+pub fn leave(held: impl Send + 'static, ends: Option<&AbortHandle>, limit: Duration, rank: usize) {
     let (gone, wait) = mpsc::channel::<()>();
     let farewell = move || {
-        drop(group);
+        drop(held);
         drop(gone);
     };
-    // If there is no thread to be had, the closure, and the group in it, is dropped here.
+    // If there is no thread to be had, the closure, and what it holds, is dropped here.
     if let Err(error) = std::thread::Builder::new().name("unisono-leave".into()).spawn(farewell) {
         log::warn!("rank {rank} left its group without a limit of time: {error}");
     }
     if wait.recv_timeout(limit) == Err(RecvTimeoutError::Timeout) {
         log::error!("rank {rank} leaves while calls wait for others; its group has ended");
-        handle.abort("it left while a call that it had started waited for others");
+        if let Some(ends) = ends {
+            ends.abort("it left while a call that it had started waited for others");
+        }
         let _ = wait.recv_timeout(PATIENCE);
     }
 }

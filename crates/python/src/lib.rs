@@ -15,6 +15,7 @@ mod insight;
 mod request;
 mod server;
 mod signals;
+mod sync;
 mod work;
 
 use pyo3::prelude::*;
@@ -31,6 +32,8 @@ mod _native {
     use super::insight::{Stamp, write_report};
     #[pymodule_export]
     use super::server::{ServerClient, ServerShard};
+    #[pymodule_export]
+    use super::sync::{LocalSteps, Synchronizer, shards_of};
     #[pymodule_export]
     use super::work::Work;
 

@@ -3,9 +3,9 @@
 
     run.py [--worlds 2 3] [--backend NAME] [--kills N] [NAME…]
 
-Runs every check of `checks/` on 2 and on 3 processes, and every case of `failures.py` and
-`server_jobs.py`; with NAMEs, only those whose names contain one of them.  `--backend gloo` runs the
-checks on Gloo.  `--kills N` repeats the case of the killed rank.
+Runs every check of `checks/` on 2 and on 3 processes, and every case of `failures.py`,
+`server_jobs.py` and `sharded_worlds.py`; with NAMEs, only those whose names contain one of them.
+`--backend gloo` runs the checks on Gloo.  `--kills N` repeats the case of the killed rank.
 """
 
 import argparse
@@ -44,8 +44,9 @@ def main() -> None:
     if arguments.backend == "unisono":
         import failures
         import server_jobs
+        import sharded_worlds
 
-        for name, case in (failures.ALL | server_jobs.ALL).items():
+        for name, case in (failures.ALL | server_jobs.ALL | sharded_worlds.ALL).items():
             for _ in range(arguments.kills if name == "killed_in_backward" else 1):
                 if wanted(name):
                     ran += 1

@@ -19,3 +19,11 @@ def raises(kind, call, *arguments, **options):
     except kind as error:
         return error
     raise AssertionError(f"no {kind.__name__} was raised")
+
+
+def assert_replicas_equal(model) -> None:
+    """Fails if the weights of a rank differ from those of rank 0 by a bit."""
+    weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    first = weights.clone()
+    dist.broadcast(first, 0)
+    assert torch.equal(weights, first), (weights - first).abs().max()

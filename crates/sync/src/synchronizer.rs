@@ -15,7 +15,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use unisono_collective::Group;
+use unisono_collective::{AbortHandle, Group};
 
 use crate::accumulate::{Accumulation, Constant, Values};
 use crate::advice::Advice;
@@ -246,6 +246,16 @@ impl Synchronizer {
     pub fn sent(&self) -> u64 {
         let step = self.lock();
         step.local.as_ref().map_or_else(|| step.strategy.sent(), LocalSteps::sent)
+    }
+
+    /// What ends its exchanges, for whoever does not want to wait any longer; `None` if it waits for
+    /// nobody.
+    pub fn abort_handle(&self) -> Option<AbortHandle> {
+        let step = self.lock();
+        match &step.local {
+            Some(local) => local.abort_handle(),
+            None => step.strategy.abort_handle(),
+        }
     }
 
     /// Begins the next of this worker's shards; which one.

@@ -30,6 +30,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use unisono_collective::AbortHandle;
+
 pub use schedule::{Due, Schedule};
 pub use spec::{BadStrategy, Diloco, Local, Plan, StrategySpec};
 
@@ -209,6 +211,11 @@ impl LocalSteps {
     /// Bytes this rank has sent so far.
     pub fn sent(&self) -> u64 {
         self.strategy.sent()
+    }
+
+    /// What ends its exchanges, for whoever does not want to wait any longer.
+    pub fn abort_handle(&self) -> Option<AbortHandle> {
+        self.strategy.abort_handle()
     }
 
     /// Lets the pseudo-gradient of a group go, in full if it must be exact.

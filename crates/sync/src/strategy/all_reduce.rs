@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use unisono_collective::Group;
+use unisono_collective::{AbortHandle, Group};
 
 use super::{Exchange, Gradients};
 use crate::combine::Combiner;
@@ -37,5 +37,9 @@ impl Exchange for AllReduce {
 
     fn sent(&self) -> u64 {
         self.combiner.sent()
+    }
+
+    fn abort_handle(&self) -> AbortHandle {
+        self.combiner.group().abort_handle()
     }
 }

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use unisono_collective::Group;
+use unisono_collective::{AbortHandle, Group};
 
 use super::{Find, Gradients, Save, Strategy};
 use crate::advice::Advice;
@@ -33,6 +33,9 @@ pub trait Exchange: Send + 'static {
 
     /// As [`Strategy::sent`].
     fn sent(&self) -> u64;
+
+    /// As [`Strategy::abort_handle`].
+    fn abort_handle(&self) -> AbortHandle;
 
     /// As [`Strategy::is_settled`].
     fn is_settled(&self) -> bool {
@@ -72,6 +75,7 @@ pub struct Background<E> {
     from: Receiver<Outcome>,
     thread: Option<JoinHandle<()>>,
     sent: Arc<AtomicU64>,
+    abort: AbortHandle,
 }
 
 impl<E: Exchange> Background<E> {
@@ -80,6 +84,7 @@ impl<E: Exchange> Background<E> {
         let (to, requests) = channel();
         let (outcomes, from) = channel();
         let sent = Arc::new(AtomicU64::new(exchange.sent()));
+        let abort = exchange.abort_handle();
         let exchange = Arc::new(Mutex::new(exchange));
         let (serving, counter) = (exchange.clone(), sent.clone());
         let serve = move || {
@@ -95,7 +100,7 @@ impl<E: Exchange> Background<E> {
         };
         let thread = std::thread::Builder::new().name("unisono-sync".to_owned()).spawn(serve);
         let thread = Some(thread.expect("the system can start one more thread"));
-        Background { exchange, to: Some(to), from, thread, sent }
+        Background { exchange, to: Some(to), from, thread, sent, abort }
     }
 
     /// The exchange, once it has nothing to do.
@@ -124,6 +129,10 @@ impl<E: Exchange> Strategy for Background<E> {
 
     fn sent(&self) -> u64 {
         self.sent.load(Ordering::Relaxed)
+    }
+
+    fn abort_handle(&self) -> Option<AbortHandle> {
+        Some(self.abort.clone())
     }
 
     fn is_settled(&self) -> bool {

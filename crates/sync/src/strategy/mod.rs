@@ -19,7 +19,7 @@ pub use alone::Alone;
 pub use background::{Background, Exchange};
 pub use compressed::{Compressed, Compression, spread};
 
-use unisono_collective::{Group, Options};
+use unisono_collective::{AbortHandle, Group, Options};
 
 use crate::advice::Advice;
 use crate::bucket::Layout;
@@ -47,6 +47,12 @@ pub trait Strategy: Send {
 
     /// Bytes this rank has sent so far, on sockets or into shared memory.
     fn sent(&self) -> u64;
+
+    /// What ends its exchanges, for whoever does not want to wait any longer; `None` if it waits for
+    /// nobody.
+    fn abort_handle(&self) -> Option<AbortHandle> {
+        None
+    }
 
     /// Whether it has made up its mind how gradients travel. Until then the buckets should stay as
     /// they are.

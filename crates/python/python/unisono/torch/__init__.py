@@ -8,11 +8,30 @@ older torch, `import unisono.torch` before.
 
 import torch.distributed as dist
 
+from unisono.torch._accumulate import accumulate
+from unisono.torch._compress import Compression, compress
 from unisono.torch._group import Group, create
+from unisono.torch._local import DiLoCo, LocalSGD
 from unisono.torch._profile import Profile, profile
+from unisono.torch._sampler import ShardedSampler
 from unisono.torch._server import ParameterServer, ServerStatistics
+from unisono.torch._sharded import ShardedStep
 
-__all__ = ["Group", "ParameterServer", "Profile", "ServerStatistics", "profile", "register"]
+__all__ = [
+    "Compression",
+    "DiLoCo",
+    "Group",
+    "LocalSGD",
+    "ParameterServer",
+    "Profile",
+    "ServerStatistics",
+    "ShardedSampler",
+    "ShardedStep",
+    "accumulate",
+    "compress",
+    "profile",
+    "register",
+]
 
 
 def register(name: str = "unisono") -> None:

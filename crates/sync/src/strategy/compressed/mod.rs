@@ -26,7 +26,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use unisono_codec::{Codec, CodecSpec, Passage, Rules, Task};
-use unisono_collective::Group;
+use unisono_collective::{AbortHandle, Group};
 
 use super::{Exchange, Find, Gradients, Save};
 use crate::advice::Advice;
@@ -338,6 +338,10 @@ impl Exchange for Compressed {
 
     fn sent(&self) -> u64 {
         self.combiner.sent()
+    }
+
+    fn abort_handle(&self) -> AbortHandle {
+        self.combiner.group().abort_handle()
     }
 
     fn is_settled(&self) -> bool {

@@ -1,0 +1,175 @@
+"""Gradients of DDP in fewer bytes.
+
+DDP calls a communication hook for every bucket of gradients, in order, as backward fills them, and
+waits for the hooks' futures at the end of backward.  The hook hands the gradients to a synchronizer,
+which encodes and exchanges them in buckets of its own, on a thread of its own, while backward goes
+on.  The hook of the last bucket, when backward has nothing more to compute, waits for the means and
+completes the futures of all.  Waiting there and not behind a future lets an error leave `backward` as
+the exception that it is; and in the first step of a static graph DDP calls all hooks after backward
+and looks at the futures at once, so that nobody else could complete them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from unisono import _native
+from unisono.errors import InvalidCall
+from unisono.torch import _exit, _state
+from unisono.torch._codec import codec_of
+from unisono.torch._engine import engine_of
+from unisono.torch._floats import Floats, floats
+
+
+def compress(
+    model: DistributedDataParallel,
+    codec: str = "auto",
+    *,
+    rules: Mapping[str, str | None] | None = None,
+    warm_up: int = 0,
+    error_feedback: bool = True,
+    seed: int = 0,
+) -> "Compression":
+    """Lets the gradients of a DDP model travel in fewer bytes.
+
+        model = DistributedDataParallel(model)
+        compression = unisono.torch.compress(model, "powersgd:2")
+
+    `codec` is one of fp16, bf16, int8, int4, qsgd, sign, topk, randk, dgc and powersgd, with its
+    settings (``"topk:1%"``, ``"qsgd:4"``), a sparse one also with a codec for its values
+    (``"topk:1%+int8"``); ``"none"``; or ``"auto"``, which observes some steps and then takes what is
+    predicted to be fastest, which may be none.  ``dgc`` has the momentum in it: the optimizer should
+    have none.
+
+    Biases, the parameters of norms and tensors of less than 1024 elements travel as they are, unless
+    one of the `rules` says otherwise: ``{"embed*": None, "*.head.weight": "int8"}``, of which the
+    first that fits a parameter's name decides.  In the first `warm_up` steps nothing is encoded.
+    What an encoding leaves out is added to the next gradient, unless `error_feedback` is off; without
+    it, most codecs do not converge.  `seed` is what codecs that draw draw from.
+
+    All ranks call this, with the same arguments, after making the model and before the first step.
+    It works with `no_sync`, `find_unused_parameters`, `static_graph` and `gradient_as_bucket_view`,
+    and with any backend of CPU tensors: where that is not Unisono, the ranks connect for themselves.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise InvalidCall(
+            f"compress takes a DistributedDataParallel, not a {type(model).__name__}; wrap the model"
+        )
+    compression = Compression(model, codec, rules, warm_up, error_feedback, seed)
+    model.register_comm_hook(compression, _take)
+    return compression
+
+
+class Compression:
+    """What `compress` returns: counts bytes, and remembers what codecs owe."""
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        codec: str,
+        rules: Mapping[str, str | None] | None,
+        warm_up: int,
+        error_feedback: bool,
+        seed: int,
+    ):
+        engine = engine_of(model.process_group)
+        named = {
+            name: parameter
+            for name, parameter in model.module.named_parameters()
+            if parameter.requires_grad and name not in model.parameters_to_ignore
+        }
+        settings = codec_of(
+            codec, rules, warm_up=warm_up, error_feedback=error_feedback, seed=seed
+        )
+        shapes = [(name, list(parameter.shape)) for name, parameter in named.items()]
+        self._native = _native.Synchronizer(
+            engine.group, shapes, engine.size, settings, None, True, engine.seconds
+        )
+        self._seconds = engine.seconds
+        self._world = engine.size
+        self._elements = sum(parameter.numel() for parameter in named.values())
+        # Tensors compare by their elements, so they are found by what they are.
+        self._indices = {id(parameter): index for index, parameter in enumerate(named.values())}
+        # DDP hands over zeros for a parameter that this rank did not use.
+        self._may_be_unused = model.find_unused_parameters or model.static_graph
+        self._gradients: list[torch.Tensor] = [torch.empty(0)] * len(named)
+        self._pending: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
+        self._choice: tuple[str, str] | None = None
+        _exit.watch(self)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has sent so far for gradients."""
+        return self._native.sent
+
+    @property
+    def steps(self) -> int:
+        """Steps so far, of those that were synchronized."""
+        return self._native.steps
+
+    @property
+    def choice(self) -> tuple[str, str] | None:
+        """With ``"auto"``, the codec that was chosen and why, once it was."""
+        return self._choice
+
+    def wire_ratio(self) -> float:
+        """How many times less than without a codec this rank has sent; below 1 it was more.
+
+        Without a codec, a rank of an all-reduce sends 2·(n−1)/n times the gradients' bytes.
+        """
+        dense = self.steps * 4 * self._elements * 2 * (self._world - 1) / self._world
+        sent = self.sent_bytes
+        return dense / sent if sent else 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the codecs owe. All ranks call it, between steps; rank 0 gets the tensors."""
+        return _state.saved(self._native, self._seconds)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a `state_dict`, of which rank 0's counts. All ranks call it, between steps.
+
+        The number of ranks must be what it was, and so must the model and the codec.
+        """
+        _state.restore(self._native, state, self._seconds)
+
+    def _take(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Hands a bucket over; its future is completed at the end of the step."""
+        if bucket.index() == 0:
+            self._pending.clear()  # Of a backward pass that failed.
+            self._native.begin_shard()
+            self._native.begin_backward(0.0)
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            index = self._indices[id(parameter)]
+            self._gradients[index] = gradient
+            if not (self._may_be_unused and not gradient.any()):
+                numbers = floats(gradient)
+                self._native.gradient(index, numbers.data_ptr(), numbers.numel())
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        self._pending.append((future, bucket.buffer()))
+        if bucket.is_last():
+            self._native.end_shard()
+            self._finish()
+        return future
+
+    def _finish(self) -> None:
+        """Writes the means to where the gradients were."""
+        means = Floats(self._gradients)
+        _, _, choice = self._native.finish(means.places, self._seconds)
+        means.write_back()
+        self._choice = choice or self._choice
+        for future, buffer in self._pending:
+            future.set_result(buffer)
+        self._pending.clear()
+
+    def _close(self, seconds: float) -> None:
+        self._native.close(seconds)
+
+
+def _take(
+    compression: Compression, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    # Not a method: DDP looks at the number of arguments.
+    return compression._take(bucket)

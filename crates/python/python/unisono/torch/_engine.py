@@ -1,0 +1,62 @@
+"""The engine's group behind a group of torch, whichever backend that has."""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from unisono import _native
+from unisono.torch import _rendezvous
+from unisono.torch._codes import BROADCAST, SUM, U8
+from unisono.torch._core import Core
+from unisono.torch._tensors import byte_count, place_for
+
+# Groups that were formed beside those of another backend, by its group's name: all ranks form the
+# same ones in the same order, so a number tells them apart in the store.
+_formed: Counter[str] = Counter()
+
+
+class Engine(NamedTuple):
+    """This rank among those it synchronizes with."""
+
+    #: None for a process by itself.
+    group: _native.Group | None
+    rank: int
+    size: int
+    #: How long a call may take.
+    seconds: float
+
+    def spread(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Gives all ranks the tensors of rank 0."""
+        if self.group is None:
+            return
+        for tensor in tensors:
+            flat, finish = place_for(tensor.detach(), keep=True)
+            address = flat.data_ptr()
+            call = (BROADCAST, U8, SUM, address, address, byte_count(flat), 0)
+            self.group.run(call, self.seconds)
+            if finish is not None:
+                finish()
+
+
+def engine_of(group: dist.ProcessGroup | None = None) -> Engine:
+    """The engine's group of the same ranks; by default those of the whole job.
+
+    Where the group is another backend's, the ranks form one of the engine's through torch's store:
+    codecs and local steps do not need the program to change its backend.  All ranks call this.
+    A program that has not called `init_process_group` is a process by itself.
+    """
+    if group is None:
+        if not dist.is_initialized():
+            return Engine(None, 0, 1, default_pg_timeout.total_seconds())
+        group = dist.group.WORLD
+    if isinstance(group, Core):
+        return Engine(group._native, group._rank, group._size, group._seconds)
+    rank, size, name = dist.get_rank(group), dist.get_world_size(group), group.group_name
+    number, _formed[name] = _formed[name], _formed[name] + 1
+    store = dist.distributed_c10d._get_default_store()
+    native = _rendezvous.form(dist.PrefixStore(f"unisono/{name}/{number}", store), rank, size)
+    return Engine(native, rank, size, default_pg_timeout.total_seconds())

@@ -1,0 +1,39 @@
+"""Tensors as the synchronizer takes them: contiguous 32-bit floats in this machine's memory.
+
+A tensor that is that already is used as it is.  Others, such as halves or channels-last weights, are
+copied on the way in and on the way out.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from unisono.errors import Unsupported
+
+
+def floats(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor: itself, or a copy."""
+    if not tensor.is_cpu:
+        raise Unsupported(f"unisono synchronizes tensors of CPUs, not of {tensor.device}")
+    if tensor.layout is not torch.strided:
+        raise Unsupported("sparse gradients have no codec; build the layer with sparse=False")
+    if not tensor.is_floating_point():
+        raise Unsupported(f"unisono synchronizes floats, not {tensor.dtype}")
+    return tensor.detach().to(torch.float32).contiguous()
+
+
+class Floats:
+    """The numbers of several tensors, where the engine reads and writes them."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]):
+        self._tensors = tensors
+        self._floats = [floats(tensor) for tensor in tensors]
+        #: Address and count of each.
+        self.places = [(numbers.data_ptr(), numbers.numel()) for numbers in self._floats]
+
+    def write_back(self) -> None:
+        """Brings what the engine wrote to the tensors."""
+        with torch.no_grad():
+            for tensor, numbers in zip(self._tensors, self._floats, strict=True):
+                if tensor.data_ptr() != numbers.data_ptr():
+                    tensor.copy_(numbers)

@@ -1,0 +1,207 @@
+"""Local steps: workers that train by themselves and agree now and then.
+
+The wrappers are optimizers.  A step of one is a step of the optimizer that it wraps, on this worker's
+own gradients; after some steps the workers synchronize what they have come to.  No DDP is around the
+model.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unisono import _native
+from unisono.errors import InvalidCall
+from unisono.torch import _exit, _state
+from unisono.torch._codec import codec_of
+from unisono.torch._engine import engine_of
+from unisono.torch._floats import Floats
+
+
+class _LocalSteps(torch.optim.Optimizer):
+    """An optimizer whose steps are local, and now and then agreed on.
+
+    The agreed weights have the same bits on all ranks.  Buffers, such as the statistics of batch
+    norms, stay each worker's own.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        strategy: str,
+        codec: str | None,
+        rules: Mapping[str, str | None] | None,
+        group: dist.ProcessGroup | None,
+    ):
+        # The base class is not initialized: groups and state are those of the inner optimizer.
+        self._inner = inner
+        named = _named_parameters(inner)
+        self._parameters = list(named.values())
+        engine = engine_of(group)
+        self._seconds = engine.seconds
+        shapes = [(name, list(parameter.shape)) for name, parameter in named.items()]
+        weights = Floats(self._parameters)
+        self._native = _native.LocalSteps(
+            engine.group, shapes, strategy, codec_of(codec, rules), weights.places, engine.seconds
+        )
+        weights.write_back()
+        _exit.watch(self)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the inner optimizer."""
+        return self._inner.param_groups
+
+    @property
+    def state(self):
+        """That of the inner optimizer."""
+        return self._inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Those of the inner optimizer."""
+        return self._inner.defaults
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has sent so far for agreeing."""
+        return self._native.sent
+
+    @property
+    def steps(self) -> int:
+        """Steps that this worker has made."""
+        return self._native.steps
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._inner!r})"
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Makes a step of the inner optimizer, and synchronizes if that is due after it.
+
+        All ranks make the same number of steps.
+        """
+        loss = self._inner.step(closure)
+        if self._native.is_due():
+            weights = Floats(self._parameters)
+            self._native.step(weights.places, self._seconds)
+            weights.write_back()
+        else:
+            self._native.skip()
+        return loss
+
+    def settle(self) -> None:
+        """Makes the weights of all ranks equal: their mean. All ranks call it, after training."""
+        weights = Floats(self._parameters)
+        self._native.settle(weights.places, self._seconds)
+        weights.write_back()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of the inner optimizer."""
+        self._inner.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the workers have agreed on the parameters."""
+        raise InvalidCall(
+            "parameters cannot be added to local steps; add them to the inner optimizer before"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the inner optimizer and of the agreement.
+
+        All ranks call it after the same step, and each keeps its own together with its weights.
+        """
+        agreement = _state.saved(self._native, self._seconds)
+        return {"inner": self._inner.state_dict(), "agreement": agreement}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from a `state_dict`. All ranks call it, once their weights are loaded.
+
+        The agreement is rank 0's.
+        """
+        if not {"inner", "agreement"} <= state_dict.keys():
+            raise InvalidCall("this is no state_dict of local steps: it has no inner or agreement")
+        self._inner.load_state_dict(state_dict["inner"])
+        _state.restore(self._native, state_dict["agreement"], self._seconds)
+
+    def _close(self, seconds: float) -> None:
+        self._native.close(seconds)
+
+
+class LocalSGD(_LocalSteps):
+    """Every worker makes `every` steps by itself; then the weights become the mean of all workers'.
+
+        optimizer = unisono.torch.LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), every=8)
+        ...
+        optimizer.settle()
+
+    With `longest`, every period is one step longer than the one before it, from `every` up to that
+    many: early in training weights move fast, and later workers can be left to themselves.
+
+    The weights become rank 0's at the beginning.  The state of the inner optimizer stays each
+    worker's own.  `codec` and `rules` are those of `unisono.torch.compress`.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        every: int,
+        *,
+        longest: int | None = None,
+        codec: str | None = None,
+        rules: Mapping[str, str | None] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ):
+        strategy = f"local:{every}..{every if longest is None else longest}"
+        super().__init__(optimizer, strategy, codec, rules, group)
+
+
+class DiLoCo(_LocalSteps):
+    """As `LocalSGD`, with an outer optimizer that takes the workers' mean progress for a gradient.
+
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = unisono.torch.DiLoCo(inner, every=20, codec="int8")
+        ...
+        optimizer.settle()
+
+    The outer optimizer is gradient descent with Nesterov momentum: where successive rounds agree,
+    its steps gain speed.
+
+    With several `fragments`, parts of the model synchronize at different steps of a period: as many
+    bytes, but never all at once.  With a `delay` the workers go on for so many steps while a fragment
+    travels, and keep the progress of that time; it is one step by default if there are several
+    fragments, and none otherwise.
+
+    The weights become rank 0's at the beginning.  The state of the inner optimizer stays each
+    worker's own.  `codec` and `rules` are those of `unisono.torch.compress`.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        every: int,
+        *,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        fragments: int = 1,
+        delay: int | None = None,
+        codec: str | None = None,
+        rules: Mapping[str, str | None] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ):
+        if delay is None:
+            delay = 1 if fragments > 1 else 0
+        strategy = (
+            f"diloco:{every},streams={fragments},delay={delay}"
+            f",rate={outer_lr!r},momentum={outer_momentum!r}"
+        )
+        super().__init__(inner, strategy, codec, rules, group)
+
+
+def _named_parameters(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The parameters, by the names that the optimizer was given, or else by their places."""
+    named = {}
+    for number, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or [f"{number}.{i}" for i in range(len(group["params"]))]
+        named.update(zip(names, group["params"], strict=True))
+    return named

@@ -1,0 +1,215 @@
+"""Training whose weights do not depend on the number of processes.
+
+The batch of a step is cut into a fixed number of shards.  A process computes the gradient of each of
+its shards by itself and hands every parameter's over as backward produces it; the sum of all shards
+is one fixed tree, whoever computed which.  Nothing may be carried from one shard to the next, or the
+result would depend on who computes both: so every shard begins with no gradients, with the buffers as
+they were before the step, and with a random generator of its own.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from unisono import _native
+from unisono.errors import InvalidCall
+from unisono.torch import _exit, _state
+from unisono.torch._codec import codec_of
+from unisono.torch._engine import engine_of
+from unisono.torch._floats import Floats, floats
+from unisono.torch._sampler import drawn_from
+
+Batch = TypeVar("Batch")
+
+
+class ShardedStep:
+    """Makes steps that give the same weights, to the bit, on any number of processes.
+
+        torch.manual_seed(0)
+        model = ...
+        step = unisono.torch.ShardedStep(model, optimizer, shards=8)
+        for batches in sampler.steps(loader):  # of a `ShardedSampler`
+            mean = step(batches, lambda batch: criterion(model(batch[0]), batch[1]))
+
+    There may be as many processes as shards, or fewer, evenly or not; a process by itself needs no
+    `init_process_group`.  The weights, the optimizer's state and the loss have the same bits for all
+    of them, and for every size of buckets, transport and algorithm, with any codec (but ``auto``,
+    which looks at the clock and is refused here).
+
+    The model is not wrapped.  Its weights become rank 0's at the beginning: seed torch before making
+    it, or load them, for a run that can be repeated.  The loss is a function of the weights, the
+    batch and torch's random generator, which is seeded here for every shard of every step, so dropout
+    is the same on any number of processes.  What a shard changes of a buffer, such as the
+    statistics of a batch norm, is averaged like a gradient.
+
+    What can still change bits: the number of threads (`torch.set_num_threads`; processes of one job
+    on one machine often get fewer each, so set it), another type of CPU, another version of torch or
+    of its linear algebra, and random numbers from elsewhere than torch.
+
+    `buckets` are the bytes of the first and of the other buckets, which are otherwise found while
+    training; `codec`, `rules`, `warm_up` and `error_feedback` are those of
+    `unisono.torch.compress`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        shards: int = 8,
+        *,
+        codec: str | None = None,
+        rules: Mapping[str, str | None] | None = None,
+        warm_up: int = 0,
+        error_feedback: bool = True,
+        seed: int = 0,
+        buckets: tuple[int, int] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ):
+        if isinstance(model, DistributedDataParallel):
+            raise InvalidCall("a sharded step synchronizes by itself; give it the model without DDP")
+        if codec == "auto":
+            raise InvalidCall("auto looks at the clock, and would not give the same bits; name a codec")
+        parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        buffers = {n: b for n, b in model.named_buffers() if b.is_floating_point()}
+        others = [b for b in model.buffers() if not b.is_floating_point()]
+        exact = {name: None for name in buffers}
+        settings = codec_of(
+            codec,
+            exact | dict(rules or {}) if codec or rules else None,
+            warm_up=warm_up,
+            error_feedback=error_feedback,
+            seed=seed,
+        )
+        engine = engine_of(group)
+        named = parameters | buffers
+        shapes = [(name, list(tensor.shape)) for name, tensor in named.items()]
+        self._native = _native.Synchronizer(
+            engine.group, shapes, shards, settings, buckets, True, engine.seconds
+        )
+        engine.spread([*named.values(), *others])
+        self._optimizer = optimizer
+        self._seconds = engine.seconds
+        self._seed = seed
+        self._parameters = list(parameters.values())
+        self._buffers = list(buffers.values())
+        self._kept = self._buffers + others
+        self._means = [torch.zeros_like(tensor) for tensor in named.values()]
+        self._in_backward = False
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(index))
+            for index, parameter in enumerate(self._parameters)
+        ]
+        _exit.watch(self)
+
+    @property
+    def shards(self) -> range:
+        """The shards that this process computes."""
+        return range(*self._native.shards)
+
+    @property
+    def steps(self) -> int:
+        """Steps so far."""
+        return self._native.steps
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has sent so far for gradients."""
+        return self._native.sent
+
+    def __call__(self, batches: Iterable[Batch], loss: Callable[[Batch], torch.Tensor]) -> float:
+        """Makes a step: the gradients, then the optimizer. The mean loss of all shards."""
+        mean = self.gradients(batches, loss)
+        self._optimizer.step()
+        return mean
+
+    def gradients(self, batches: Iterable[Batch], loss: Callable[[Batch], torch.Tensor]) -> float:
+        """Sets the gradients to the means of all shards, and leaves the step to the caller.
+
+        `batches` has one for every shard of this process, in order; `loss` gives the mean loss of one.
+        For what comes between gradients and optimizer, such as clipping.  Parameters that no shard
+        used have no gradient.  Returns the mean loss of all shards.
+        """
+        shards = list(batches)
+        if len(shards) != len(self.shards):
+            raise InvalidCall(f"{len(shards)} batches for {len(self.shards)} shards; give one for each")
+        before = [buffer.clone() for buffer in self._kept]
+        for parameter in self._parameters:
+            parameter.grad = None
+        for batch in shards:
+            with self._shard(before):
+                value = loss(batch)
+                self._native.begin_backward(value.item())
+                self._in_backward = True
+                value.backward()
+        return self._finish(before)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of the step, and what codecs owe. All ranks call it, between steps."""
+        return _state.saved(self._native, self._seconds)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a `state_dict`, of which rank 0's counts. All ranks call it, between steps.
+
+        The number of processes may be another; that of shards, the model and the codec may not.
+        """
+        _state.restore(self._native, state, self._seconds)
+
+    def close(self) -> None:
+        """Lets go of the model."""
+        for hook in self._hooks:
+            hook.remove()
+        self._close(self._seconds)
+
+    def _close(self, seconds: float) -> None:
+        self._native.close(seconds)
+
+    @contextmanager
+    def _shard(self, before: list[torch.Tensor]) -> Iterator[None]:
+        """One shard: begins as every shard of the step does, and hands over what it changed."""
+        shard = self._native.begin_shard()
+        with torch.no_grad():
+            for buffer, start in zip(self._kept, before, strict=True):
+                buffer.copy_(start)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(drawn_from(self._seed, self.steps, shard))
+            try:
+                yield
+            finally:
+                self._in_backward = False
+        first = len(self._parameters)
+        for index, (buffer, start) in enumerate(zip(self._buffers, before), start=first):
+            if not torch.equal(buffer, start):
+                self._take(index, buffer - start)
+        self._native.end_shard()
+
+    def _finish(self, before: list[torch.Tensor]) -> float:
+        means = Floats(self._means)
+        mean, used, _ = self._native.finish(means.places, self._seconds)
+        means.write_back()
+        first = len(self._parameters)
+        with torch.no_grad():
+            for buffer, start in zip(self._buffers, before):
+                buffer.copy_(start)
+            for index in used:
+                if index < first:
+                    self._parameters[index].grad = self._means[index]
+                else:
+                    self._buffers[index - first].add_(self._means[index])
+        return mean
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        def hand_over(parameter: torch.Tensor) -> None:
+            if self._in_backward:
+                gradient, parameter.grad = parameter.grad, None
+                self._take(index, gradient)
+
+        return hand_over
+
+    def _take(self, index: int, tensor: torch.Tensor) -> None:
+        numbers = floats(tensor)
+        self._native.gradient(index, numbers.data_ptr(), numbers.numel())

@@ -1,0 +1,237 @@
+//! Workers that train by themselves and agree now and then.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard};
+
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::PyDict;
+use unisono_sync::Parameter;
+use unisono_sync::local::{LocalSteps as Library, StrategySpec};
+use unisono_sync::shards::Shards;
+use unisono_sync::strategy;
+
+use super::lease::Lease;
+use super::places::{Place, Places};
+use super::seat::Seat;
+use super::settings::{self, Codec};
+use super::synchronizer::{bytes_of, numbers_of, to_dict};
+use crate::deadline;
+use crate::error::Site;
+use crate::group::Group;
+
+/// Synchronizes the weights of workers that train by themselves.
+#[pyclass(frozen)]
+pub struct LocalSteps {
+    seat: Seat,
+    parameters: Vec<Parameter>,
+    state: Lease<Mutex<State>>,
+}
+
+/// Locked only by who does not have the interpreter's lock.
+struct State {
+    library: Library,
+    /// Steps that this worker has finished.
+    steps: u64,
+    /// Whether a synchronization failed: nothing is agreed any more.
+    failed: bool,
+}
+
+impl LocalSteps {
+    /// Whether something may be under way.
+    fn has_begun(&self, py: Python<'_>, site: Site) -> PyResult<bool> {
+        let state = self.state.open(py, site)?;
+        Ok(py.detach(|| {
+            let state = lock(&state);
+            state.steps > 0 && state.library.schedule().delay() > 0
+        }))
+    }
+
+    /// The places of all parameters, for as long as a call lasts.
+    fn places(&self, py: Python<'_>, site: Site, places: Vec<Place>) -> PyResult<Places> {
+        // SAFETY: the caller keeps the memory valid and to itself until its call returns.
+        let places = unsafe { Places::new(places, &self.parameters) };
+        places.map_err(|text| site.invalid(py, &text))
+    }
+
+    /// Calls the library, at most for so long, without the interpreter's lock.
+    fn call<R: Send>(
+        &self,
+        py: Python<'_>,
+        seconds: f64,
+        site: Site,
+        call: impl FnOnce(&mut State) -> Result<R, unisono_sync::SyncError> + Send,
+    ) -> PyResult<R> {
+        let state = self.state.open(py, site)?;
+        if py.detach(|| lock(&state).failed) {
+            let text = "an earlier synchronization failed, and nothing is agreed any more; start \
+                        again from the last checkpoint";
+            return Err(site.invalid(py, text));
+        }
+        self.seat.within(py, seconds, site, || {
+            let mut state = lock(&state);
+            let outcome = call(&mut state);
+            state.failed = outcome.is_err();
+            outcome
+        })
+    }
+}
+
+#[pymethods]
+impl LocalSteps {
+    /// Joins the workers of a group; without one, there is nobody to agree with. All ranks give the
+    /// same names, shapes and settings. The weights in `places` become rank 0's.
+    #[new]
+    #[pyo3(signature = (group, parameters, strategy, codec, places, seconds))]
+    fn new(
+        py: Python<'_>,
+        group: Option<Py<Group>>,
+        parameters: Vec<(String, Vec<usize>)>,
+        strategy: &str,
+        codec: Codec,
+        places: Vec<Place>,
+        seconds: f64,
+    ) -> PyResult<LocalSteps> {
+        let rank = group.as_ref().map_or(0, |group| group.bind(py).get().rank());
+        let mut seat = Seat::new(py, group, rank);
+        let site = seat.site("joining the workers");
+        let invalid = |text: String| site.invalid(py, &text);
+        let parameters = settings::parameters(parameters).map_err(invalid)?;
+        let spec: StrategySpec = strategy.parse().map_err(|e| invalid(format!("{e}")))?;
+        let plan = spec.plan().ok_or_else(|| invalid(format!("{spec} has no local steps")))?;
+        let compression = codec.compression().map_err(invalid)?;
+        if compression.as_ref().is_some_and(|compression| compression.auto) {
+            return Err(invalid(
+                "a codec is chosen where workers agree in every step; name one".into(),
+            ));
+        }
+        // SAFETY: the caller keeps the memory valid and to itself until this returns.
+        let places = unsafe { Places::new(places, &parameters) };
+        let mut places = places.map_err(invalid)?;
+        let engine = seat.engine(py, site)?;
+        let shapes: Vec<_> = parameters.iter().map(|p| (&p.name, &p.shape)).collect();
+        let settings = format!("{spec}, {compression:?}, {shapes:?}");
+        seat.expect_equal(py, &engine, &settings, seconds, site)?;
+        let library = seat.within(py, seconds, site, || {
+            for parameter in 0..parameters.len() {
+                engine.broadcast(places.of(parameter), 0)?;
+            }
+            let workers = engine.size();
+            let replicas = Shards::new(workers, workers)?;
+            let travel = strategy::build(Some(&engine), replicas, true, &parameters, compression)?;
+            let mut library = Library::new(travel, workers, &parameters, plan);
+            library.begin(&places);
+            Ok(library)
+        })?;
+        let ends = library.abort_handle();
+        seat.watch(ends.clone());
+        let state = Mutex::new(State { library, steps: 0, failed: false });
+        let state = Lease::new(state, ends, seat.rank());
+        Ok(LocalSteps { seat, parameters, state })
+    }
+
+    /// Steps that this worker has finished.
+    #[getter]
+    fn steps(&self, py: Python<'_>) -> PyResult<u64> {
+        let state = self.state.open(py, self.seat.site("counting steps"))?;
+        Ok(py.detach(|| lock(&state).steps))
+    }
+
+    /// Bytes this rank has sent so far.
+    #[getter]
+    fn sent(&self, py: Python<'_>) -> PyResult<u64> {
+        let state = self.state.open(py, self.seat.site("counting bytes"))?;
+        Ok(py.detach(|| lock(&state).library.sent()))
+    }
+
+    /// Whether the workers' weights are looked at after the next step.
+    fn is_due(&self, py: Python<'_>) -> PyResult<bool> {
+        let state = self.state.open(py, self.seat.site("looking at the schedule"))?;
+        Ok(py.detach(|| {
+            let state = lock(&state);
+            let due = state.library.schedule().after(state.steps + 1);
+            due.submit.is_some() || due.apply.is_some()
+        }))
+    }
+
+    /// This worker has finished a step in which nothing was due.
+    fn skip(&self, py: Python<'_>) -> PyResult<()> {
+        let site = self.seat.site("a local step");
+        if self.is_due(py)? {
+            return Err(site.invalid(py, "something is due after this step; give the weights"));
+        }
+        let state = self.state.open(py, site)?;
+        py.detach(|| lock(&state).steps += 1);
+        Ok(())
+    }
+
+    /// This worker has finished a step: does what is due after it, and waits for it, at most
+    /// `seconds`. Whether the workers agreed on something. The caller keeps the weights alive, and
+    /// away from others, meanwhile.
+    fn step(&self, py: Python<'_>, places: Vec<Place>, seconds: f64) -> PyResult<bool> {
+        let site = self.seat.site("a local step");
+        let mut places = self.places(py, site, places)?;
+        self.call(py, seconds, site, |state| {
+            let step = state.steps + 1;
+            let outcome = state.library.step(step, &mut places, 0.0, false)?;
+            state.steps = step;
+            Ok(outcome.agreed.is_some())
+        })
+    }
+
+    /// Makes the weights of all workers equal, at the end of training. All ranks call it.
+    fn settle(&self, py: Python<'_>, places: Vec<Place>, seconds: f64) -> PyResult<()> {
+        let site = self.seat.site("settling");
+        let mut places = self.places(py, site, places)?;
+        self.call(py, seconds, site, |state| {
+            state.library.settle(state.steps, &mut places).map(drop)
+        })
+    }
+
+    /// What must be remembered besides the workers' own weights, at rank 0. All ranks call it, after
+    /// the same step.
+    fn save<'py>(&self, py: Python<'py>, seconds: f64) -> PyResult<Bound<'py, PyDict>> {
+        let site = self.seat.site("saving");
+        let group = self.seat.engine(py, site)?;
+        let saved = self.call(py, seconds, site, |state| {
+            let mut saved = Vec::new();
+            let mut each = |name, _, values: &[f32]| saved.push((name, bytes_of(values)));
+            state.library.save(&group, &mut each)?;
+            Ok(saved)
+        })?;
+        to_dict(py, saved)
+    }
+
+    /// Goes on after so many steps from what was saved, of which rank 0's counts. All ranks call it.
+    fn restore(
+        &self,
+        py: Python<'_>,
+        steps: u64,
+        saved: HashMap<String, PyBackedBytes>,
+        seconds: f64,
+    ) -> PyResult<()> {
+        let site = self.seat.site("restoring");
+        if self.has_begun(py, site)? {
+            let text =
+                "what is under way cannot be taken back; load the state before the first step";
+            return Err(site.invalid(py, text));
+        }
+        let group = self.seat.engine(py, site)?;
+        self.call(py, seconds, site, |state| {
+            let find = |name: &str| saved.get(name).map(|bytes| numbers_of(bytes));
+            state.library.restore(&group, &find)?;
+            state.steps = steps;
+            Ok(())
+        })
+    }
+
+    /// Leaves the workers. If what is under way does not end within `seconds`, ends all groups of the
+    /// job.
+    fn close(&self, py: Python<'_>, seconds: f64) {
+        self.state.close(py, deadline::limit(seconds));
+    }
+}
+
+fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
+    state.lock().expect("no panic while weights are synchronized")
+}

@@ -1,0 +1,40 @@
+//! Replicas that are kept in step: `unisono-sync`, for Python.
+//!
+//! [`Synchronizer`] takes the gradients of every step, [`LocalSteps`] the weights of workers that
+//! agree now and then. Both have threads and connections of their own, which they give up when they
+//! are closed.
+//!
+//! The library counts on callers that keep to the order of a step, and panics where one does not.
+//! Python is not such a caller: what would panic, or wait for ever, is refused here.
+
+mod lease;
+mod local;
+mod places;
+mod seat;
+mod settings;
+mod synchronizer;
+
+pub use local::LocalSteps;
+pub use synchronizer::Synchronizer;
+
+use pyo3::prelude::*;
+use unisono_sync::shards::Shards;
+
+use crate::error::{Operation, Site};
+
+/// The shards of a worker: the first, and the one after the last.
+#[pyfunction]
+pub fn shards_of(
+    py: Python<'_>,
+    shards: usize,
+    worker: usize,
+    workers: usize,
+) -> PyResult<(usize, usize)> {
+    let site = Site { rank: worker, operation: Operation::Collective("sharding") };
+    if worker >= workers {
+        return Err(site.invalid(py, "a worker's number is below the number of workers"));
+    }
+    let all = Shards::new(shards, workers).map_err(|e| site.invalid(py, &e.to_string()))?;
+    let own = all.of(worker, workers);
+    Ok((own.start, own.end))
+}

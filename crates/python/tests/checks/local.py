@@ -1,0 +1,173 @@
+"""Local steps and accumulation."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+import unisono.torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from checks.compress import loss_of, network
+from tools import assert_replicas_equal, equal, raises
+
+
+def steps(model, optimizer, rank: int, count: int, first: int = 0) -> float:
+    """Local steps on samples of this rank; the loss on samples of nobody."""
+    for step in range(first, first + count):
+        optimizer.zero_grad()
+        loss_of(model, 32, 1000 * step + rank).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return loss_of(model, 512, -1).item()
+
+
+def are_equal(model) -> bool:
+    """Whether all ranks have the same weights; the same answer on all."""
+    weights = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    all_weights = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_weights, weights)
+    return all(torch.equal(all_weights[0], others) for others in all_weights)
+
+
+def check_local_sgd_of_every_step(rank, world):
+    synchronous = DistributedDataParallel(network())
+    steps(synchronous, torch.optim.SGD(synchronous.parameters(), lr=0.1), rank, 6)
+    model = network()
+    steps(model, unisono.torch.LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), 1), rank, 6)
+    for ours, theirs in zip(model.parameters(), synchronous.parameters(), strict=True):
+        equal(ours, theirs)
+    assert_replicas_equal(model)
+
+
+def check_local_sgd_periods(rank, world):
+    model = network()
+    if rank:  # Weights become rank 0's.
+        nn.init.zeros_(model[0].weight)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = unisono.torch.LocalSGD(inner, every=2, longest=3)
+    assert_replicas_equal(model)
+    agreed = []
+    for step in range(9):
+        steps(model, optimizer, rank, 1, step)
+        agreed.append(are_equal(model))
+    assert agreed == [False, True, False, False, True, False, False, True, False], agreed
+    optimizer.settle()
+    assert_replicas_equal(model)
+    # A scheduler takes it for the optimizer that it is.
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    steps(model, optimizer, rank, 1)
+    scheduler.step()
+    assert inner.param_groups[0]["lr"] == 0.05 and optimizer.steps == 10
+
+
+def check_diloco_learns(rank, world):
+    before = loss_of(network(), 512, -1).item()
+    sent = {}
+    for name, options in {
+        "plain": {},
+        "int8": {"codec": "int8"},
+        "fragments": {"fragments": 3},
+        "delayed": {"fragments": 2, "delay": 2, "codec": "topk:25%"},
+    }.items():
+        model = network()
+        inner = torch.optim.AdamW(model.parameters(), lr=5e-3)
+        optimizer = unisono.torch.DiLoCo(inner, every=6, outer_momentum=0.5, **options)
+        loss = steps(model, optimizer, rank, 48)
+        sent[name] = optimizer.sent_bytes
+        optimizer.settle()
+        assert_replicas_equal(model)
+        assert loss < 0.35 * before, (name, before, loss)
+    gradients = 48 * 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert sent["plain"] < gradients / 3, (sent, gradients)
+    assert sent["plain"] > 2.5 * sent["int8"], sent
+    assert sent["fragments"] < 1.1 * sent["plain"], sent
+
+
+def check_local_steps_resume(rank, world):
+    def begin():
+        model = network()
+        inner = torch.optim.AdamW(model.parameters(), lr=5e-3)
+        return model, unisono.torch.DiLoCo(inner, every=4, fragments=2, delay=1, codec="int8")
+
+    whole, optimizer = begin()
+    steps(whole, optimizer, rank, 14)
+    first, optimizer = begin()
+    steps(first, optimizer, rank, 6)  # A fragment is under way.
+    state = copy.deepcopy((first.state_dict(), optimizer.state_dict()))
+    second, optimizer = begin()
+    second.load_state_dict(state[0])
+    optimizer.load_state_dict(state[1])
+    steps(second, optimizer, rank, 8, first=6)
+    for ours, theirs in zip(second.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def check_local_steps_of_halves(rank, world):
+    model = network().to(torch.float16)
+    optimizer = unisono.torch.LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.full((4, 16), rank + 1.0, dtype=torch.float16)).square().mean().backward()
+        optimizer.step()
+    assert all(parameter.dtype == torch.float16 for parameter in model.parameters())
+    assert_replicas_equal(model)
+
+
+def check_local_steps_mistakes(rank, world):
+    inner = torch.optim.SGD(network().parameters(), lr=0.1)
+    for options in ({"every": 0}, {"every": 2, "longest": 1}, {"every": 2, "codec": "auto"}):
+        raises(unisono.InvalidCall, unisono.torch.LocalSGD, inner, **options)
+    for options in ({"fragments": 5}, {"delay": 4}, {"outer_lr": -1.0}, {"outer_momentum": 1.0}):
+        raises(unisono.InvalidCall, unisono.torch.DiLoCo, inner, every=4, **options)
+    error = raises(unisono.InvalidCall, unisono.torch.LocalSGD, inner, every=2 + rank)
+    assert "other settings" in str(error), error
+    optimizer = unisono.torch.LocalSGD(inner, every=2)
+    raises(unisono.InvalidCall, optimizer.add_param_group, {"params": []})
+    raises(unisono.InvalidCall, optimizer.load_state_dict, inner.state_dict())
+
+
+def check_accumulate(rank, world):
+    samples = torch.randn(world, 12, 16, generator=torch.Generator().manual_seed(5))
+    whole = network()
+    expected = whole(samples.reshape(-1, 16)).square().mean()
+    expected.backward()
+    plain, wrapped, sharded = network(), DistributedDataParallel(network()), network()
+    for layer in sharded:
+        fully_shard(layer)
+    fully_shard(sharded)
+    for model in (plain, wrapped, sharded):
+        own = samples.reshape(-1, 16) if model is plain else samples[rank]
+        for parts, size in ((own.chunk(4), None), (own.split([3, 1, own.shape[0] - 4]), len)):
+            model.zero_grad()
+            calls = []
+
+            def loss(part):
+                calls.append(len(part))
+                return model(part).square().mean()
+
+            mean = torch.tensor(unisono.torch.accumulate(model, parts, loss, size=size))
+            if model is not plain:
+                dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+            equal(mean, expected.detach())
+            assert calls == [len(part) for part in parts]
+            for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+                gradient = ours.grad.full_tensor() if model is sharded else ours.grad
+                equal(gradient, theirs.grad)
+    raises(unisono.InvalidCall, unisono.torch.accumulate, plain, [], lambda part: part)
+    # Synchronization happens once: before the last, gradients are each rank's own.
+    seen = []
+
+    def watch(part):
+        seen.append([p.grad.clone() for p in wrapped.parameters()] if seen or calls else None)
+        return wrapped(part).square().mean()
+
+    calls, seen = [], []
+    wrapped.zero_grad(set_to_none=False)
+    calls.append(0)
+    unisono.torch.accumulate(wrapped, samples[rank].chunk(2), watch)
+    first, alone = seen[1], network()
+    (alone(samples[rank].chunk(2)[0]).square().mean() / 2).backward()
+    for ours, theirs in zip(first, alone.parameters(), strict=True):
+        equal(ours, theirs.grad)
