@@ -57,8 +57,11 @@ def _server_killed(rank, world):
     server = ParameterServer(model, "sgd:lr=0.1", "bsp", patience=1.0)
     for step in range(3):
         _learn(model, server, rank, step)
+    store = dist.distributed_c10d._get_default_store()
     if rank == 0:
+        store.wait(["ready"])
         os.kill(os.getpid(), signal.SIGKILL)
+    store.set("ready", b"yes")
     error = raises(unisono.PeerLost, _learn, model, server, rank, 3)
     assert error.rank == rank and "server 0 at" in str(error), error
     server.leave()
