@@ -52,6 +52,25 @@ def _killed_in_backward(rank, world, killed):
     print(f"     rank {rank} raised {elapsed * 1000:.0f} ms after the kill", flush=True)
 
 
+def case_killed_under_codec() -> None:
+    """So does one whose gradients travel encoded."""
+    codes = harness.run(_killed_under_codec, 3)
+    assert codes == [0, 0, -signal.SIGKILL], codes
+
+
+def _killed_under_codec(rank, world):
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    replica = DistributedDataParallel(model, bucket_cap_mb=0.01)
+    unisono.torch.compress(replica, "int8")
+    batch = torch.ones(8, 64)
+    for _ in range(3):
+        replica(batch).sum().backward()
+    if rank == world - 1:
+        model[1].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    error = raises(unisono.PeerLost, lambda: replica(batch).sum().backward())
+    assert (error.rank, error.peer) == (rank, world - 1), vars(error)
+
+
 def case_mismatch() -> None:
     """Ranks that call different operations are told who called what."""
     codes = harness.run(_mismatch, 2)

@@ -188,8 +188,8 @@ impl LocalSteps {
         })
     }
 
-    /// What must be remembered besides the workers' own weights, at rank 0. All ranks call it, after
-    /// the same step.
+    /// What must be remembered besides the workers' own weights, at rank 0. All ranks call it,
+    /// after the same step.
     fn save<'py>(&self, py: Python<'py>, seconds: f64) -> PyResult<Bound<'py, PyDict>> {
         let site = self.seat.site("saving");
         let group = self.seat.engine(py, site)?;
@@ -202,7 +202,8 @@ impl LocalSteps {
         to_dict(py, saved)
     }
 
-    /// Goes on after so many steps from what was saved, of which rank 0's counts. All ranks call it.
+    /// Goes on after so many steps from what was saved, of which rank 0's counts. All ranks call
+    /// it.
     fn restore(
         &self,
         py: Python<'_>,
@@ -225,8 +226,8 @@ impl LocalSteps {
         })
     }
 
-    /// Leaves the workers. If what is under way does not end within `seconds`, ends all groups of the
-    /// job.
+    /// Leaves the workers. If what is under way does not end within `seconds`, ends all groups of
+    /// the job.
     fn close(&self, py: Python<'_>, seconds: f64) {
         self.state.close(py, deadline::limit(seconds));
     }

@@ -58,8 +58,8 @@ impl Places {
     /// The places of these parameters, or what is wrong with them.
     ///
     /// # Safety
-    /// The memory is there, no two places overlap, and nobody else uses it, for as long as the result
-    /// lives.
+    /// The memory is there, no two places overlap, and nobody else uses it, for as long as the
+    /// result lives.
     pub unsafe fn new(places: Vec<Place>, parameters: &[Parameter]) -> Result<Places, String> {
         if places.len() != parameters.len() {
             let (given, expected) = (places.len(), parameters.len());

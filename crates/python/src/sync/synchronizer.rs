@@ -59,7 +59,8 @@ impl Synchronizer {
         self.progress.lock().expect("no panic while a step goes on")
     }
 
-    /// Calls the library, without the interpreter's lock. What the call refuses is an `InvalidCall`.
+    /// Calls the library, without the interpreter's lock. What the call refuses is an
+    /// `InvalidCall`.
     fn call<R: Send>(
         &self,
         py: Python<'_>,
@@ -261,8 +262,8 @@ impl Synchronizer {
         to_dict(py, saved)
     }
 
-    /// Goes on after so many steps from what was saved, of which rank 0's counts. All ranks call it,
-    /// between steps.
+    /// Goes on after so many steps from what was saved, of which rank 0's counts. All ranks call
+    /// it, between steps.
     fn restore(
         &self,
         py: Python<'_>,

@@ -156,18 +156,21 @@ def check_accumulate(rank, world):
                 gradient = ours.grad.full_tensor() if model is sharded else ours.grad
                 equal(gradient, theirs.grad)
     raises(unisono.InvalidCall, unisono.torch.accumulate, plain, [], lambda part: part)
-    # Synchronization happens once: before the last, gradients are each rank's own.
+
+
+def check_accumulate_synchronizes_once(rank, world):
+    """Before the last backward pass, gradients are each rank's own."""
+    parts = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(rank))
+    replica, alone = DistributedDataParallel(network()), network()
     seen = []
 
-    def watch(part):
-        seen.append([p.grad.clone() for p in wrapped.parameters()] if seen or calls else None)
-        return wrapped(part).square().mean()
+    def loss(part):
+        seen.append([p.grad for p in replica.parameters() if p.grad is not None])
+        seen[-1] = [gradient.clone() for gradient in seen[-1]]
+        return replica(part).square().mean()
 
-    calls, seen = [], []
-    wrapped.zero_grad(set_to_none=False)
-    calls.append(0)
-    unisono.torch.accumulate(wrapped, samples[rank].chunk(2), watch)
-    first, alone = seen[1], network()
-    (alone(samples[rank].chunk(2)[0]).square().mean() / 2).backward()
-    for ours, theirs in zip(first, alone.parameters(), strict=True):
+    unisono.torch.accumulate(replica, parts, loss)
+    (alone(parts[0]).square().mean() / 2).backward()
+    assert seen[0] == [] and len(seen) == 2
+    for ours, theirs in zip(seen[1], alone.parameters(), strict=True):
         equal(ours, theirs.grad)

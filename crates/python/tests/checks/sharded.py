@@ -25,10 +25,9 @@ def check_sharded_sampler(rank, world):
     assert list(sampler) != own, "every epoch is shuffled anew"
     sampler.set_epoch(0, step=2)
     assert list(sampler) == own[2 * shards :] and len(sampler) == shards
-    raises(unisono.InvalidCall, list, sampler.steps(own[: shards + 1])) if shards > 1 else None
-    raises(unisono.InvalidCall, unisono.torch.ShardedSampler, 50, batch_size=15, shards=8)
-    raises(unisono.InvalidCall, unisono.torch.ShardedSampler, 10, batch_size=16, shards=8)
-    raises(unisono.InvalidCall, unisono.torch.ShardedSampler, 50, batch_size=world - 1, shards=world - 1)
+    raises(unisono.InvalidCall, list, sampler.steps(own[: shards + 1]))
+    for samples, batch, shards in ((50, 15, 8), (10, 16, 8), (50, world - 1, world - 1)):
+        raises(unisono.InvalidCall, unisono.torch.ShardedSampler, samples, batch, shards)
 
 
 def check_sharded_step(rank, world):

@@ -25,11 +25,11 @@ def accumulate(
         mean = unisono.torch.accumulate(model, parts, lambda part: criterion(model(part.x), part.y))
         optimizer.step()
 
-    `loss` computes the mean loss of a batch, by calling the model; the backward passes are made here.
-    All but the last are made without synchronization (`no_sync` of DDP; FSDP2 has its own switch; a
-    model of neither kind is left as it is).  Every batch counts alike; if they differ in size,
-    `size` says how large one is, such as ``lambda part: len(part.x)``.  Returns the mean loss of this
-    rank.  If the loss raises, gradients of earlier batches stay in the parameters.
+    `loss` computes the mean loss of a batch, by calling the model; the backward passes are made
+    here.  All but the last are made without synchronization (`no_sync` of DDP; FSDP2 has its own
+    switch; a model of neither kind is left as it is).  Every batch counts alike; if they differ in
+    size, `size` says how large one is, such as ``lambda part: len(part.x)``.  Returns the mean loss
+    of this rank.  If the loss raises, gradients of earlier batches stay in the parameters.
     """
     parts = list(batches)
     if not parts:

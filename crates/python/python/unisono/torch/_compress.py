@@ -1,12 +1,12 @@
 """Gradients of DDP in fewer bytes.
 
 DDP calls a communication hook for every bucket of gradients, in order, as backward fills them, and
-waits for the hooks' futures at the end of backward.  The hook hands the gradients to a synchronizer,
-which encodes and exchanges them in buckets of its own, on a thread of its own, while backward goes
-on.  The hook of the last bucket, when backward has nothing more to compute, waits for the means and
-completes the futures of all.  Waiting there and not behind a future lets an error leave `backward` as
-the exception that it is; and in the first step of a static graph DDP calls all hooks after backward
-and looks at the futures at once, so that nobody else could complete them.
+waits for the hooks' futures at the end of backward.  The hook hands the gradients to a
+synchronizer, which encodes and exchanges them in buckets of its own, on a thread of its own, while
+backward goes on.  The hook of the last bucket, when backward has nothing more to compute, waits for
+the means and completes the futures of all.  Waiting there and not behind a future lets an error
+leave `backward` as the exception that it is; and in the first step of a static graph DDP calls all
+hooks after backward and looks at the futures at once, so that nobody else could complete them.
 """
 
 from collections.abc import Mapping
@@ -40,24 +40,24 @@ def compress(
 
     `codec` is one of fp16, bf16, int8, int4, qsgd, sign, topk, randk, dgc and powersgd, with its
     settings (``"topk:1%"``, ``"qsgd:4"``), a sparse one also with a codec for its values
-    (``"topk:1%+int8"``); ``"none"``; or ``"auto"``, which observes some steps and then takes what is
-    predicted to be fastest, which may be none.  ``dgc`` has the momentum in it: the optimizer should
-    have none.
+    (``"topk:1%+int8"``); ``"none"``; or ``"auto"``, which observes some steps and then takes what
+    is predicted to be fastest, which may be none.  ``dgc`` has the momentum in it: the optimizer
+    should have none.
 
-    Biases, the parameters of norms and tensors of less than 1024 elements travel as they are, unless
-    one of the `rules` says otherwise: ``{"embed*": None, "*.head.weight": "int8"}``, of which the
-    first that fits a parameter's name decides.  In the first `warm_up` steps nothing is encoded.
-    What an encoding leaves out is added to the next gradient, unless `error_feedback` is off; without
-    it, most codecs do not converge.  `seed` is what codecs that draw draw from.
+    Biases, the parameters of norms and tensors of less than 1024 elements travel as they are,
+    unless one of the `rules` says otherwise: ``{"embed*": None, "*.head.weight": "int8"}``, of
+    which the first that fits a parameter's name decides.  In the first `warm_up` steps nothing is
+    encoded.  What an encoding leaves out is added to the next gradient, unless `error_feedback` is
+    off; without it, most codecs do not converge.  `seed` is what codecs that draw draw from.
 
     All ranks call this, with the same arguments, after making the model and before the first step.
     It works with `no_sync`, `find_unused_parameters`, `static_graph` and `gradient_as_bucket_view`,
-    and with any backend of CPU tensors: where that is not Unisono, the ranks connect for themselves.
+    and with any backend of CPU tensors: where that is not Unisono, the ranks connect for
+    themselves.
     """
     if not isinstance(model, DistributedDataParallel):
-        raise InvalidCall(
-            f"compress takes a DistributedDataParallel, not a {type(model).__name__}; wrap the model"
-        )
+        kind = type(model).__name__
+        raise InvalidCall(f"compress takes a DistributedDataParallel, not a {kind}; wrap the model")
     compression = Compression(model, codec, rules, warm_up, error_feedback, seed)
     model.register_comm_hook(compression, _take)
     return compression

@@ -1,7 +1,7 @@
 """Tensors as the synchronizer takes them: contiguous 32-bit floats in this machine's memory.
 
-A tensor that is that already is used as it is.  Others, such as halves or channels-last weights, are
-copied on the way in and on the way out.
+A tensor that is that already is used as it is.  Others, such as halves or channels-last weights,
+are copied on the way in and on the way out.
 """
 
 from collections.abc import Sequence

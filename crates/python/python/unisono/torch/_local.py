@@ -1,8 +1,8 @@
 """Local steps: workers that train by themselves and agree now and then.
 
-The wrappers are optimizers.  A step of one is a step of the optimizer that it wraps, on this worker's
-own gradients; after some steps the workers synchronize what they have come to.  No DDP is around the
-model.
+The wrappers are optimizers.  A step of one is a step of the optimizer that it wraps, on this
+worker's own gradients; after some steps the workers synchronize what they have come to.  No DDP is
+around the model.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,6 +47,12 @@ class _LocalSteps(torch.optim.Optimizer):
         )
         weights.write_back()
         _exit.watch(self)
+
+    def __getattr__(self, name: str) -> Any:
+        # What the base class would have set, such as the hooks of steps.
+        if name == "_inner":
+            raise AttributeError(name)
+        return getattr(self._inner, name)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -129,7 +135,7 @@ class _LocalSteps(torch.optim.Optimizer):
 
 
 class LocalSGD(_LocalSteps):
-    """Every worker makes `every` steps by itself; then the weights become the mean of all workers'.
+    """Workers make `every` steps by themselves; then the weights become the mean of all workers'.
 
         optimizer = unisono.torch.LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), every=8)
         ...
@@ -168,9 +174,9 @@ class DiLoCo(_LocalSteps):
     its steps gain speed.
 
     With several `fragments`, parts of the model synchronize at different steps of a period: as many
-    bytes, but never all at once.  With a `delay` the workers go on for so many steps while a fragment
-    travels, and keep the progress of that time; it is one step by default if there are several
-    fragments, and none otherwise.
+    bytes, but never all at once.  With a `delay` the workers go on for so many steps while a
+    fragment travels, and keep the progress of that time; it is one step by default if there are
+    several fragments, and none otherwise.
 
     The weights become rank 0's at the beginning.  The state of the inner optimizer stays each
     worker's own.  `codec` and `rules` are those of `unisono.torch.compress`.

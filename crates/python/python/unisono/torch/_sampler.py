@@ -16,7 +16,7 @@ Batch = TypeVar("Batch")
 
 
 def drawn_from(*numbers: int) -> int:
-    """A seed for one purpose, from the numbers that tell it from others: 63 bits that look random."""
+    """A seed, of 63 bits, for what these numbers tell from everything else."""
     text = "/".join(map(str, numbers)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
 
@@ -30,10 +30,10 @@ class ShardedSampler(Sampler[list[int]]):
             for batches in sampler.steps(loader):
                 step(batches, loss)
 
-    The samples of a shard follow from seed, epoch, step and the number of the shard alone.  How many
-    processes there are only decides who computes which shards: a contiguous range for each, in order
-    of the ranks.  `batch_size` counts the samples of one step of all processes, and is a multiple of
-    `shards`; samples that do not fill a step are left out of the epoch.
+    The samples of a shard follow from seed, epoch, step and the number of the shard alone.  How
+    many processes there are only decides who computes which shards: a contiguous range for each, in
+    order of the ranks.  `batch_size` counts the samples of one step of all processes, and is a
+    multiple of `shards`; samples that do not fill a step are left out of the epoch.
 
     By itself the sampler yields lists of indices, one for each shard of this process, step by step;
     `steps` collects what a loader made of those of one step.

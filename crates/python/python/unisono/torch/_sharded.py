@@ -1,10 +1,10 @@
 """Training whose weights do not depend on the number of processes.
 
-The batch of a step is cut into a fixed number of shards.  A process computes the gradient of each of
-its shards by itself and hands every parameter's over as backward produces it; the sum of all shards
-is one fixed tree, whoever computed which.  Nothing may be carried from one shard to the next, or the
-result would depend on who computes both: so every shard begins with no gradients, with the buffers as
-they were before the step, and with a random generator of its own.
+The batch of a step is cut into a fixed number of shards.  A process computes the gradient of each
+of its shards by itself and hands every parameter's over as backward produces it; the sum of all
+shards is one fixed tree, whoever computed which.  Nothing may be carried from one shard to the
+next, or the result would depend on who computes both: so every shard begins with no gradients, with
+the buffers as they were before the step, and with a random generator of its own.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,19 +37,19 @@ class ShardedStep:
             mean = step(batches, lambda batch: criterion(model(batch[0]), batch[1]))
 
     There may be as many processes as shards, or fewer, evenly or not; a process by itself needs no
-    `init_process_group`.  The weights, the optimizer's state and the loss have the same bits for all
-    of them, and for every size of buckets, transport and algorithm, with any codec (but ``auto``,
-    which looks at the clock and is refused here).
+    `init_process_group`.  The weights, the optimizer's state and the loss have the same bits for
+    all of them, and for every size of buckets, transport and algorithm, with any codec (but
+    ``auto``, which looks at the clock and is refused here).
 
-    The model is not wrapped.  Its weights become rank 0's at the beginning: seed torch before making
-    it, or load them, for a run that can be repeated.  The loss is a function of the weights, the
-    batch and torch's random generator, which is seeded here for every shard of every step, so dropout
-    is the same on any number of processes.  What a shard changes of a buffer, such as the
+    The model is not wrapped.  Its weights become rank 0's at the beginning: seed torch before
+    making it, or load them, for a run that can be repeated.  The loss is a function of the weights,
+    the batch and torch's random generator, which is seeded here for every shard of every step, so
+    dropout is the same on any number of processes.  What a shard changes of a buffer, such as the
     statistics of a batch norm, is averaged like a gradient.
 
     What can still change bits: the number of threads (`torch.set_num_threads`; processes of one job
-    on one machine often get fewer each, so set it), another type of CPU, another version of torch or
-    of its linear algebra, and random numbers from elsewhere than torch.
+    on one machine often get fewer each, so set it), another type of CPU, another version of torch
+    or of its linear algebra, and random numbers from elsewhere than torch.
 
     `buckets` are the bytes of the first and of the other buckets, which are otherwise found while
     training; `codec`, `rules`, `warm_up` and `error_feedback` are those of
@@ -71,9 +71,9 @@ class ShardedStep:
         group: dist.ProcessGroup | None = None,
     ):
         if isinstance(model, DistributedDataParallel):
-            raise InvalidCall("a sharded step synchronizes by itself; give it the model without DDP")
+            raise InvalidCall("a sharded step synchronizes by itself; give it the model, not DDP")
         if codec == "auto":
-            raise InvalidCall("auto looks at the clock, and would not give the same bits; name a codec")
+            raise InvalidCall("auto looks at the clock and would give other bits; name a codec")
         parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         buffers = {n: b for n, b in model.named_buffers() if b.is_floating_point()}
         others = [b for b in model.buffers() if not b.is_floating_point()]
@@ -130,13 +130,13 @@ class ShardedStep:
     def gradients(self, batches: Iterable[Batch], loss: Callable[[Batch], torch.Tensor]) -> float:
         """Sets the gradients to the means of all shards, and leaves the step to the caller.
 
-        `batches` has one for every shard of this process, in order; `loss` gives the mean loss of one.
-        For what comes between gradients and optimizer, such as clipping.  Parameters that no shard
-        used have no gradient.  Returns the mean loss of all shards.
+        `batches` has one for every shard of this process, in order; `loss` gives the mean loss of
+        one.  For what comes between gradients and optimizer, such as clipping.  Parameters that no
+        shard used have no gradient.  Returns the mean loss of all shards.
         """
         shards = list(batches)
         if len(shards) != len(self.shards):
-            raise InvalidCall(f"{len(shards)} batches for {len(self.shards)} shards; give one for each")
+            raise InvalidCall(f"{len(shards)} batches for {len(self.shards)} shards; give each one")
         before = [buffer.clone() for buffer in self._kept]
         for parameter in self._parameters:
             parameter.grad = None

@@ -1,8 +1,8 @@
 """What the engine remembers from step to step, as a `state_dict`.
 
-The engine gathers it at rank 0, in a form that does not know who held which part, and spreads it from
-there.  So the dictionaries of the other ranks hold only the number of steps, and a checkpoint that
-rank 0 wrote can be loaded by all, or each rank loads its own.
+The engine gathers it at rank 0, in a form that does not know who held which part, and spreads it
+from there.  So the dictionaries of the other ranks hold only the number of steps, and a checkpoint
+that rank 0 wrote can be loaded by all, or each rank loads its own.
 """
 
 from typing import Any, Protocol
@@ -37,6 +37,7 @@ def restore(native: Remembers, state: dict[str, Any], seconds: float) -> None:
     try:
         steps, tensors = int(state["steps"]), dict(state["tensors"])
     except (KeyError, TypeError) as error:
-        raise InvalidCall("this is no state_dict of unisono.torch: it has no steps or tensors") from error
+        text = "this is no state_dict of unisono.torch: it has no steps or tensors"
+        raise InvalidCall(text) from error
     data = {name: tensor.to(torch.float32).numpy().tobytes() for name, tensor in tensors.items()}
     native.restore(steps, data, seconds)
