@@ -54,7 +54,9 @@ def engine_of(group: dist.ProcessGroup | None = None) -> Engine:
             return Engine(None, 0, 1, default_pg_timeout.total_seconds())
         group = dist.group.WORLD
     if isinstance(group, Core):
-        return Engine(group._native, group._rank, group._size, group._seconds)
+        # One of its own: the calls of the program are numbered, and these are not among them.
+        native = group._native.subgroup(list(range(group._size)))
+        return Engine(native, group._rank, group._size, group._seconds)
     rank, size, name = dist.get_rank(group), dist.get_world_size(group), group.group_name
     number, _formed[name] = _formed[name], _formed[name] + 1
     store = dist.distributed_c10d._get_default_store()
