@@ -10,9 +10,9 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from tools import is_old_torch
 
-if not hasattr(dist.Backend, "_ensure_backend_registered"):
-    # A torch that does not look for backends among the packages.
+if is_old_torch():
     import unisono.torch
 
 # After this long, ranks that have not ended have hung.  Longer than anything here takes on a busy

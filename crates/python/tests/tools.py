@@ -8,6 +8,11 @@ import torch.distributed as dist
 equal = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
 
 
+def is_old_torch() -> bool:
+    """Whether this torch neither looks for backends among the packages nor mixes them with others."""
+    return not hasattr(dist.Backend, "_ensure_backend_registered")
+
+
 def on_gloo() -> bool:
     return dist.get_backend() == "gloo"
 

@@ -29,7 +29,7 @@ class Group(Calls, ProcessGroup):
     """A group of ranks on Unisono's engine."""
 
     def __init__(self, listed_as: str, native: _native.Group, store, timeout: timedelta):
-        ProcessGroup.__init__(self, store, native.rank, native.size)
+        ProcessGroup.__init__(self, native.rank, native.size)
         Calls.__init__(self, listed_as, native, store, timeout)
         self._group_name = ""
         self._group_desc = ""
@@ -99,7 +99,8 @@ def create(listed_as: str, options) -> Group | Backend:
         native = world._native.subgroup(ranks)
     else:
         native = _rendezvous.form(options.store, options.group_rank, options.group_size)
-    # Torch's group is named after the other backend, if there is one beside us.
-    alone = options.process_group is None or options.process_group.name() in ("custom", listed_as)
-    face = Group if alone else Backend
+    # Torch's group is named after the other backend, if there is one beside us.  An older torch does
+    # not show it, and takes ours for the whole group in any case.
+    whole = getattr(options, "process_group", None)
+    face = Group if whole is None or whole.name() in ("custom", listed_as) else Backend
     return face(listed_as, native, options.store, options.timeout)

@@ -60,7 +60,10 @@ class Tracer:
         """Ends the recording; what was seen, or None if another recording has ended this one."""
         with torch.autograd.profiler.record_function(_LAST):
             pass
-        events = torch.autograd._disable_profiler().events()
+        try:
+            events = torch.autograd._disable_profiler().events()
+        except RuntimeError:  # There is none to be ended.
+            return None
         if not any(event.name() == _LAST for event in events):
             return None
         return read(events)
