@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use unisono_collective::{Dtype, Op, Reduction, Request, Separate, Unequal};
 
-/// What to do, in the form that fits the operation. `unisono/torch/_codes.py` has the codes.
+/// What to do, in the form that fits the operation. `unisono/torch/_backend/codes.py` has the codes.
 #[derive(FromPyObject)]
 pub enum Call {
     /// Operation, type and reduction by their codes; input, output and count as in [`Request`]; the

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tools import is_old_torch
 
 if is_old_torch():
-    import unisono.torch
+    pass
 
 # After this long, ranks that have not ended have hung.  Longer than anything here takes on a busy
 # machine.

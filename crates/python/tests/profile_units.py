@@ -8,11 +8,11 @@ import json
 import tempfile
 import threading
 import time
-import tomllib
 import unittest
 from datetime import timedelta
 from pathlib import Path
 
+import tomllib
 import torch
 import torch.distributed as dist
 import unisono.torch

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Tests the package that is installed.
 
-    run.py [--worlds 2 3] [--backend NAME] [--kills N] [NAME…]
+    run.py [--worlds 2,3] [--backend NAME] [--kills N] [NAME…]
 
-Runs every check of `checks/` on 2 and on 3 processes, and every case of `failures.py`,
-`server_jobs.py` and `sharded_worlds.py`; with NAMEs, only those whose names contain one of them.
-`--backend gloo` runs the checks on Gloo.  `--kills N` repeats the case of the killed rank.
+Runs every check of `checks/` on 2 and on 3 processes, every case of `jobs/`, and the units of
+`profile_units.py`; with NAMEs, only those whose names contain one of them.  `--backend gloo` runs
+the checks on Gloo.  `--kills N` repeats the case of the killed rank.
 """
 
 import argparse
@@ -16,16 +16,23 @@ import traceback
 # Two ranks or more share this machine; and a process that forks must not have started threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+# Programs that jobs start find these modules too.
+here = os.path.dirname(os.path.abspath(__file__))
+os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 import checks
 import harness
+import jobs
 import profile_units
+from tools import functions_of
+
+CHECKS = functions_of(checks, "check_")
 
 
 def main() -> None:
     raw = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--worlds", default="2,3")
     parser.add_argument("--backend", default="unisono")
     parser.add_argument("--kills", type=int, default=1)
     parser.add_argument("names", nargs="*", metavar="NAME")
@@ -35,18 +42,14 @@ def main() -> None:
         return not arguments.names or any(word in name for word in arguments.names)
 
     failed, ran = [], 0
-    chosen = [name for name in checks.ALL if wanted(name)]
-    for world in arguments.worlds if chosen else []:
+    chosen = [name for name in CHECKS if wanted(name)]
+    for world in map(int, arguments.worlds.split(",") if chosen else []):
         codes = harness.run(run_checks, world, chosen, backend=arguments.backend)
         ran += len(chosen)
         if any(codes):
             failed.append(f"checks on {world} processes (exit codes {codes})")
     if arguments.backend == "unisono":
-        import failures
-        import server_jobs
-        import sharded_worlds
-
-        for name, case in (failures.ALL | server_jobs.ALL | sharded_worlds.ALL).items():
+        for name, case in functions_of(jobs, "case_").items():
             for _ in range(arguments.kills if name == "killed_in_backward" else 1):
                 if wanted(name):
                     ran += 1
@@ -63,7 +66,7 @@ def run_checks(rank: int, world: int, names: list[str]) -> None:
     first failure ends the run."""
     for name in names:
         try:
-            checks.ALL[name](rank, world)
+            CHECKS[name](rank, world)
         except BaseException:
             print(f"FAIL {name} on rank {rank} of {world}", flush=True)
             raise

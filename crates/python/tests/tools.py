@@ -1,6 +1,10 @@
-"""What the checks have in common."""
+"""What checks and jobs have in common."""
 
+import importlib
+import pkgutil
+from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -9,7 +13,7 @@ equal = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
 
 
 def is_old_torch() -> bool:
-    """Whether this torch neither looks for backends among the packages nor mixes them with others."""
+    """Whether this torch neither looks for backends among packages nor mixes them with others."""
     return not hasattr(dist.Backend, "_ensure_backend_registered")
 
 
@@ -32,3 +36,13 @@ def assert_replicas_equal(model) -> None:
     first = weights.clone()
     dist.broadcast(first, 0)
     assert torch.equal(weights, first), (weights - first).abs().max()
+
+
+def functions_of(package: ModuleType, prefix: str) -> dict[str, Callable]:
+    """The functions of a package whose names begin like this, by the rest of their names."""
+    return {
+        name.removeprefix(prefix): value
+        for module in sorted(found.name for found in pkgutil.iter_modules(package.__path__))
+        for name, value in vars(importlib.import_module(f"{package.__name__}.{module}")).items()
+        if name.startswith(prefix)
+    }

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypedDict
 
-# As in `unisono.torch._codes`.
+# As in `unisono.torch._backend.codes`.
 _Address = int | list[int]
 _Call = (
     tuple[int, int, int, _Address, _Address, int, int | None]
@@ -14,7 +14,7 @@ _Call = (
 _Place = tuple[int, int]
 
 class _Codec(Protocol):
-    """As `unisono.torch._codec.Codec`."""
+    """As `unisono.torch._gradients.codec.Codec`."""
 
     @property
     def codec(self) -> str: ...

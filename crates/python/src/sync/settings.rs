@@ -7,7 +7,7 @@ use unisono_codec::Rules;
 use unisono_sync::Parameter;
 use unisono_sync::strategy::Compression;
 
-/// Whether gradients travel in fewer bytes, and how. `unisono/torch/_codec.py` makes one.
+/// Whether gradients travel in fewer bytes, and how. `unisono/torch/_gradients/codec.py` makes one.
 #[derive(Clone, Debug, FromPyObject)]
 pub struct Codec {
     /// A codec, `none` or `auto`.

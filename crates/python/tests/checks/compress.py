@@ -3,10 +3,9 @@
 import torch
 import torch.distributed as dist
 import unisono.torch
+from tools import assert_replicas_equal, equal, raises
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-from tools import assert_replicas_equal, equal, raises
 
 CODECS = (
     "fp16", "bf16", "int8", "int8:stochastic", "int4", "qsgd:4", "sign", "topk:10%",

@@ -5,12 +5,12 @@ import copy
 import torch
 import torch.distributed as dist
 import unisono.torch
+from tools import assert_replicas_equal, equal, raises
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from checks.compress import loss_of, network
-from tools import assert_replicas_equal, equal, raises
 
 
 def steps(model, optimizer, rank: int, count: int, first: int = 0) -> float:

@@ -8,9 +8,9 @@ import json
 import shutil
 import tempfile
 import time
-import tomllib
 from pathlib import Path
 
+import tomllib
 import torch
 import torch.distributed as dist
 import unisono.torch

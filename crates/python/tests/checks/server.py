@@ -8,13 +8,12 @@ import time
 
 import torch
 import torch.distributed as dist
+import unisono
 from tools import equal, raises
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-
-import unisono
 from unisono.torch import ParameterServer
 
 

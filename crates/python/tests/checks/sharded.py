@@ -1,12 +1,12 @@
-"""Shards of a batch on one group of processes; `sharded_worlds.py` compares several."""
+"""Shards of a batch on one group of processes; `jobs/sharded.py` compares several."""
 
 import torch
 import unisono.torch
+from tools import assert_replicas_equal, equal, raises
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from checks.compress import network
-from tools import assert_replicas_equal, equal, raises
 
 
 def check_sharded_sampler(rank, world):

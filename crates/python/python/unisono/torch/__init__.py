@@ -8,14 +8,14 @@ older torch, `import unisono.torch` before.
 
 import torch.distributed as dist
 
-from unisono.torch._accumulate import accumulate
-from unisono.torch._compress import Compression, compress
-from unisono.torch._group import Group, create
-from unisono.torch._local import DiLoCo, LocalSGD
+from unisono.torch._backend.group import Group, create
+from unisono.torch._gradients.accumulate import accumulate
+from unisono.torch._gradients.compress import Compression, compress
+from unisono.torch._gradients.local import DiLoCo, LocalSGD
+from unisono.torch._gradients.sampler import ShardedSampler
+from unisono.torch._gradients.sharded import ShardedStep
 from unisono.torch._profile import Profile, profile
-from unisono.torch._sampler import ShardedSampler
-from unisono.torch._server import ParameterServer, ServerStatistics
-from unisono.torch._sharded import ShardedStep
+from unisono.torch._servers.server import ParameterServer, ServerStatistics
 
 __all__ = [
     "Compression",

@@ -21,10 +21,11 @@ from torch.optim.optimizer import (
 )
 
 from unisono import _native
-from unisono.torch import _exit, _work
-from unisono.torch._core import Core
+from unisono.torch import _exit
+from unisono.torch._backend import work
+from unisono.torch._backend.core import Core
+from unisono.torch._backend.tensors import byte_count
 from unisono.torch._profile.spans import Kind, Span
-from unisono.torch._tensors import byte_count
 
 _now = time.time_ns
 
@@ -101,7 +102,7 @@ class Hooks:
         ]
         self._wrap(torch.autograd, "backward", self._backward)
         self._wrap(torch._C._distributed_c10d.Work, "wait", self._waiting)
-        self._wrap(_work.Work, "wait", self._waiting)
+        self._wrap(work.Work, "wait", self._waiting)
         self._wrap(Core, "_start", self._call)
         self._wrap(Core, "_start_message", self._message)
         self._watch_models()

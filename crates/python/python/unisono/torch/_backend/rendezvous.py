@@ -11,7 +11,7 @@ _TOKEN = "unisono/token"
 
 def form(store, rank: int, size: int) -> _native.Group:
     """The engine's group of all ranks that share the store."""
-    endpoint = _native.Endpoint(_own_address())
+    endpoint = _native.Endpoint(own_address())
     # The token goes through the store, which every rank trusts with the addresses anyway.
     if rank == 0:
         store.set(_TOKEN, _native.new_token())
@@ -25,7 +25,7 @@ def _address_of(rank: int) -> str:
     return f"unisono/address/{rank}"
 
 
-def _own_address() -> str:
+def own_address() -> str:
     """The address by which the others reach this rank: the one that leads to the master."""
     master = os.environ.get("MASTER_ADDR")
     if not master:

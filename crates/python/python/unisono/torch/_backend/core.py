@@ -12,10 +12,10 @@ import torch
 from unisono import _native
 from unisono.errors import Error, InvalidCall, Mismatch
 from unisono.torch import _exit
-from unisono.torch._codes import Call
-from unisono.torch._lines import Lines
-from unisono.torch._tensors import Finish
-from unisono.torch._work import Work
+from unisono.torch._backend.codes import Call
+from unisono.torch._backend.lines import Lines
+from unisono.torch._backend.tensors import Finish
+from unisono.torch._backend.work import Work
 
 
 class Core:

@@ -18,10 +18,9 @@ import time
 import harness
 import torch
 import torch.distributed as dist
+import unisono
 from tools import equal, raises
 from torch import nn
-
-import unisono
 from unisono.torch import ParameterServer
 
 
@@ -132,7 +131,7 @@ def _refusals(rank, world):
 def case_server_exit() -> None:
     """A program that does not leave does so at its end, and serves until the others are done."""
     with tempfile.TemporaryDirectory() as directory:
-        arguments = [sys.executable, __file__, os.path.join(directory, "store")]
+        arguments = [sys.executable, "-m", __name__, os.path.join(directory, "store")]
         ranks = [subprocess.Popen([*arguments, str(rank)]) for rank in range(2)]
         codes = [process.wait(harness.HUNG) for process in ranks]
         assert codes == [0, 0], codes
@@ -160,7 +159,7 @@ def case_server_without_groups() -> None:
         environments = [os.environ | place | {"RANK": str(rank)} for rank in range(world)]
         if world == 1:
             environments = [dict(os.environ)]
-        command = [sys.executable, __file__]
+        command = [sys.executable, "-m", __name__]
         ranks = [subprocess.Popen(command, env=environment) for environment in environments]
         codes = [process.wait(harness.HUNG) for process in ranks]
         assert codes == [0] * world, codes
@@ -278,12 +277,6 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
-
-ALL = {
-    name.removeprefix("case_"): value
-    for name, value in globals().items()
-    if name.startswith("case_")
-}
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:

@@ -1,6 +1,6 @@
 """What a group does besides collectives: messages, the monitored barrier, timeouts, and its end.
 
-`_group` and `_backend` give it the two faces that torch knows.
+`group` and `mixed` give it the two faces that torch knows.
 """
 
 from datetime import timedelta
@@ -8,10 +8,10 @@ from datetime import timedelta
 import torch
 from torch._C._distributed_c10d import Backend
 
-from unisono.torch import _barrier
-from unisono.torch._collectives import Collectives
-from unisono.torch._tensors import byte_count, only, place_for, source_of
-from unisono.torch._work import Work
+from unisono.torch._backend import barrier
+from unisono.torch._backend.collectives import Collectives
+from unisono.torch._backend.tensors import byte_count, only, place_for, source_of
+from unisono.torch._backend.work import Work
 
 
 class Calls(Collectives):
@@ -61,7 +61,7 @@ class Calls(Collectives):
             timeout = self._timeout
         key = f"monitored-barrier/{self._barriers}"
         self._barriers += 1
-        _barrier.monitored(self._store, key, self._rank, self._size, timeout, wait_all_ranks)
+        barrier.monitored(self._store, key, self._rank, self._size, timeout, wait_all_ranks)
 
     # What torch asks a backend.  A group is asked too, for it says that it is its own backend.
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions
 
 from unisono.errors import InvalidCall
-from unisono.torch import _sparse
-from unisono.torch._codes import (
+from unisono.torch._backend import sparse
+from unisono.torch._backend.codes import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -26,8 +26,8 @@ from unisono.torch._codes import (
     reducible,
     reduction,
 )
-from unisono.torch._core import Core
-from unisono.torch._tensors import (
+from unisono.torch._backend.core import Core
+from unisono.torch._backend.tensors import (
     Blocks,
     block_bytes,
     byte_count,
@@ -37,7 +37,6 @@ from unisono.torch._tensors import (
     source_of,
     sources_of,
 )
-from unisono.torch._work import Work
 
 # What a rank that is not the root has on the root's side.
 _NOTHING = Blocks(0, None)
@@ -56,7 +55,7 @@ class Collectives(Core):
         if len(tensors) != 1:
             return self.allreduce_coalesced(tensors, opts)
         if tensors[0].layout is not torch.strided:
-            return _sparse.all_reduce(self, tensors[0], opts.reduceOp)
+            return sparse.all_reduce(self, tensors[0], opts.reduceOp)
         return self._reduce_in_place(ALL_REDUCE, tensors[0], None, opts, "all_reduce", tensors)
 
     def allreduce_coalesced(self, tensors, opts=None):

@@ -18,10 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unisono import _native
 from unisono.errors import InvalidCall
-from unisono.torch import _exit, _state
-from unisono.torch._codec import codec_of
-from unisono.torch._engine import engine_of
-from unisono.torch._floats import Floats, floats
+from unisono.torch import _exit
+from unisono.torch._gradients import saving
+from unisono.torch._gradients.codec import codec_of
+from unisono.torch._gradients.engine import engine_of
+from unisono.torch._gradients.floats import Floats, floats
 
 
 def compress(
@@ -126,14 +127,14 @@ class Compression:
 
     def state_dict(self) -> dict[str, Any]:
         """What the codecs owe. All ranks call it, between steps; rank 0 gets the tensors."""
-        return _state.saved(self._native, self._seconds)
+        return saving.saved(self._native, self._seconds)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a `state_dict`, of which rank 0's counts. All ranks call it, between steps.
 
         The number of ranks must be what it was, and so must the model and the codec.
         """
-        _state.restore(self._native, state, self._seconds)
+        saving.restore(self._native, state, self._seconds)
 
     def _take(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Hands a bucket over; its future is completed at the end of the step."""

@@ -18,11 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unisono import _native
 from unisono.errors import InvalidCall
-from unisono.torch import _exit, _state
-from unisono.torch._codec import codec_of
-from unisono.torch._engine import engine_of
-from unisono.torch._floats import Floats, floats
-from unisono.torch._sampler import drawn_from
+from unisono.torch import _exit
+from unisono.torch._gradients import saving
+from unisono.torch._gradients.codec import codec_of
+from unisono.torch._gradients.engine import engine_of
+from unisono.torch._gradients.floats import Floats, floats
+from unisono.torch._gradients.sampler import drawn_from
 
 Batch = TypeVar("Batch")
 
@@ -150,14 +151,14 @@ class ShardedStep:
 
     def state_dict(self) -> dict[str, Any]:
         """The number of the step, and what codecs owe. All ranks call it, between steps."""
-        return _state.saved(self._native, self._seconds)
+        return saving.saved(self._native, self._seconds)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a `state_dict`, of which rank 0's counts. All ranks call it, between steps.
 
         The number of processes may be another; that of shards, the model and the codec may not.
         """
-        _state.restore(self._native, state, self._seconds)
+        saving.restore(self._native, state, self._seconds)
 
     def close(self) -> None:
         """Lets go of the model."""

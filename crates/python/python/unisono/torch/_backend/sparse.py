@@ -7,8 +7,8 @@ its entries to all, and everybody adds them up in the order of the ranks: equal 
 import torch
 
 from unisono.errors import InvalidCall
-from unisono.torch._codes import SUM, reduction
-from unisono.torch._work import Work
+from unisono.torch._backend.codes import SUM, reduction
+from unisono.torch._backend.work import Work
 
 
 class _Waiting:

@@ -152,9 +152,3 @@ def train(
         digest.update(tensor.numpy().tobytes())
     return digest.hexdigest()
 
-
-ALL = {
-    name.removeprefix("case_"): value
-    for name, value in globals().items()
-    if name.startswith("case_")
-}

@@ -11,8 +11,8 @@ from torch._C._distributed_c10d import Backend as C10dBackend
 
 from unisono import _native
 from unisono.errors import Unsupported
-from unisono.torch._calls import Calls
-from unisono.torch._work import Work
+from unisono.torch._backend.calls import Calls
+from unisono.torch._backend.work import Work
 
 
 class Backend(Calls, C10dBackend):

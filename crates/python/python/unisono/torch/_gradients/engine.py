@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from unisono import _native
-from unisono.torch import _rendezvous
-from unisono.torch._codes import BROADCAST, SUM, U8
-from unisono.torch._core import Core
-from unisono.torch._tensors import byte_count, place_for
+from unisono.torch._backend import rendezvous
+from unisono.torch._backend.codes import BROADCAST, SUM, U8
+from unisono.torch._backend.core import Core
+from unisono.torch._backend.tensors import byte_count, place_for
 
 # Groups that were formed beside those of another backend, by its group's name: all ranks form the
 # same ones in the same order, so a number tells them apart in the store.
@@ -60,5 +60,5 @@ def engine_of(group: dist.ProcessGroup | None = None) -> Engine:
     rank, size, name = dist.get_rank(group), dist.get_world_size(group), group.group_name
     number, _formed[name] = _formed[name], _formed[name] + 1
     store = dist.distributed_c10d._get_default_store()
-    native = _rendezvous.form(dist.PrefixStore(f"unisono/{name}/{number}", store), rank, size)
+    native = rendezvous.form(dist.PrefixStore(f"unisono/{name}/{number}", store), rank, size)
     return Engine(native, rank, size, default_pg_timeout.total_seconds())

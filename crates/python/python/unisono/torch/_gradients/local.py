@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from unisono import _native
 from unisono.errors import InvalidCall
-from unisono.torch import _exit, _state
-from unisono.torch._codec import codec_of
-from unisono.torch._engine import engine_of
-from unisono.torch._floats import Floats
+from unisono.torch import _exit
+from unisono.torch._gradients import saving
+from unisono.torch._gradients.codec import codec_of
+from unisono.torch._gradients.engine import engine_of
+from unisono.torch._gradients.floats import Floats
 
 
 class _LocalSteps(torch.optim.Optimizer):
@@ -117,7 +118,7 @@ class _LocalSteps(torch.optim.Optimizer):
 
         All ranks call it after the same step, and each keeps its own together with its weights.
         """
-        agreement = _state.saved(self._native, self._seconds)
+        agreement = saving.saved(self._native, self._seconds)
         return {"inner": self._inner.state_dict(), "agreement": agreement}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -128,7 +129,7 @@ class _LocalSteps(torch.optim.Optimizer):
         if not {"inner", "agreement"} <= state_dict.keys():
             raise InvalidCall("this is no state_dict of local steps: it has no inner or agreement")
         self._inner.load_state_dict(state_dict["inner"])
-        _state.restore(self._native, state_dict["agreement"], self._seconds)
+        saving.restore(self._native, state_dict["agreement"], self._seconds)
 
     def _close(self, seconds: float) -> None:
         self._native.close(seconds)

@@ -12,8 +12,8 @@ from torch._C._distributed_c10d import Work as C10dWork
 
 from unisono import _native
 from unisono.errors import Mismatch
-from unisono.torch._lines import Lines
-from unisono.torch._tensors import Finish
+from unisono.torch._backend.lines import Lines
+from unisono.torch._backend.tensors import Finish
 
 
 class Work(C10dWork):

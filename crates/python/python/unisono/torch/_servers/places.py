@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from unisono import _native
 from unisono.errors import FormError, InvalidCall
-from unisono.torch._rendezvous import _own_address
+from unisono.torch._backend.rendezvous import own_address
 
 # Every ParameterServer of a program has keys of its own in the store: all workers make them in the
 # same order.
@@ -87,7 +87,7 @@ def _inside(rank: int, world: int, hosts: int) -> Place:
     token = _get(store, "token")
     shard = None
     if rank < hosts:
-        shard = _native.ServerShard(_own_address(), rank, token)
+        shard = _native.ServerShard(own_address(), rank, token)
         store.set(f"address/{rank}", shard.address)
     servers = [address.decode() for address in _get_all(store, "address", hosts)]
     return Place(rank, world, servers, token, True, shard, store)

@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from unisono import _native
 from unisono.errors import InvalidCall
-from unisono.torch import _exit, _servers
-from unisono.torch._server_optimizer import text_of
+from unisono.torch import _exit
+from unisono.torch._servers import places
+from unisono.torch._servers.optimizer import text_of
 
 # How long to look for a server that is not there, in seconds.  Longer: its death is noticed later.
 # Shorter: one that is being started again is given up.  One inside a worker is gone for good.
@@ -160,7 +161,7 @@ class ParameterServer:
         # The clock, and bytes moved, when they were last looked at.
         self._last = (0, 0)
 
-        self._place = place = _servers.find(servers, token)
+        self._place = place = places.find(servers, token)
         if patience is None:
             patience = _FOR_GOOD if place.is_inside else _RESTART
         settings: _native.ServerSettings = {
@@ -299,7 +300,7 @@ class ParameterServer:
         self._native.leave()
         try:
             if self._place.shard is not None and not self._native.wait_for_others(patience):
-                _servers.warn_of_end(self._place.rank)
+                places.warn_of_end(self._place.rank)
         finally:
             self._place.close()
 

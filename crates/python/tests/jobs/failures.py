@@ -11,10 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from datetime import timedelta
 
 import harness
+import tomllib
 import torch
 import torch.distributed as dist
 import unisono.torch
@@ -342,7 +342,7 @@ def _programs(ending: str) -> list[int]:
     with tempfile.TemporaryDirectory() as directory:
         store = os.path.join(directory, "store")
         ranks = [
-            subprocess.Popen([sys.executable, __file__, ending, str(rank), store])
+            subprocess.Popen([sys.executable, "-m", __name__, ending, str(rank), store])
             for rank in range(2)
         ]
         codes = []
@@ -397,12 +397,6 @@ def _profile_of_a_killed_rank(rank, world, folder):
         with open(os.path.join(folder, "steps.jsonl")) as file:
             assert len(file.readlines()) == 12, info
 
-
-ALL = {
-    name.removeprefix("case_"): value
-    for name, value in globals().items()
-    if name.startswith("case_")
-}
 
 if __name__ == "__main__":
     _program(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -7,8 +7,8 @@ dispatcher, which saves most of the time.  C++ (the reducer of DDP, the function
 reaches it too.
 
 From the caller to the engine: this file has what torch asks about a group, and other groups;
-`_calls` messages and the end; `_collectives` the collectives; `_core` starts calls; `_work` is what
-they return.  `_backend` is what a group is where torch has other backends beside it.
+`calls` messages and the end; `collectives` the collectives; `core` starts calls; `work` is what
+they return.  `mixed` is what a group is where torch has other backends beside it.
 """
 
 from datetime import timedelta
@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 
 from unisono import _native
-from unisono.torch import _rendezvous
-from unisono.torch._backend import Backend
-from unisono.torch._calls import Calls
+from unisono.torch._backend import rendezvous
+from unisono.torch._backend.calls import Calls
+from unisono.torch._backend.mixed import Backend
 
 _CPU = torch.device("cpu")
 
@@ -98,9 +98,9 @@ def create(listed_as: str, options) -> Group | Backend:
     if ranks and isinstance(world, Group):
         native = world._native.subgroup(ranks)
     else:
-        native = _rendezvous.form(options.store, options.group_rank, options.group_size)
-    # Torch's group is named after the other backend, if there is one beside us.  An older torch does
-    # not show it, and takes ours for the whole group in any case.
+        native = rendezvous.form(options.store, options.group_rank, options.group_size)
+    # Torch's group is named after the other backend, if there is one beside us.  An older torch
+    # does not show it, and takes ours for the whole group in any case.
     whole = getattr(options, "process_group", None)
     face = Group if whole is None or whole.name() in ("custom", listed_as) else Backend
     return face(listed_as, native, options.store, options.timeout)

@@ -1,0 +1,1 @@
+"""A group of ranks, as `torch.distributed` wants one."""
