@@ -38,8 +38,8 @@ struct Watch {
 }
 
 /// A call that is noted until this is dropped.
-pub struct Noted<'a> {
-    deadlines: &'a Deadlines,
+pub struct Noted {
+    deadlines: Arc<Deadlines>,
     number: u64,
 }
 
@@ -56,7 +56,7 @@ impl Deadlines {
     }
 
     /// Notes a call that must have ended after `limit`.
-    pub fn note(self: &Arc<Self>, limit: Duration) -> Noted<'_> {
+    pub fn note(self: &Arc<Self>, limit: Duration) -> Noted {
         let end = Instant::now() + limit.min(EVER);
         let mut watch = self.lock();
         let number = watch.noted;
@@ -68,7 +68,8 @@ impl Deadlines {
         } else if watch.looks.is_none_or(|looks| looks > end) {
             self.change.notify_all();
         }
-        Noted { deadlines: self, number }
+        drop(watch);
+        Noted { deadlines: self.clone(), number }
     }
 
     fn start(self: &Arc<Self>) {
@@ -109,7 +110,7 @@ impl Deadlines {
     }
 }
 
-impl Drop for Noted<'_> {
+impl Drop for Noted {
     fn drop(&mut self) {
         self.deadlines.lock().ends.remove(&self.number);
     }

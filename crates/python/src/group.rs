@@ -259,7 +259,7 @@ pub fn leave(held: impl Send + 'static, ends: Option<&AbortHandle>, limit: Durat
         log::warn!("rank {rank} left its group without a limit of time: {error}");
     }
     if wait.recv_timeout(limit) == Err(RecvTimeoutError::Timeout) {
-        log::error!("rank {rank} leaves while calls wait for others; its group has ended");
+        log::error!("rank {rank} leaves while calls wait for others");
         if let Some(ends) = ends {
             ends.abort("it left while a call that it had started waited for others");
         }

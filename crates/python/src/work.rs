@@ -88,6 +88,12 @@ impl Work {
         self.work.on_completion(move |_| dispatcher.call(callback));
     }
 
+    /// Ends the group if the operation has not ended within `seconds` from now.
+    fn end_within(&self, seconds: f64) {
+        let noted = self.deadlines.note(deadline::limit(seconds));
+        self.work.on_completion(move |_| drop(noted));
+    }
+
     /// Whose message this is, if it is one that was received.
     fn source(&self) -> Option<usize> {
         self.work.source()

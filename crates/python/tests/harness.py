@@ -10,10 +10,6 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from tools import is_old_torch
-
-if is_old_torch():
-    pass
 
 # After this long, ranks that have not ended have hung.  Longer than anything here takes on a busy
 # machine.

@@ -283,5 +283,8 @@ class Work:
     def then(self, callback: Callable[[], object]) -> None:
         """Calls `callback` when the operation has ended, on another thread."""
 
+    def end_within(self, seconds: float) -> None:
+        """Ends the group if the operation has not ended within `seconds` from now."""
+
     def source(self) -> int | None:
         """Whose message this is, if it is one that was received."""

@@ -3,7 +3,9 @@
 All are `RuntimeError`s, as every error of `torch.distributed` is, so that code written for another
 backend catches them.  After any but `InvalidCall`, `Unsupported` and `FormError` the group has
 ended: every pending and later call of it fails, on every rank, and the outputs of the calls that
-failed hold anything.  Other groups of the job go on, unless they have the same cause to fail.
+failed hold anything.  Other groups of the job go on, unless they have the same cause to fail.  Two
+errors leave the group as it is because all ranks learn of them before data moves: a `Mismatch` of
+the lengths of an all-to-all, and a `monitored_barrier` that has timed out.
 """
 
 from collections.abc import Sequence

@@ -6,6 +6,7 @@ Most also run on Gloo (`run.py --backend gloo`), which shows that they ask for w
 import copy
 import os
 import tempfile
+import threading
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 # Collectives.
@@ -248,6 +250,105 @@ def check_coalesced(rank, world):
     manager.wait()
     equal(tensors[0], torch.full((2,), float(world)))
     equal(tensors[1], torch.full((3,), 2.0 * world))
+    # With a device, torch asks the group for the work that stands for all; Gloo has none.
+    if on_gloo():
+        return
+    tensors = [torch.ones(1 << 20), torch.ones(1 << 20, 2).t()]
+    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    manager.wait()
+    assert all(torch.all(tensor == world) for tensor in tensors)
+    group = dist.group.WORLD
+    group.start_coalescing()
+    group.send([torch.full((3,), float(rank))], (rank + 1) % world)
+    received = torch.empty(3)
+    group.recv([received], (rank - 1) % world)
+    future = group.end_coalescing().get_future()
+    future.wait()
+    equal(received, torch.full((3,), float((rank - 1) % world)))
+
+
+def check_memory_of_calls(rank, world):
+    """A call keeps the memory that it uses, whatever the program does with its tensors."""
+    if on_gloo():
+        return
+    count = 1 << 18
+    outputs = [torch.zeros(count) for _ in range(world)]
+    seen = list(outputs)
+    work = dist.all_gather(outputs, torch.full((count,), rank + 1.0), async_op=True)
+    outputs.clear()
+    work.wait()
+    for source, output in enumerate(seen):
+        assert torch.all(output == source + 1)
+    strided = [torch.zeros(2, 3).t() for _ in range(world)]
+    seen = list(strided)
+    work = dist.all_to_all(strided, [torch.full((3, 2), rank + 1.0)] * world, async_op=True)
+    strided.clear()
+    work.wait()
+    for source, output in enumerate(seen):
+        equal(output, torch.full((3, 2), source + 1.0))
+    # Also if a tensor is given other memory: rank 0's call waits for those that have not begun.
+    if rank > 0:
+        dist.recv(torch.empty(1), 0)
+    tensor = torch.ones(count)
+    memory = StorageWeakRef(tensor.untyped_storage())
+    work = dist.all_reduce(tensor, async_op=True)
+    tensor.data = torch.zeros(1)
+    if rank == 0:
+        assert not memory.expired()
+        for other in range(1, world):
+            dist.send(torch.ones(1), other)
+    work.wait()
+
+
+def check_tensors_with_gradients(rank, world):
+    """Calls fill leaves too, contiguous or not: what they do is no part of a model."""
+    if on_gloo():
+        return
+    for shape in (lambda tensor: tensor, lambda tensor: tensor.t()):
+        tensor = shape(torch.full((2, 3), float(rank))).requires_grad_()
+        dist.broadcast(tensor, 1)
+        assert torch.all(tensor == 1) and tensor.grad_fn is None
+        places = [shape(torch.zeros(2, 3)).requires_grad_() for _ in range(world)]
+        dist.all_gather(places, tensor)
+        assert all(torch.all(place == 1) for place in places)
+        dist.all_to_all(places, [2 * tensor for _ in range(world)])
+        assert all(torch.all(place == 2) for place in places)
+
+
+def check_settled_once(rank, world):
+    """Whoever waits for a call finds it finished, also while another thread finishes it."""
+    if on_gloo():
+        return
+    for _ in range(20):
+        tensor = torch.ones(512, 512).t()
+        work = dist.all_reduce(tensor, async_op=True)
+        seen = []
+
+        def look(work=work, tensor=tensor, seen=seen):
+            work.wait()
+            seen.append(bool(torch.all(tensor == world)))
+
+        threads = [threading.Thread(target=look) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert seen == [True] * 3, seen
+
+
+def check_formed_again(rank, world):
+    """Groups of one name follow each other in one store, each with keys of its own."""
+    if on_gloo():
+        return
+    from unisono.torch._backend import rendezvous
+
+    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    for _ in range(3):
+        native = rendezvous.form(rendezvous.own_part(store, rank), rank, world)
+        assert (native.rank, native.size) == (rank, world)
+        native.close(10.0)
 
 
 # Messages.
@@ -420,6 +521,10 @@ def check_ddp_sparse(rank, world):
     replica(torch.tensor([rank, rank + 1])).sum().backward()
     # Row 1 is looked up by ranks 0 and 1.
     equal(replica.module.weight.grad.to_dense()[1], torch.full((3,), 2.0 / world))
+    with torch.profiler.profile():
+        sparse = torch.eye(world).to_sparse()
+        dist.all_reduce(sparse)
+    equal(sparse.to_dense(), world * torch.eye(world))
 
 
 def check_join(rank, world):
@@ -496,6 +601,10 @@ def check_refusals(rank, world):
     raises(unisono.InvalidCall, dist.all_reduce, bools, op=dist.ReduceOp.AVG)
     error = raises(unisono.Unsupported, dist.broadcast, torch.ones(2, device="meta"), 0)
     assert isinstance(error, NotImplementedError), error
+    # Of several tensors, none is reduced if one cannot be.
+    tensors = [torch.ones(2), torch.ones(2, dtype=torch.int16)]
+    raises(unisono.InvalidCall, dist.group.WORLD.allreduce_coalesced, tensors)
+    equal(tensors[0], torch.ones(2))
     error = raises(unisono.InvalidCall, dist.group.WORLD.send, [torch.ones(1)], rank, 3)
     assert error.operation == f"send to rank {rank} with tag 3", error.operation
     tensor = torch.ones(2)

@@ -176,6 +176,25 @@ def _expect_usable(group, world):
     equal(tensor, torch.full((2,), float(world)))
 
 
+def case_timeout_behind_future() -> None:
+    """So does one that only its future waits for."""
+    codes = harness.run(_timeout_behind_future, 2)
+    assert codes == [0, 0], codes
+
+
+def _timeout_behind_future(rank, world):
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        dist.group.WORLD.set_timeout(timedelta(seconds=0.5))
+        future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+        error = raises(RuntimeError, future.wait)
+        assert "rank 1 has not arrived" in str(error), error
+        store.set("over", b"yes")
+    else:
+        store.wait(["over"])
+        raises(unisono.Aborted, dist.barrier)
+
+
 def case_timeout_of_message() -> None:
     """So does a message that nobody sends."""
     codes = harness.run(_timeout_of_message, 2)

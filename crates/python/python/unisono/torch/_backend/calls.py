@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import Backend
 from unisono.torch._backend import barrier
 from unisono.torch._backend.collectives import Collectives
 from unisono.torch._backend.tensors import byte_count, only, place_for, source_of
-from unisono.torch._backend.work import Work
+from unisono.torch._backend.work import Work, Works
 
 
 class Calls(Collectives):
@@ -23,7 +23,8 @@ class Calls(Collectives):
         """Sends a tensor to a rank."""
         source = source_of(only(tensors))
         self._check_rank(destination)
-        native = self._native.send(source.data_ptr(), byte_count(source), destination, tag, source)
+        address, length = source.data_ptr(), byte_count(source)
+        native = self._native.send(address, length, destination, tag, source.untyped_storage())
         return self._start_message(native, tensors, None, "send")
 
     def recv(self, tensors, source, tag=0):
@@ -39,16 +40,18 @@ class Calls(Collectives):
 
     def _receive(self, tensors, source: int | None, tag: int, name: str) -> Work:
         flat, finish = place_for(only(tensors), keep=False)
-        native = self._native.receive(flat.data_ptr(), byte_count(flat), source, tag, flat)
+        address, length = flat.data_ptr(), byte_count(flat)
+        native = self._native.receive(address, length, source, tag, flat.untyped_storage())
         return self._start_message(native, tensors, finish, name)
 
-    # Calls between these two are started like any others.
-
     def start_coalescing(self, device=None):
-        pass
+        """Begins to collect calls, which are started like any others."""
+        self._collected = []
 
     def end_coalescing(self, device=None):
-        return Work(None, [])
+        """The calls since `start_coalescing`, as one."""
+        works, self._collected = self._collected or [], None
+        return Works(works, [work.result() for work in works])
 
     _start_coalescing = start_coalescing
     _end_coalescing = end_coalescing

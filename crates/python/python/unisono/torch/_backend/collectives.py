@@ -26,7 +26,7 @@ from unisono.torch._backend.codes import (
     reducible,
     reduction,
 )
-from unisono.torch._backend.core import Core
+from unisono.torch._backend.core import Core, Prepared
 from unisono.torch._backend.tensors import (
     Blocks,
     block_bytes,
@@ -36,10 +36,11 @@ from unisono.torch._backend.tensors import (
     places_for,
     source_of,
     sources_of,
+    write,
 )
 
 # What a rank that is not the root has on the root's side.
-_NOTHING = Blocks(0, None)
+_NOTHING = Blocks(0, ())
 
 
 class Collectives(Core):
@@ -56,41 +57,42 @@ class Collectives(Core):
             return self.allreduce_coalesced(tensors, opts)
         if tensors[0].layout is not torch.strided:
             return sparse.all_reduce(self, tensors[0], opts.reduceOp)
-        return self._reduce_in_place(ALL_REDUCE, tensors[0], None, opts, "all_reduce", tensors)
+        return self._start(self._reduction(ALL_REDUCE, tensors, None, opts, "all_reduce"))
 
     def allreduce_coalesced(self, tensors, opts=None):
         """Reduces each of several tensors over all ranks, in place."""
         opts = opts or _all_reduce_options(None)
-        works = [self._reduce_in_place(ALL_REDUCE, t, None, opts, None, [t]) for t in tensors]
-        return self._last(works, list(tensors), "all_reduce", tensors)
+        calls = [self._reduction(ALL_REDUCE, [t], None, opts, None) for t in tensors]
+        return self._start_all(calls, list(tensors), "all_reduce", tensors)
 
     def reduce(self, tensors, opts):
         """Reduces a tensor over all ranks, to the root's. The others' stay as they are."""
         tensors = _listed(tensors)
         root = opts.rootRank
         self._check_rank(root)
-        return self._reduce_in_place(REDUCE, tensors[0], root, opts, "reduce", tensors)
+        return self._start(self._reduction(REDUCE, tensors, root, opts, "reduce"))
 
     def reduce_scatter(self, outputs, inputs, opts):
         """Reduces lists of tensors over all ranks; each rank gets one of the results."""
         blocks = sources_of(inputs[0], outputs[0], self._size)
-        return self._reduce_scatter(outputs[0], blocks, opts, "reduce_scatter", inputs[0])
+        prepared = self._scattered(outputs[0], blocks, opts, "reduce_scatter", inputs[0])
+        return self._start(prepared)
 
     def reduce_scatter_single(self, output, input, opts):
         """Reduces a tensor over all ranks; each rank gets its part of the result."""
         blocks = self._source_blocks(input, output)
-        return self._reduce_scatter(output, blocks, opts, "_reduce_scatter_base", [input])
+        return self._start(self._scattered(output, blocks, opts, "_reduce_scatter_base", [input]))
 
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts):
         """Several times `reduce_scatter_single`."""
         pairs = zip(outputs, inputs, strict=True)
-        works = [
-            self._reduce_scatter(output, self._source_blocks(input, output), opts, None, [input])
+        calls = [
+            self._scattered(output, self._source_blocks(input, output), opts, None, [input])
             for output, input in pairs
         ]
-        return self._last(works, list(outputs), "reduce_scatter_tensor_coalesced", inputs)
+        return self._start_all(calls, list(outputs), "reduce_scatter_tensor_coalesced", inputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -106,35 +108,31 @@ class Collectives(Core):
             finish = None
         address = flat.data_ptr()
         call = (BROADCAST, U8, SUM, address, address, byte_count(flat), root)
-        return self._start(call, opts, "broadcast", tensors, tensors, (flat,), finish)
+        return self._start(Prepared(call, opts, "broadcast", tensors, tensors, (flat,), finish))
 
-    def allgather(self, outputs, inputs, opts=None, name="all_gather"):
+    def allgather(self, outputs, inputs, opts=None):
         """Gives everybody everybody's tensor, as a list."""
-        source = source_of(inputs[0])
-        blocks = places_for(outputs[0], source, self._size)
-        return self._all_gather(source, blocks, opts, name, outputs[0], inputs)
+        return self._start(self._gathered_list(outputs[0], inputs[0], opts, "all_gather"))
 
-    def all_gather_single(self, output, input, opts=None, name="_all_gather_base"):
+    def all_gather_single(self, output, input, opts=None):
         """Gives everybody everybody's tensor, one after the other."""
-        source = source_of(input)
-        blocks = self._place_blocks(output, source)
-        return self._all_gather(source, blocks, opts, name, [output], [input])
+        return self._start(self._gathered(output, input, opts, "_all_gather_base"))
 
     _allgather_base = all_gather_single
 
     def allgather_coalesced(self, outputs, inputs, opts=None):
         """Several times `allgather`; `outputs` has one list per rank."""
-        works = [
-            self.allgather([[per_rank[i] for per_rank in outputs]], [source], opts, None)
+        calls = [
+            self._gathered_list([per_rank[i] for per_rank in outputs], source, opts, None)
             for i, source in enumerate(inputs)
         ]
-        return self._last(works, outputs, "all_gather", inputs)
+        return self._start_all(calls, outputs, "all_gather", inputs)
 
     def all_gather_single_coalesced(self, outputs, inputs, opts=None):
         """Several times `all_gather_single`."""
         pairs = zip(outputs, inputs, strict=True)
-        works = [self.all_gather_single(o, i, opts, None) for o, i in pairs]
-        return self._last(works, list(outputs), "_all_gather_base_coalesced", inputs)
+        calls = [self._gathered(output, input, opts, None) for output, input in pairs]
+        return self._start_all(calls, list(outputs), "_all_gather_base_coalesced", inputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -176,7 +174,8 @@ class Collectives(Core):
             raise InvalidCall("scatter takes inputs at the root only")
         shown = inputs[0] if inputs else []
         call = (SCATTER, U8, SUM, blocks.address, flat.data_ptr(), byte_count(flat), root)
-        return self._start(call, opts, "scatter", outputs, shown, (blocks.keep, flat), finish)
+        keep = (*blocks.keep, flat)
+        return self._start(Prepared(call, opts, "scatter", outputs, shown, keep, finish))
 
     def all_to_all_single(self, output, input, output_splits, input_splits, opts=None):
         """Gives each rank its rows of everybody's tensor; without splits, equally many."""
@@ -191,7 +190,8 @@ class Collectives(Core):
             raise InvalidCall(f"{source.numel()} elements do not divide into {self._size} blocks")
         block = byte_count(source) // self._size
         call = (ALL_TO_ALL, U8, SUM, source.data_ptr(), flat.data_ptr(), block, None)
-        return self._start(call, opts, "all_to_all", [output], [input], (source, flat), finish)
+        keep = (source, flat)
+        return self._start(Prepared(call, opts, "all_to_all", [output], [input], keep, finish))
 
     alltoall_base = all_to_all_single
 
@@ -205,10 +205,11 @@ class Collectives(Core):
         sent = [byte_count(tensor) for tensor in inputs]
         received = [byte_count(tensor) for tensor in outputs]
         flat = torch.empty(sum(received), dtype=torch.uint8)
+        places = tuple(outputs)
 
         def finish():
-            for tensor, part in zip(outputs, flat.split(received), strict=True):
-                tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+            for tensor, part in zip(places, flat.split(received), strict=True):
+                write(tensor, part.view(tensor.dtype).view(tensor.shape))
 
         return self._exchange(source, sent, flat, received, finish, opts, outputs, inputs)
 
@@ -217,54 +218,64 @@ class Collectives(Core):
         timeout = getattr(opts, "timeout", None)
         seconds = max(timeout.total_seconds(), 0.0) if timeout else 0.0
         call = (BARRIER, U8, SUM, 0, 0, 0, None)
-        return self._start(call, opts, "barrier", [], [], (), None, seconds)
+        return self._start(Prepared(call, opts, "barrier", [], [], (), None, seconds))
 
     # What the calls above have in common.
 
-    def _reduce_in_place(self, op, tensor, root, opts, name, tensors):
-        flat, finish = place_for(tensor, keep=True)
+    def _reduction(self, op, tensors, root, opts, name) -> Prepared:
+        flat, finish = place_for(tensors[0], keep=True)
         view, dtype, code = reducible(flat, reduction(opts.reduceOp))
         address = output = view.data_ptr()
         if op == REDUCE and self._rank != root:
             # The input of whoever is not the root stays as it is.
             output, finish = 0, None
         call = (op, dtype, code, address, output, view.numel(), root)
-        return self._start(call, opts, name, tensors, tensors, (flat,), finish)
+        return Prepared(call, opts, name, tensors, tensors, (flat,), finish)
 
     def _source_blocks(self, input, output) -> Blocks:
         """A tensor with one block per rank, each as long as another tensor."""
         source = source_of(input)
         expect("the input", source, output.numel() * self._size, output.dtype)
-        return Blocks(source.data_ptr(), source)
+        return Blocks(source.data_ptr(), (source,))
 
     def _place_blocks(self, output, source) -> Blocks:
         """Memory for a tensor with one block per rank, each as long as another tensor."""
         expect("the output", output, source.numel() * self._size, source.dtype)
         flat, finish = place_for(output, keep=False)
-        return Blocks(flat.data_ptr(), flat, finish)
+        return Blocks(flat.data_ptr(), (flat,), finish)
 
-    def _reduce_scatter(self, output, blocks, opts, name, shown):
+    def _scattered(self, output, blocks, opts, name, shown) -> Prepared:
         flat, finish = place_for(output, keep=False)
         into, dtype, code = reducible(flat, reduction(opts.reduceOp))
         call = (REDUCE_SCATTER, dtype, code, blocks.address, into.data_ptr(), into.numel(), None)
-        return self._start(call, opts, name, [output], shown, (blocks.keep, flat), finish)
+        return Prepared(call, opts, name, [output], shown, (*blocks.keep, flat), finish)
 
-    def _all_gather(self, source, blocks, opts, name, result, shown):
+    def _gathered_list(self, outputs, input, opts, name) -> Prepared:
+        source = source_of(input)
+        blocks = places_for(outputs, source, self._size)
+        return self._gathered_in(blocks, source, opts, name, outputs, input)
+
+    def _gathered(self, output, input, opts, name) -> Prepared:
+        source = source_of(input)
+        blocks = self._place_blocks(output, source)
+        return self._gathered_in(blocks, source, opts, name, [output], input)
+
+    def _gathered_in(self, blocks, source, opts, name, result, input) -> Prepared:
         address, count = source.data_ptr(), byte_count(source)
         call = (ALL_GATHER, U8, SUM, address, blocks.address, count, None)
-        keep = (source, blocks.keep)
-        return self._start(call, opts, name, result, shown, keep, blocks.finish)
+        return Prepared(call, opts, name, result, [input], (source, *blocks.keep), blocks.finish)
 
     def _gather(self, source, blocks, opts, result, shown):
         address, count = source.data_ptr(), byte_count(source)
         call = (GATHER, U8, SUM, address, blocks.address, count, opts.rootRank)
-        keep = (source, blocks.keep)
-        return self._start(call, opts, "gather", result, shown, keep, blocks.finish)
+        keep = (source, *blocks.keep)
+        return self._start(Prepared(call, opts, "gather", result, shown, keep, blocks.finish))
 
     def _exchange(self, source, sent, flat, received, finish, opts, result, shown):
         """Blocks of different lengths, about which the ranks agree first."""
         call = (source.data_ptr(), sent, flat.data_ptr(), received)
-        return self._start(call, opts, "all_to_all", result, shown, (source, flat), finish)
+        keep = (source, flat)
+        return self._start(Prepared(call, opts, "all_to_all", result, shown, keep, finish))
 
 
 def _listed(tensors):

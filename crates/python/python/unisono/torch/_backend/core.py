@@ -5,7 +5,9 @@ which torch takes for "has ended".  Others are started and return a `Work`.
 """
 
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 
@@ -15,7 +17,25 @@ from unisono.torch import _exit
 from unisono.torch._backend.codes import Call
 from unisono.torch._backend.lines import Lines
 from unisono.torch._backend.tensors import Finish
-from unisono.torch._backend.work import Work
+from unisono.torch._backend.work import Work, Works
+
+
+class Prepared(NamedTuple):
+    """A call that was checked, and can be started."""
+
+    call: Call
+    #: Torch's options; `asyncOp` in them is false for a call that is waited for at once.
+    opts: object
+    #: What the profiler sees, besides `shown`; without a name, nothing.
+    name: str | None
+    #: The tensors that the call fills.
+    result: object
+    shown: Sequence
+    #: Whose memory the call uses.
+    keep: tuple[torch.Tensor, ...]
+    finish: Finish
+    #: The timeout; 0 for the group's.
+    seconds: float = 0.0
 
 
 class Core:
@@ -33,6 +53,8 @@ class Core:
         self._numbered = native.first_call
         self._lines = Lines(store, native.rank)
         self._barriers = 0
+        # Calls that were started since `start_coalescing`, unless that is over.
+        self._collected: list[Work] | None = None
         # Calls that were started during a backward pass, by its number.
         self._backward: dict[int, list[Work]] = {}
         _exit.watch(self)
@@ -44,22 +66,9 @@ class Core:
     def _close(self, seconds: float) -> None:
         self._native.close(seconds)
 
-    def _start(
-        self,
-        call: Call,
-        opts,
-        name: str | None,
-        result,
-        shown,
-        keep: tuple,
-        finish: Finish,
-        seconds: float = 0.0,
-    ) -> Work | None:
-        """Runs or starts a call on memory that `keep` owns.
-
-        `name` and `shown` are what the profiler sees; without a name, nothing.  A timeout of 0
-        seconds is the group's.
-        """
+    def _start(self, prepared: Prepared) -> Work | None:
+        """Runs a call, or starts it."""
+        call, opts, name, result, shown, keep, finish, seconds = prepared
         seconds = seconds or self._seconds
         profiled = torch.autograd._profiler_enabled()
         if opts is not None and not getattr(opts, "asyncOp", True) and not profiled:
@@ -70,8 +79,10 @@ class Core:
         task = torch._C._current_graph_task_id()
         bucket = None if task == -1 else len(self._backward.get(task, ()))
         self._note(call, bucket)
+        # A tensor can be given other memory, by `tensor.data = …`; its storage is the memory.
+        memory = [tensor.untyped_storage() for tensor in keep]
         try:
-            native = self._native.submit(call, keep)
+            native = self._native.submit(call, memory)
         except InvalidCall:
             self._forget(call)
             raise
@@ -80,7 +91,18 @@ class Core:
             self._record(work, name, shown)
         if task != -1:
             self._watch_backward(task, work)
+        if self._collected is not None:
+            self._collected.append(work)
         return work
+
+    def _start_all(self, calls: list[Prepared], result, name: str, shown) -> Work | None:
+        """Starts several calls, all of which were checked before the first one starts."""
+        works = [work for call in calls if (work := self._start(call)) is not None]
+        if calls and not works:
+            return None  # All were waited for.
+        if works and torch.autograd._profiler_enabled():
+            self._record(works[-1], name, shown)
+        return Works(works, result)
 
     def _run(self, call: Call, seconds: float) -> None:
         self._note(call, None)
@@ -107,19 +129,9 @@ class Core:
         work = Work(native, tensors, finish, self._seconds, self._lines)
         if torch.autograd._profiler_enabled():
             self._record(work, name, tensors)
+        if self._collected is not None:
+            self._collected.append(work)
         return work
-
-    def _last(self, works: list[Work | None], result, name: str, shown) -> Work | None:
-        """One work for several calls: they end in the order in which they were started."""
-        started = [work for work in works if work is not None]
-        if not started:
-            # All were waited for; or there were none, which has ended too.
-            return None if works else Work(None, result)
-        last = started.pop()
-        last._stand_for(started, result)
-        if torch.autograd._profiler_enabled():
-            self._record(last, name, shown)
-        return last
 
     def _record(self, work: Work, name: str, shown) -> None:
         """Shows a call to torch's profiler, from now until its end, which is another thread's."""

@@ -84,8 +84,10 @@ class Group(Calls, ProcessGroup):
         """The group of some of the ranks; None for the others. Torch registers it."""
         if self._rank not in ranks:
             return None
+        ranks = list(ranks)
         store = dist.PrefixStore(f"{group_name}/", self._store)
-        native = self._native.subgroup(list(ranks))
+        store = rendezvous.own_part(store, ranks.index(self._rank))
+        native = self._native.subgroup(ranks)
         group = Group(self._listed_as, native, store, timeout or self._timeout)
         group._group_name, group._group_desc = group_name or "", group_desc or ""
         return group
@@ -95,12 +97,13 @@ def create(listed_as: str, options) -> Group | Backend:
     """Called by torch on every member of a new group."""
     ranks = list(options.global_ranks_in_group)  # Empty for the group of all.
     world = dist.group.WORLD if dist.is_initialized() else None
+    store = rendezvous.own_part(options.store, options.group_rank)
     if ranks and isinstance(world, Group):
         native = world._native.subgroup(ranks)
     else:
-        native = rendezvous.form(options.store, options.group_rank, options.group_size)
+        native = rendezvous.form(store, options.group_rank, options.group_size)
     # Torch's group is named after the other backend, if there is one beside us.  An older torch
     # does not show it, and takes ours for the whole group in any case.
     whole = getattr(options, "process_group", None)
     face = Group if whole is None or whole.name() in ("custom", listed_as) else Backend
-    return face(listed_as, native, options.store, options.timeout)
+    return face(listed_as, native, store, options.timeout)

@@ -67,7 +67,7 @@ class Lines:
     def _place_on(self, rank: int, number: int) -> str:
         """Where a rank made a call; empty if it does not say."""
         if rank not in self._told:
-            key = f"unisono/line/{number}/"
+            key = f"line/{number}/"
             try:
                 if rank == self._rank:
                     self._told[rank] = self._place(number)

@@ -34,6 +34,6 @@ class Backend(Calls, C10dBackend):
             operation=f"receive from any rank with tag {tag}",
         )
 
-    def _start(self, call, opts, name, result, *others):
+    def _start(self, prepared):
         # Torch wants a handle, also of a call that has ended.
-        return super()._start(call, opts, name, result, *others) or Work(None, result)
+        return super()._start(prepared) or Work(None, prepared.result)

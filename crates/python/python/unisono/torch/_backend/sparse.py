@@ -8,6 +8,7 @@ import torch
 
 from unisono.errors import InvalidCall
 from unisono.torch._backend.codes import SUM, reduction
+from unisono.torch._backend.tensors import write
 from unisono.torch._backend.work import Work
 
 
@@ -27,7 +28,7 @@ def all_reduce(group, tensor: torch.Tensor, op) -> Work:
     own = tensor.coalesce()
     indices, values = own.indices().contiguous(), own.values().contiguous()
     counts = torch.empty(group.size(), dtype=torch.int64)
-    group.all_gather_single(counts, torch.tensor([values.shape[0]]), _Waiting())
+    _wait(group.all_gather_single(counts, torch.tensor([values.shape[0]]), _Waiting()))
     total = None
     for rank, entries in enumerate(counts.tolist()):
         where, what = indices, values
@@ -35,9 +36,15 @@ def all_reduce(group, tensor: torch.Tensor, op) -> Work:
             where = indices.new_empty(indices.shape[0], entries)
             what = values.new_empty(entries, *values.shape[1:])
         for part in (where, what):
-            group.broadcast([part], _Waiting(rank))
+            _wait(group.broadcast([part], _Waiting(rank)))
         part = torch.sparse_coo_tensor(where, what, own.shape)
         total = part if total is None else total + part
     total = total.coalesce()
-    tensor.copy_(total)
+    write(tensor, total)
     return Work(None, [total])
+
+
+def _wait(work: Work | None) -> None:
+    """Under torch's profiler, and beside another backend, a call that is waited for has a work."""
+    if work is not None:
+        work.wait()

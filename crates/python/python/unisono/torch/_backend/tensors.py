@@ -30,7 +30,7 @@ def only(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def source_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's data, to be read."""
     _check_place(tensor)
-    return _plain(tensor).contiguous()
+    return _plain(tensor.detach()).contiguous()
 
 
 def place_for(tensor: torch.Tensor, keep: bool) -> tuple[torch.Tensor, Finish]:
@@ -40,10 +40,16 @@ def place_for(tensor: torch.Tensor, keep: bool) -> tuple[torch.Tensor, Finish]:
     if flat is tensor and tensor.is_contiguous():
         return tensor, None
     if keep:
-        flat = flat.contiguous()
+        flat = flat.detach().contiguous()
     else:
         flat = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    return flat, lambda: tensor.copy_(flat)
+    return flat, lambda: write(tensor, flat)
+
+
+def write(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Fills a tensor, also one whose gradient is wanted: this is no part of a model."""
+    with torch.no_grad():
+        tensor.copy_(data)
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class Blocks:
 
     #: Of all blocks if they follow each other; else a list of the address of each.
     address: int | list[int]
-    keep: object
+    keep: tuple[torch.Tensor, ...]
     finish: Finish = None
 
 
@@ -60,23 +66,24 @@ def sources_of(tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int) -
     """The data of tensors, one per rank, to be read."""
     _check_list(tensors, like, size)
     if _can_lie_apart(tensors):
-        return Blocks([tensor.data_ptr() for tensor in tensors], tensors)
+        return Blocks([tensor.data_ptr() for tensor in tensors], tuple(tensors))
     flat = torch.cat([source_of(tensor).reshape(-1) for tensor in tensors])
-    return Blocks(flat.data_ptr(), flat)
+    return Blocks(flat.data_ptr(), (flat,))
 
 
 def places_for(tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int) -> Blocks:
     """Memory to be written for tensors, one per rank."""
     _check_list(tensors, like, size)
     if _can_lie_apart(tensors):
-        return Blocks([tensor.data_ptr() for tensor in tensors], tensors)
+        return Blocks([tensor.data_ptr() for tensor in tensors], tuple(tensors))
     flat = torch.empty((size, like.numel()), dtype=like.dtype)
+    places = tuple(tensors)
 
     def finish():
-        for tensor, part in zip(tensors, flat.unbind(0), strict=True):
-            tensor.copy_(part.view(tensor.shape))
+        for tensor, part in zip(places, flat.unbind(0), strict=True):
+            write(tensor, part.view(tensor.shape))
 
-    return Blocks(flat.data_ptr(), flat, finish)
+    return Blocks(flat.data_ptr(), (flat,), finish)
 
 
 def _check_list(tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int) -> None:

@@ -118,24 +118,46 @@ class Work(C10dWork):
 
         future = ended.then(outcome)
         native.then(lambda: ended.set_result(None))
+        # Whoever waits for a future does not say for how long.
+        native.end_within(self._seconds)
         return future
 
-    def _stand_for(self, works: "list[Work]", result) -> None:
-        """Also finishes calls that were started before, and have ended when this one has."""
-        own = self._finish
-
-        def finish():
-            for work in works:
-                work._settle()
-            if own is not None:
-                own()
-
-        self._finish, self._lock, self._result = finish, threading.Lock(), result
-
     def _settle(self) -> None:
-        if self._finish is None:
+        """Finishes the call, once; returns when that is done, whoever does it."""
+        if self._lock is None:
             return
         with self._lock:
-            finish, self._finish = self._finish, None
-            if finish is not None:
-                finish()
+            if self._finish is not None:
+                self._finish()
+                self._finish = None
+
+
+class Works(Work):
+    """Several calls as one, which ends with the last of them."""
+
+    def __init__(self, works: list[Work], result):
+        super().__init__(None, result)
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits until the calls have ended; raises what went wrong first."""
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the calls have ended, well or not."""
+        return all(work.is_completed() for work in self._works)
+
+    def exception(self) -> Exception | None:
+        """What went wrong first, if anything did."""
+        errors = (work.exception() for work in self._works)
+        return next((error for error in errors if error is not None), None)
+
+    def _make_future(self) -> torch.futures.Future:
+        def outcome(ended):
+            for future in ended.wait():
+                future.wait()
+            return self._result
+
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(outcome)

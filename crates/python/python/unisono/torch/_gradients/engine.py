@@ -1,6 +1,5 @@
 """The engine's group behind a group of torch, whichever backend that has."""
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -13,10 +12,6 @@ from unisono.torch._backend import rendezvous
 from unisono.torch._backend.codes import BROADCAST, SUM, U8
 from unisono.torch._backend.core import Core
 from unisono.torch._backend.tensors import byte_count, place_for
-
-# Groups that were formed beside those of another backend, by its group's name: all ranks form the
-# same ones in the same order, so a number tells them apart in the store.
-_formed: Counter[str] = Counter()
 
 
 class Engine(NamedTuple):
@@ -58,7 +53,6 @@ def engine_of(group: dist.ProcessGroup | None = None) -> Engine:
         native = group._native.subgroup(list(range(group._size)))
         return Engine(native, group._rank, group._size, group._seconds)
     rank, size, name = dist.get_rank(group), dist.get_world_size(group), group.group_name
-    number, _formed[name] = _formed[name], _formed[name] + 1
-    store = dist.distributed_c10d._get_default_store()
-    native = rendezvous.form(dist.PrefixStore(f"unisono/{name}/{number}", store), rank, size)
+    store = dist.PrefixStore(f"unisono/{name}", dist.distributed_c10d._get_default_store())
+    native = rendezvous.form(rendezvous.own_part(store, rank), rank, size)
     return Engine(native, rank, size, default_pg_timeout.total_seconds())

@@ -87,7 +87,7 @@ def _inside(rank: int, world: int, hosts: int) -> Place:
     token = _get(store, "token")
     shard = None
     if rank < hosts:
-        shard = _native.ServerShard(own_address(), rank, token)
+        shard = _native.ServerShard(own_address(store), rank, token)
         store.set(f"address/{rank}", shard.address)
     servers = [address.decode() for address in _get_all(store, "address", hosts)]
     return Place(rank, world, servers, token, True, shard, store)
