@@ -214,10 +214,11 @@ class Hooks:
         return wait
 
     def _call(self, original: Callable) -> Callable:
-        def start(group, call, opts, name, result, shown, *rest, **options):
+        def start(group, prepared):
             begin = _now()
-            work = original(group, call, opts, name, result, shown, *rest, **options)
-            what, size = name or "all_reduce", sum(byte_count(tensor) for tensor in shown)
+            work = original(group, prepared)
+            what = prepared.name or "all_reduce"
+            size = sum(byte_count(tensor) for tensor in prepared.shown)
             if work is None:
                 self._spans.append(Span(Kind.COMMUNICATION, begin, _now(), what, size))
                 self._mark(Kind.WAIT, begin)
