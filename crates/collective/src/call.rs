@@ -186,7 +186,8 @@ impl Op {
         }
     }
 
-    const fn from_code(code: u8, root: usize) -> Option<Op> {
+    /// The operation with this code on the wire; `root` is for those that have one.
+    pub const fn from_code(code: u8, root: usize) -> Option<Op> {
         Some(match code {
             0 => Op::AllReduce,
             1 => Op::ReduceScatter,

@@ -29,7 +29,9 @@ impl Call {
     pub fn name(&self) -> &'static str {
         match self {
             Call::Plain(BARRIER, ..) => "barrier",
-            Call::Plain(code, ..) => op(*code, 0).map_or("an unknown operation", Op::name),
+            Call::Plain(code, ..) => {
+                Op::from_code(*code, 0).map_or("an unknown operation", Op::name)
+            }
             Call::Unequal(..) => Op::AllToAll.name(),
         }
     }
@@ -39,7 +41,7 @@ impl Call {
         match self {
             Call::Plain(BARRIER, ..) => Ok(Request::barrier()),
             Call::Plain(code, dtype, reduction, input, output, count, root) => {
-                let op = op(*code, root.unwrap_or(0)).ok_or("no such operation")?;
+                let op = Op::from_code(*code, root.unwrap_or(0)).ok_or("no such operation")?;
                 if op.root().is_some() && root.is_none() {
                     return Err("the operation needs a root");
                 }
@@ -97,18 +99,4 @@ fn offsets(lengths: &[usize]) -> Result<Vec<usize>, &'static str> {
         offsets.push(end);
     }
     Ok(offsets)
-}
-
-fn op(code: u8, root: usize) -> Option<Op> {
-    Some(match code {
-        0 => Op::AllReduce,
-        1 => Op::ReduceScatter,
-        2 => Op::AllGather,
-        3 => Op::Broadcast { root },
-        4 => Op::Reduce { root },
-        5 => Op::Gather { root },
-        6 => Op::Scatter { root },
-        7 => Op::AllToAll,
-        _ => return None,
-    })
 }

@@ -63,11 +63,7 @@ impl FromStr for Level {
 
     fn from_str(text: &str) -> Result<Level, BadLevel> {
         let bad = |flaw| BadLevel { text: text.to_owned(), flaw };
-        let (name, rest) = match text.split_once(':') {
-            Some((name, rest)) => (name, Some(rest)),
-            None => (text, None),
-        };
-        match (name, rest) {
+        match name_and_rest(text) {
             ("bsp", None) => Ok(Level::Bsp),
             ("async", None) => Ok(Level::Async),
             ("hogwild", None) => Ok(Level::Hogwild),
@@ -119,6 +115,14 @@ pub struct BadLevel {
     pub text: String,
     /// What is wrong with it.
     pub flaw: &'static str,
+}
+
+/// Splits `name:rest`.
+pub(crate) fn name_and_rest(text: &str) -> (&str, Option<&str>) {
+    match text.split_once(':') {
+        Some((name, rest)) => (name, Some(rest)),
+        None => (text, None),
+    }
 }
 
 #[cfg(test)]

@@ -22,6 +22,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use crate::spec::name_and_rest;
+
 /// What becomes of a gradient of old weights.
 ///
 /// Its text ([`fmt::Display`]) contains every setting exactly and parses to the same policy.
@@ -96,11 +98,7 @@ impl FromStr for Stale {
 
     fn from_str(text: &str) -> Result<Stale, BadStale> {
         let bad = |flaw| BadStale { text: text.to_owned(), flaw };
-        let (name, rest) = match text.split_once(':') {
-            Some((name, rest)) => (name, Some(rest)),
-            None => (text, None),
-        };
-        match (name, rest) {
+        match name_and_rest(text) {
             ("keep", None) => Ok(Stale::Keep),
             ("scale", None) => Ok(Stale::Scale),
             ("drop", Some(limit)) => {
