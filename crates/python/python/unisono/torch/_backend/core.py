@@ -44,6 +44,9 @@ class Core:
     def _close(self, seconds: float) -> None:
         self._native.close(seconds)
 
+    def _sent(self) -> int:
+        return self._native.sent_bytes() or 0
+
     def _start(
         self,
         call: Call,
