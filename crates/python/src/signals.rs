@@ -27,9 +27,10 @@ enum Calling {
 /// Makes a call without the interpreter's lock; what it gives, and what a handler of a signal raised
 /// meanwhile.
 pub fn during<R>(call: impl FnOnce() -> R) -> (R, Option<PyErr>) {
-    CALL.set(Calling::Yes);
+    // A handler that makes a call is inside of another.
+    let outer = CALL.replace(Calling::Yes);
     let outcome = call();
-    match CALL.replace(Calling::No) {
+    match CALL.replace(outer) {
         Calling::Interrupted(raised) => (outcome, Some(raised)),
         Calling::Yes | Calling::No => (outcome, None),
     }

@@ -12,10 +12,10 @@ import unittest
 from datetime import timedelta
 from pathlib import Path
 
-import tomllib
 import torch
 import torch.distributed as dist
 import unisono.torch
+from tools import tomllib
 from torch import nn
 from torch._C._autograd import DeviceType
 from unisono.torch._profile import spans

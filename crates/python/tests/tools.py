@@ -9,6 +9,21 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10 has none of its own, and pip has brought one.
+    from pip._vendor import tomli as tomllib
+
+__all__ = [
+    "assert_replicas_equal",
+    "equal",
+    "functions_of",
+    "is_old_torch",
+    "on_gloo",
+    "raises",
+    "tomllib",
+]
+
 equal = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
 
 

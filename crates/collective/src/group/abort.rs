@@ -32,11 +32,22 @@ impl Group {
     /// the group. It is asked on the thread that waits, so that a caller can look for signals that
     /// only its own thread gets. Only the first `stop` of a group counts.
     pub fn stop_waiting_if(&self, stop: impl Fn() -> bool + Send + Sync + 'static) {
-        self.inner.state.stop_waiting_if(Box::new(stop));
+        self.abort_handle().stop_waiting_if(stop);
     }
 }
 
 impl AbortHandle {
+    /// As [`Group::stop_waiting_if`].
+    pub fn stop_waiting_if(&self, stop: impl Fn() -> bool + Send + Sync + 'static) {
+        self.state.stop_waiting_if(Box::new(stop));
+    }
+
+    /// For a thread that waits for what another does in the group: asks, as a call that waits does,
+    /// whether to [stop waiting](Group::stop_waiting_if), and if so, aborts the group.
+    pub fn ask_to_stop(&self) {
+        self.state.ask_to_stop();
+    }
+
     /// As [`Group::abort`].
     pub fn abort(&self, reason: &str) {
         self.state.abort(reason);

@@ -13,6 +13,9 @@ _Call = (
 # Where the 32-bit floats of a parameter are: address and count.
 _Place = tuple[int, int]
 
+# A bucket that travelled: bytes, begin and end, in nanoseconds of the Unix clock.
+_Exchange = tuple[int, int, int]
+
 class _Codec(Protocol):
     """As `unisono.torch._gradients.codec.Codec`."""
 
@@ -190,6 +193,10 @@ class LocalSteps:
     def sent(self) -> int:
         """Bytes this rank has sent so far."""
 
+    @property
+    def exchanges(self) -> list[_Exchange]:
+        """The buckets that were agreed on last."""
+
     def is_due(self) -> bool:
         """Whether the workers' weights are looked at after the next step."""
 
@@ -206,7 +213,7 @@ class LocalSteps:
         """What must be remembered besides the workers' own weights, at rank 0."""
 
     def restore(self, steps: int, saved: Mapping[str, bytes], seconds: float) -> None:
-        """Goes on after so many steps from what was saved, of which rank 0's counts."""
+        """Goes on after so many steps, on all ranks the same, from what rank 0 saved."""
 
     def close(self, seconds: float) -> None:
         """Leaves the workers."""
@@ -238,6 +245,10 @@ class Synchronizer:
     def sent(self) -> int:
         """Bytes this rank has sent so far."""
 
+    @property
+    def exchanges(self) -> list[_Exchange]:
+        """The buckets of the last step."""
+
     def begin_shard(self) -> int:
         """Begins the next of this worker's shards; which one."""
 
@@ -255,15 +266,15 @@ class Synchronizer:
     ) -> tuple[float, list[int], tuple[str, str] | None]:
         """Ends the step, and writes the mean of every parameter to its place.
 
-        Returns the mean loss; the parameters that had a gradient anywhere; the codec that was chosen
-        after this step and why, if one was.
+        Returns the mean loss; the parameters that had a gradient anywhere; the codec that was
+        chosen after this step and why, if one was.
         """
 
     def save(self, seconds: float) -> dict[str, bytes]:
         """What must be remembered besides the weights, at rank 0."""
 
     def restore(self, steps: int, saved: Mapping[str, bytes], seconds: float) -> None:
-        """Goes on after so many steps from what was saved, of which rank 0's counts."""
+        """Goes on after so many steps, on all ranks the same, from what rank 0 saved."""
 
     def close(self, seconds: float) -> None:
         """Leaves the replicas."""

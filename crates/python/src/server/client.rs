@@ -57,6 +57,7 @@ impl ServerClient {
         let site = Site { rank: settings.worker, operation: Operation::Join };
         let invalid = |text: String| site.invalid(py, &text);
         let run = settings.run().map_err(invalid)?;
+        let optimizer = settings.optimizer().map_err(invalid)?;
         let options = settings.options().map_err(invalid)?;
         let lengths: Vec<usize> = run.shapes.iter().map(|shape| shape.iter().product()).collect();
         // A copy, since nobody can end the attempt to join: after Ctrl-C it goes on for a while, when
@@ -75,7 +76,7 @@ impl ServerClient {
                 ),
             ),
         })?;
-        let replica = Replica::new(&run, client.clock()).map_err(invalid)?;
+        let replica = Replica::new(&run, &optimizer, client.clock()).map_err(invalid)?;
         Ok(ServerClient {
             stopper: client.stopper(),
             work: Mutex::new(Work { client: Some(client), replica, since: Instant::now() }),
@@ -129,7 +130,8 @@ impl ServerClient {
     /// Leaves the run, so that nobody waits for this worker.
     fn leave(&self, py: Python<'_>) {
         py.detach(|| {
-            if let Some(client) = self.take() {
+            let client = self.lock().client.take();
+            if let Some(client) = self.owned(client) {
                 client.leave();
             }
         });
@@ -183,8 +185,7 @@ impl ServerClient {
     }
 
     /// The client, if it is this process that has joined.
-    fn take(&self) -> Option<Client> {
-        let client = self.lock().client.take();
+    fn owned(&self, client: Option<Client>) -> Option<Client> {
         if std::process::id() != self.process {
             // To leave would end the connections of the parent.
             std::mem::forget(client);
@@ -196,7 +197,9 @@ impl ServerClient {
 
 impl Drop for ServerClient {
     fn drop(&mut self) {
-        Python::attach(|py| py.detach(|| drop(self.take())));
+        // Without the lock: in a child of `fork`, whoever held it is not there to let go of it.
+        let client = self.work.get_mut().expect("no panic while locked").client.take();
+        Python::attach(|py| py.detach(|| drop(self.owned(client))));
     }
 }
 

@@ -1,19 +1,22 @@
 //! Downpour: a replica that steps by itself. After every so many steps it pushes the mean of the
 //! gradients since, and after every so many it fetches the weights of the servers.
+//!
+//! Replica and servers have the same optimizer, and each counts its own updates: the replica its
+//! steps, the servers the pushes of everybody. So a learning rate that changes over the run is
+//! given to the replica as the caller wrote it, in steps, and to the servers in pushes.
 
 use unisono_relaxed::server::wire::Measured;
 use unisono_relaxed::server::{Gradient, Run};
 use unisono_relaxed::spec::Level;
-use unisono_sync::optimizer::Optimizer;
+use unisono_sync::optimizer::{Optimizer, OptimizerSpec};
 
 /// What a worker keeps between pushes.
 pub struct Replica {
     optimizer: Box<dyn Optimizer>,
     push: u64,
     fetch: u64,
+    /// Steps of this worker, also those before it came in.
     steps: u64,
-    /// Updates of every parameter.
-    updates: Vec<u64>,
     /// The gradients since the last push, each divided by the steps between pushes.
     gathered: Vec<Vec<f32>>,
     /// Which parameters had a gradient since.
@@ -23,15 +26,18 @@ pub struct Replica {
 
 impl Replica {
     /// The replica of a worker that comes in at this clock, if the run has replicas.
-    pub fn new(run: &Run, clock: u64) -> Result<Option<Replica>, String> {
+    pub fn new(
+        run: &Run,
+        optimizer: &OptimizerSpec,
+        clock: u64,
+    ) -> Result<Option<Replica>, String> {
         let Level::Downpour { push, fetch } = run.level else { return Ok(None) };
         let lengths: Vec<usize> = run.shapes.iter().map(|shape| shape.iter().product()).collect();
         Ok(Some(Replica {
-            optimizer: run.optimizer.build(&lengths).map_err(|error| error.to_string())?,
+            optimizer: optimizer.build(&lengths).map_err(|error| error.to_string())?,
             push: push.into(),
             fetch: fetch.into(),
             steps: clock.saturating_mul(push.into()),
-            updates: vec![0; lengths.len()],
             gathered: lengths.iter().map(|length| vec![0.0; *length]).collect(),
             touched: vec![false; lengths.len()],
             measured: Measured::default(),
@@ -52,9 +58,7 @@ impl Replica {
             let gathered = self.gathered[parameter].iter_mut().zip(*gradient);
             gathered.for_each(|(sum, gradient)| *sum += gradient / share);
             self.touched[parameter] = true;
-            self.updates[parameter] += 1;
-            let number = self.updates[parameter];
-            self.optimizer.update(parameter, number, weights[parameter], gradient);
+            self.optimizer.update(parameter, self.steps, weights[parameter], gradient);
         }
         self.measured.loss += measured.loss / share;
         self.measured.samples += measured.samples;

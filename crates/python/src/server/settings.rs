@@ -37,6 +37,11 @@ pub struct Settings {
 }
 
 impl Settings {
+    /// The optimizer as the caller means it: its learning rate is that of a step of everybody.
+    pub fn optimizer(&self) -> Result<OptimizerSpec, String> {
+        optimizer::parse(&self.optimizer)
+    }
+
     /// What the run is, or what is wrong with it.
     pub fn run(&self) -> Result<Run, String> {
         let level: Level = self.level.parse().map_err(|error| format!("{error}"))?;
@@ -52,7 +57,7 @@ impl Settings {
         if self.worker >= self.workers {
             return Err(format!("rank {} is not one of {} workers", self.worker, self.workers));
         }
-        let optimizer = shared(optimizer::parse(&self.optimizer)?, level, self.workers);
+        let optimizer = shared(self.optimizer()?, level, self.workers);
         let mut run = Run::new(self.shapes.clone(), optimizer, level);
         run.codecs = self.codecs()?;
         run.stale = stale;

@@ -1,7 +1,7 @@
 //! Workers that train by themselves and agree now and then.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
@@ -13,6 +13,7 @@ use unisono_sync::strategy;
 
 use super::lease::Lease;
 use super::places::{Place, Places};
+use super::record::{Exchange, Record};
 use super::seat::Seat;
 use super::settings::{self, Codec};
 use super::synchronizer::{bytes_of, numbers_of, to_dict};
@@ -26,25 +27,28 @@ pub struct LocalSteps {
     seat: Seat,
     parameters: Vec<Parameter>,
     state: Lease<Mutex<State>>,
+    record: Record,
 }
 
 /// Locked only by who does not have the interpreter's lock.
 struct State {
     library: Library,
-    /// Steps that this worker has finished.
-    steps: u64,
     /// Whether a synchronization failed: nothing is agreed any more.
     failed: bool,
 }
 
 impl LocalSteps {
+    /// The state, if it can be looked at now.
+    fn open(&self, py: Python<'_>, site: Site) -> PyResult<Arc<Mutex<State>>> {
+        self.seat.expect_free(py, site)?;
+        self.state.open(py, site)
+    }
+
     /// Whether something may be under way.
     fn has_begun(&self, py: Python<'_>, site: Site) -> PyResult<bool> {
-        let state = self.state.open(py, site)?;
-        Ok(py.detach(|| {
-            let state = lock(&state);
-            state.steps > 0 && state.library.schedule().delay() > 0
-        }))
+        let state = self.open(py, site)?;
+        let delay = py.detach(|| lock(&state).library.schedule().delay());
+        Ok(self.record.steps() > 0 && delay > 0)
     }
 
     /// The places of all parameters, for as long as a call lasts.
@@ -62,7 +66,7 @@ impl LocalSteps {
         site: Site,
         call: impl FnOnce(&mut State) -> Result<R, unisono_sync::SyncError> + Send,
     ) -> PyResult<R> {
-        let state = self.state.open(py, site)?;
+        let state = self.open(py, site)?;
         if py.detach(|| lock(&state).failed) {
             let text = "an earlier synchronization failed, and nothing is agreed any more; start \
                         again from the last checkpoint";
@@ -125,33 +129,39 @@ impl LocalSteps {
         })?;
         let ends = library.abort_handle();
         seat.watch(ends.clone());
-        let state = Mutex::new(State { library, steps: 0, failed: false });
+        let state = Mutex::new(State { library, failed: false });
         let state = Lease::new(state, ends, seat.rank());
-        Ok(LocalSteps { seat, parameters, state })
+        Ok(LocalSteps { seat, parameters, state, record: Record::default() })
     }
 
     /// Steps that this worker has finished.
     #[getter]
-    fn steps(&self, py: Python<'_>) -> PyResult<u64> {
-        let state = self.state.open(py, self.seat.site("counting steps"))?;
-        Ok(py.detach(|| lock(&state).steps))
+    fn steps(&self) -> u64 {
+        self.record.steps()
     }
 
-    /// Bytes this rank has sent so far.
+    /// Bytes this rank has sent so far. In the middle of a call that waits, and after the end, what
+    /// it was when somebody last looked.
     #[getter]
-    fn sent(&self, py: Python<'_>) -> PyResult<u64> {
-        let state = self.state.open(py, self.seat.site("counting bytes"))?;
-        Ok(py.detach(|| lock(&state).library.sent()))
+    fn sent(&self, py: Python<'_>) -> u64 {
+        match self.open(py, self.seat.site("counting bytes")) {
+            Ok(state) => self.record.note_sent(py.detach(|| lock(&state).library.sent())),
+            Err(_) => self.record.sent(),
+        }
+    }
+
+    /// When the buckets that were agreed on last were under way.
+    #[getter]
+    fn exchanges(&self) -> Vec<Exchange> {
+        self.record.exchanges()
     }
 
     /// Whether the workers' weights are looked at after the next step.
     fn is_due(&self, py: Python<'_>) -> PyResult<bool> {
-        let state = self.state.open(py, self.seat.site("looking at the schedule"))?;
-        Ok(py.detach(|| {
-            let state = lock(&state);
-            let due = state.library.schedule().after(state.steps + 1);
-            due.submit.is_some() || due.apply.is_some()
-        }))
+        let state = self.open(py, self.seat.site("looking at the schedule"))?;
+        let next = self.record.steps() + 1;
+        let due = py.detach(|| lock(&state).library.schedule().after(next));
+        Ok(due.submit.is_some() || due.apply.is_some())
     }
 
     /// This worker has finished a step in which nothing was due.
@@ -160,8 +170,7 @@ impl LocalSteps {
         if self.is_due(py)? {
             return Err(site.invalid(py, "something is due after this step; give the weights"));
         }
-        let state = self.state.open(py, site)?;
-        py.detach(|| lock(&state).steps += 1);
+        self.record.set_steps(self.record.steps() + 1);
         Ok(())
     }
 
@@ -172,9 +181,11 @@ impl LocalSteps {
         let site = self.seat.site("a local step");
         let mut places = self.places(py, site, places)?;
         self.call(py, seconds, site, |state| {
-            let step = state.steps + 1;
+            let step = self.record.steps() + 1;
             let outcome = state.library.step(step, &mut places, 0.0, false)?;
-            state.steps = step;
+            self.record.set_steps(step);
+            self.record.note_sent(state.library.sent());
+            self.record.note_exchanges(&outcome.buckets);
             Ok(outcome.agreed.is_some())
         })
     }
@@ -184,7 +195,10 @@ impl LocalSteps {
         let site = self.seat.site("settling");
         let mut places = self.places(py, site, places)?;
         self.call(py, seconds, site, |state| {
-            state.library.settle(state.steps, &mut places).map(drop)
+            let outcome = state.library.settle(self.record.steps(), &mut places)?;
+            self.record.note_sent(state.library.sent());
+            self.record.note_exchanges(&outcome.buckets);
+            Ok(())
         })
     }
 
@@ -203,7 +217,7 @@ impl LocalSteps {
     }
 
     /// Goes on after so many steps from what was saved, of which rank 0's counts. All ranks call
-    /// it.
+    /// it, with the same number of steps.
     fn restore(
         &self,
         py: Python<'_>,
@@ -218,16 +232,17 @@ impl LocalSteps {
             return Err(site.invalid(py, text));
         }
         let group = self.seat.engine(py, site)?;
+        self.seat.expect_equal_steps(py, &group, steps, seconds, site)?;
         self.call(py, seconds, site, |state| {
             let find = |name: &str| saved.get(name).map(|bytes| numbers_of(bytes));
             state.library.restore(&group, &find)?;
-            state.steps = steps;
+            self.record.set_steps(steps);
             Ok(())
         })
     }
 
-    /// Leaves the workers. If what is under way does not end within `seconds`, ends all groups of
-    /// the job.
+    /// Leaves the workers. If what is under way does not end within `seconds`, ends it for all of
+    /// them. Other groups go on.
     fn close(&self, py: Python<'_>, seconds: f64) {
         self.state.close(py, deadline::limit(seconds));
     }

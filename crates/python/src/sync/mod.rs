@@ -10,6 +10,7 @@
 mod lease;
 mod local;
 mod places;
+mod record;
 mod seat;
 mod settings;
 mod synchronizer;

@@ -1,5 +1,10 @@
 //! A replica's place among the others.
+//!
+//! While a call waits, its thread lets Python handle signals (see [`signals`]). What a handler asks
+//! then is asked on a thread that is in the middle of a call: to wait for that would be to wait for
+//! itself.
 
+use std::cell::Cell;
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
@@ -11,6 +16,12 @@ use unisono_sync::SyncError;
 use crate::deadline::{self, Deadlines};
 use crate::error::{Operation, Site, not_formed};
 use crate::group::Group;
+use crate::signals;
+
+thread_local! {
+    /// The seat in whose call this thread waits.
+    static WAITING: Cell<*const Seat> = const { Cell::new(std::ptr::null()) };
+}
 
 /// A rank in a group, or a process by itself.
 pub struct Seat {
@@ -27,14 +38,32 @@ impl Seat {
         Seat { group, deadlines: own.into_iter().collect(), rank }
     }
 
-    /// Lets timeouts also end the calls that this handle ends.
+    /// Lets timeouts and Ctrl-C also end the calls that this handle ends.
     pub fn watch(&mut self, ends: Option<AbortHandle>) {
-        self.deadlines.extend(ends.map(Deadlines::new));
+        if let Some(ends) = ends {
+            ends.stop_waiting_if(signals::interrupt);
+            self.deadlines.push(Deadlines::new(ends));
+        }
     }
 
     /// This rank.
     pub fn rank(&self) -> usize {
         self.rank
+    }
+
+    /// Whether this very thread waits in a call of it. Then a handler of a signal asks.
+    pub fn is_waiting(&self) -> bool {
+        std::ptr::eq(WAITING.get(), self)
+    }
+
+    /// Fails if this very thread waits in a call of it.
+    pub fn expect_free(&self, py: Python<'_>, site: Site) -> PyResult<()> {
+        if self.is_waiting() {
+            let text = "a handler of a signal asks for it in the middle of another call; let the \
+                        handler make a note, and ask after the call";
+            return Err(site.invalid(py, text));
+        }
+        Ok(())
     }
 
     /// Where an error shows.
@@ -54,18 +83,24 @@ impl Seat {
         }
     }
 
-    /// Waits for `call`, at most `seconds`, without the interpreter's lock.
+    /// Waits for `call`, at most `seconds` and until Ctrl-C, without the interpreter's lock.
     pub fn within<R, C>(&self, py: Python<'_>, seconds: f64, site: Site, call: C) -> PyResult<R>
     where
         R: Send,
         C: FnOnce() -> Result<R, SyncError> + Send,
     {
         let limit = deadline::limit(seconds);
-        let outcome = py.detach(|| {
+        let (outcome, interruption) = py.detach(|| {
             let _noted: Vec<_> = self.deadlines.iter().map(|watch| watch.note(limit)).collect();
-            call()
+            let outer = WAITING.replace(self as *const Seat);
+            let outcome = signals::during(call);
+            WAITING.set(outer);
+            outcome
         });
-        outcome.map_err(|error| site.not_synchronized(py, &error))
+        match interruption {
+            Some(raised) => Err(raised),
+            None => outcome.map_err(|error| site.not_synchronized(py, &error)),
+        }
     }
 
     /// Fails on all ranks if they were given different settings.
@@ -80,17 +115,48 @@ impl Seat {
         let mut hasher = DefaultHasher::new();
         settings.hash(&mut hasher);
         let own = hasher.finish() as i64;
+        self.expect_agreement(py, group, own, seconds, site, |rank, _| {
+            format!(
+                "rank {rank} was given other settings than rank 0 (here: {settings}); give all \
+                 ranks the same"
+            )
+        })
+    }
+
+    /// Fails on all ranks if they go on after different numbers of steps.
+    pub fn expect_equal_steps(
+        &self,
+        py: Python<'_>,
+        group: &Engine,
+        steps: u64,
+        seconds: f64,
+        site: Site,
+    ) -> PyResult<()> {
+        self.expect_agreement(py, group, steps as i64, seconds, site, |rank, all| {
+            format!(
+                "rank 0 would go on after step {}, and rank {rank} after step {}; load what was \
+                 saved after the same step on all ranks",
+                all[0], all[rank]
+            )
+        })
+    }
+
+    /// Fails on all ranks if they have different numbers; `explain` gets the first rank that has
+    /// not that of rank 0, and all numbers.
+    fn expect_agreement(
+        &self,
+        py: Python<'_>,
+        group: &Engine,
+        own: i64,
+        seconds: f64,
+        site: Site,
+        explain: impl FnOnce(usize, &[i64]) -> String,
+    ) -> PyResult<()> {
         let mut all = vec![0i64; group.size()];
         self.within(py, seconds, site, || Ok(group.all_gather(&[own], &mut all)?))?;
         match all.iter().position(|other| *other != all[0]) {
             None => Ok(()),
-            Some(rank) => {
-                let text = format!(
-                    "rank {rank} was given other settings than rank 0 (here: {settings}); give all \
-                     ranks the same"
-                );
-                Err(site.invalid(py, &text))
-            }
+            Some(rank) => Err(site.invalid(py, &explain(rank, &all))),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! One replica's view of a step.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
@@ -11,9 +11,11 @@ use unisono_sync::{Parameter, Settings, Synchronizer as Library};
 
 use super::lease::Lease;
 use super::places::{Place, Places};
+use super::record::{Exchange, Record};
 use super::seat::Seat;
 use super::settings::{self, Codec};
 use crate::deadline;
+use crate::error::Site;
 use crate::group::Group;
 
 /// Takes the gradients of a worker's shards, and gives back the mean of all workers'.
@@ -25,12 +27,11 @@ pub struct Synchronizer {
     library: Lease<Library>,
     /// Locked only by who does not have the interpreter's lock.
     progress: Mutex<Progress>,
+    record: Record,
 }
 
 /// How far a step has come. The library is only called in the order in which it counts on.
 struct Progress {
-    /// Steps that have ended.
-    steps: u64,
     /// Shards of this step that have begun.
     begun: usize,
     phase: Phase,
@@ -59,6 +60,12 @@ impl Synchronizer {
         self.progress.lock().expect("no panic while a step goes on")
     }
 
+    /// The library, if it can be called now.
+    fn open(&self, py: Python<'_>, site: Site) -> PyResult<Arc<Library>> {
+        self.seat.expect_free(py, site)?;
+        self.library.open(py, site)
+    }
+
     /// Calls the library, without the interpreter's lock. What the call refuses is an
     /// `InvalidCall`.
     fn call<R: Send>(
@@ -68,7 +75,7 @@ impl Synchronizer {
         call: impl FnOnce(&Library, &mut Progress) -> Result<R, String> + Send,
     ) -> PyResult<R> {
         let site = self.seat.site(operation);
-        let library = self.library.open(py, site)?;
+        let library = self.open(py, site)?;
         let outcome = py.detach(|| {
             let mut progress = self.lock();
             match progress.phase {
@@ -119,12 +126,13 @@ impl Synchronizer {
             seat.within(py, seconds, site, || Library::new(Some(&engine), listed, settings))?;
         let ends = library.abort_handle();
         seat.watch(ends.clone());
-        let (steps, begun, phase) = (0, 0, Phase::Between);
+        let (begun, phase) = (0, Phase::Between);
         let seen = vec![false; parameters.len()];
         Ok(Synchronizer {
             own: library.shards(),
             library: Lease::new(library, ends, rank),
-            progress: Mutex::new(Progress { steps, begun, phase, seen }),
+            progress: Mutex::new(Progress { begun, phase, seen }),
+            record: Record::default(),
             parameters,
             seat,
         })
@@ -138,15 +146,24 @@ impl Synchronizer {
 
     /// Steps that have ended.
     #[getter]
-    fn steps(&self, py: Python<'_>) -> u64 {
-        py.detach(|| self.lock().steps)
+    fn steps(&self) -> u64 {
+        self.record.steps()
     }
 
-    /// Bytes this rank has sent so far.
+    /// Bytes this rank has sent so far. In the middle of a call that waits, and after the end, what
+    /// it was when somebody last looked.
     #[getter]
-    fn sent(&self, py: Python<'_>) -> PyResult<u64> {
-        let library = self.library.open(py, self.seat.site("counting bytes"))?;
-        Ok(py.detach(|| library.sent()))
+    fn sent(&self, py: Python<'_>) -> u64 {
+        match self.open(py, self.seat.site("counting bytes")) {
+            Ok(library) => self.record.note_sent(py.detach(|| library.sent())),
+            Err(_) => self.record.sent(),
+        }
+    }
+
+    /// When the buckets of the last step were under way.
+    #[getter]
+    fn exchanges(&self) -> Vec<Exchange> {
+        self.record.exchanges()
     }
 
     /// Begins the next of this worker's shards; which one.
@@ -228,7 +245,7 @@ impl Synchronizer {
         // SAFETY: the caller keeps the memory valid and to itself until this returns.
         let places = unsafe { Places::new(places, &self.parameters) };
         let mut places = places.map_err(|text| site.invalid(py, &text))?;
-        let library = self.library.open(py, site)?;
+        let library = self.open(py, site)?;
         self.seat.within(py, seconds, site, || {
             let mut progress = self.lock();
             let mut used = Vec::with_capacity(self.parameters.len());
@@ -240,7 +257,9 @@ impl Synchronizer {
             })?;
             progress.phase = Phase::Between;
             progress.begun = 0;
-            progress.steps += 1;
+            self.record.set_steps(self.record.steps() + 1);
+            self.record.note_sent(library.sent());
+            self.record.note_exchanges(&outcome.times.buckets);
             let chosen = outcome.advice.map(|advice| {
                 let codec = advice.chosen.as_ref().map_or("none".to_owned(), ToString::to_string);
                 (codec, advice.reason.clone())
@@ -253,7 +272,7 @@ impl Synchronizer {
     fn save<'py>(&self, py: Python<'py>, seconds: f64) -> PyResult<Bound<'py, PyDict>> {
         self.expect_between(py, "save")?;
         let site = self.seat.site("saving");
-        let (group, library) = (self.seat.engine(py, site)?, self.library.open(py, site)?);
+        let (group, library) = (self.seat.engine(py, site)?, self.open(py, site)?);
         let saved = self.seat.within(py, seconds, site, || {
             let mut saved = Vec::new();
             library.save(&group, &mut |name, _, values| saved.push((name, bytes_of(values))))?;
@@ -263,7 +282,7 @@ impl Synchronizer {
     }
 
     /// Goes on after so many steps from what was saved, of which rank 0's counts. All ranks call
-    /// it, between steps.
+    /// it, between steps, with the same number of steps.
     fn restore(
         &self,
         py: Python<'_>,
@@ -273,16 +292,18 @@ impl Synchronizer {
     ) -> PyResult<()> {
         self.expect_between(py, "restore")?;
         let site = self.seat.site("restoring");
-        let (group, library) = (self.seat.engine(py, site)?, self.library.open(py, site)?);
+        let (group, library) = (self.seat.engine(py, site)?, self.open(py, site)?);
+        self.seat.expect_equal_steps(py, &group, steps, seconds, site)?;
         self.seat.within(py, seconds, site, || {
             library.restore(&group, &|name| saved.get(name).map(|bytes| numbers_of(bytes)))?;
             library.go_on_from(steps);
-            self.lock().steps = steps;
+            self.record.set_steps(steps);
             Ok(())
         })
     }
 
-    /// Leaves the replicas. If a step that was begun does not end within `seconds`, ends it for all.
+    /// Leaves the replicas. If what is under way does not end within `seconds`, ends it for all of
+    /// them. Other groups go on.
     fn close(&self, py: Python<'_>, seconds: f64) {
         self.library.close(py, deadline::limit(seconds));
     }

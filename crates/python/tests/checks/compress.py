@@ -6,6 +6,7 @@ import unisono.torch
 from tools import assert_replicas_equal, equal, raises
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from unisono.torch._gradients.floats import Floats
 
 CODECS = (
     "fp16", "bf16", "int8", "int8:stochastic", "int4", "qsgd:4", "sign", "topk:10%",
@@ -167,6 +168,12 @@ def check_compress_other_types(rank, world):
         unisono.torch.compress(replica, "int8")
         replica(torch.full((4, 16), rank + 1.0, dtype=dtype)).sum().backward()
         assert all(p.grad.dtype == dtype and p.grad.isfinite().all() for p in replica.parameters())
+        # They travel as 32-bit floats.
+        assert all(torch.equal(p.grad, p.grad.float().to(dtype)) for p in replica.parameters())
+    floats = torch.arange(3.0)
+    [negated] = Floats([torch._neg_view(floats)])._floats
+    assert not negated.is_neg() and negated.tolist() == [0.0, -1.0, -2.0]
+    assert Floats([floats]).places == [(floats.data_ptr(), 3)]
     replica = DistributedDataParallel(nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last))
     unisono.torch.compress(replica, "none")
     inputs = torch.randn(2, 8, 5, 5, generator=torch.Generator().manual_seed(3))

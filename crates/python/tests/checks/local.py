@@ -115,6 +115,40 @@ def check_local_steps_of_halves(rank, world):
     assert_replicas_equal(model)
 
 
+def check_local_steps_of_doubles(rank, world):
+    """Weights that would come back with fewer digits are refused, and left as they are."""
+    model = network().double()
+    with torch.no_grad():
+        model[0].weight += 1e-12  # More digits than 32 bits have.
+    before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    for local in (unisono.torch.LocalSGD, unisono.torch.DiLoCo):
+        error = raises(unisono.Unsupported, local, inner, 2)
+        assert "float64" in str(error), error
+    assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), before)
+
+
+def check_resume_of_different_steps(rank, world):
+    """Ranks that would go on after different steps are told which."""
+    model = network()
+    replica = DistributedDataParallel(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for member in (
+        unisono.torch.LocalSGD(optimizer, 2),
+        unisono.torch.ShardedStep(model, optimizer),
+        unisono.torch.compress(replica, "int8"),
+    ):
+        state = member.state_dict()
+        agreement = state.get("agreement", state)
+        agreement["steps"] = 7 if rank == 1 else 4
+        error = raises(unisono.InvalidCall, member.load_state_dict, state)
+        assert "rank 0 would go on after step 4, and rank 1 after step 7" in str(error), error
+        assert member.steps == 0
+        agreement["steps"] = 4
+        member.load_state_dict(state)
+        assert member.steps == 4
+
+
 def check_local_steps_mistakes(rank, world):
     inner = torch.optim.SGD(network().parameters(), lr=0.1)
     for options in ({"every": 0}, {"every": 2, "longest": 1}, {"every": 2, "codec": "auto"}):
@@ -156,6 +190,25 @@ def check_accumulate(rank, world):
                 gradient = ours.grad.full_tensor() if model is sharded else ours.grad
                 equal(gradient, theirs.grad)
     raises(unisono.InvalidCall, unisono.torch.accumulate, plain, [], lambda part: part)
+
+
+def check_accumulate_after_an_error(rank, world):
+    """A loss that raises leaves a model that synchronizes as before."""
+    wrapped, sharded = DistributedDataParallel(network()), fully_shard(network())
+    batch = torch.full((4, 16), rank + 1.0)
+    expected = network()
+    everything = torch.cat([torch.full((4, 16), r + 1.0) for r in range(world)])
+    expected(everything).square().mean().backward()
+    for model in (wrapped, sharded):
+
+        def loss(_):
+            raise KeyError("nothing of ours")
+
+        raises(KeyError, unisono.torch.accumulate, model, [batch, batch], loss)
+        model(batch).square().mean().backward()
+        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            assert ours.grad is not None
+            equal(ours.grad.full_tensor() if model is sharded else ours.grad, theirs.grad)
 
 
 def check_accumulate_synchronizes_once(rank, world):

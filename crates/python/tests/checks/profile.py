@@ -10,11 +10,10 @@ import tempfile
 import time
 from pathlib import Path
 
-import tomllib
 import torch
 import torch.distributed as dist
 import unisono.torch
-from tools import equal, raises
+from tools import equal, raises, tomllib
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -141,6 +140,59 @@ def check_profile_of_fsdp(rank, world):
         assert len(run.steps) == 6 and run.info["strategy"] == "FSDP", run.info
         assert all(len(times["buckets"]) >= 6 for step in run.steps for times in step["ranks"])
         _adds_up(run)
+
+
+def check_profile_of_other_exchanges(rank, world):
+    """Codecs, local steps, shards and servers exchange without the backend, and are seen."""
+    for begin, exchanges in (
+        (_with_codec, [True] * 6),
+        (_with_local_steps, [False, True] * 3),
+        (_with_shards, [True] * 6),
+        (_with_servers, [True] * 6),
+    ):
+        step, end = begin()
+        run = _profiled(lambda: [step() for _ in range(6)])
+        end()
+        if rank != 0:
+            continue
+        settings = run.info["settings"]
+        assert len(run.steps) == 6 and settings["wire_bytes"] == "counted", (begin, settings)
+        assert [one["wire_bytes"] > 0 for one in run.steps] == exchanges, (begin, run.steps)
+        for one, exchanged in zip(run.steps, exchanges, strict=True):
+            seen = [sum(bucket["bytes"] for bucket in times["buckets"]) for times in one["ranks"]]
+            assert all((size > 0) == exchanged for size in seen), (begin, one)
+        _adds_up(run)
+
+
+def _with_codec():
+    model = DistributedDataParallel(_layers(3, 64))
+    compression = unisono.torch.compress(model, "int8")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return lambda: _step(model, optimizer, torch.ones(4, 64)), lambda: compression
+
+
+def _with_local_steps():
+    model = _layers(3, 64)
+    optimizer = unisono.torch.LocalSGD(torch.optim.SGD(model.parameters(), lr=0.01), every=2)
+    return lambda: _step(model, optimizer, torch.ones(4, 64)), optimizer.settle
+
+
+def _with_shards():
+    model = _layers(3, 64)
+    step = unisono.torch.ShardedStep(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    batches = [torch.ones(4, 64)] * len(step.shards)
+    return lambda: step(batches, lambda batch: model(batch).square().mean()), step.close
+
+
+def _with_servers():
+    model = _layers(3, 64)
+    server = unisono.torch.ParameterServer(model, "sgd:lr=0.01", "bsp")
+
+    def step():
+        model(torch.ones(4, 64)).square().mean().backward()
+        server.step()
+
+    return step, server.leave
 
 
 def check_profile_of_said_steps(rank, world):

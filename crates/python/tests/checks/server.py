@@ -88,7 +88,7 @@ def check_server_lets_others_run(rank, world):
     main = threading.get_ident()
 
     def say_when_waiting():
-        while sys._current_frames()[main].f_code.co_name != "step":
+        while sys._current_frames()[main].f_code.co_name != "_wait":
             time.sleep(0.001)
         store.set("waiting", b"yes")
 
@@ -192,6 +192,20 @@ def check_server_optimizers(rank, world):
                 equal(_vector(model), _vector(reference))
 
 
+def check_server_groups_of_parameters(rank, world):
+    """An optimizer may have groups, and know names, if it treats all parameters alike."""
+    model = _network()
+    named = list(model.named_parameters())
+    groups = [{"params": named[:1]}, {"params": named[1:]}]
+    with ParameterServer(model, torch.optim.SGD(groups, lr=0.1), "bsp") as server:
+        _learn(model, server, rank, 0)
+        assert server.clock == 1
+    groups = [{"params": named[:1]}, {"params": named[1:], "lr": 0.2}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    error = raises(unisono.InvalidCall, ParameterServer, model, optimizer, "bsp")
+    assert "equal settings" in str(error), error
+
+
 def check_server_learning_rate(rank, world):
     """A learning rate means the same at every level: a step of everybody goes as far."""
     moved = {}
@@ -208,12 +222,54 @@ def check_server_learning_rate(rank, world):
         equal(distance, torch.tensor([-0.5]))
 
 
+def check_server_learning_rate_of_replicas(rank, world):
+    """At downpour a replica goes by its own steps, and servers go by the pushes of everybody."""
+    steps, push = 8, 4
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = f"sgd:lr=0.5,cosine={steps}"
+    with ParameterServer(model, optimizer, f"downpour:{push},{steps}") as server:
+        before = _vector(model)
+        for step in range(1, push):
+            at = _vector(model)
+            model.weight.grad = torch.ones(1, 1)
+            server.step()
+            equal(at - _vector(model), torch.tensor([_cosine(0.5, step, steps)]))
+        model.weight.grad = torch.ones(1, 1)
+        server.step()
+        dist.barrier()  # Everybody has pushed once, the mean of ones.
+        server.pull()
+        pushes = steps * world // push
+        moved = sum(_cosine(0.5, number, pushes) for number in range(1, world + 1))
+        equal(before - _vector(model), torch.tensor([moved]))
+        dist.barrier()
+
+
+def _cosine(peak: float, step: int, steps: int) -> float:
+    return peak * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+
+
+def check_server_scheduler(rank, world):
+    """A scheduler of torch's, which servers do not see, does not go unnoticed."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    with ParameterServer(model, optimizer, "bsp") as server:
+        model(torch.ones(1, 1)).sum().backward()
+        server.step()
+        scheduler.step()
+        model(torch.ones(1, 1)).sum().backward()
+        assert "schedulers" in str(raises(unisono.InvalidCall, server.step))
+        optimizer.param_groups[0]["lr"] = 0.1
+        server.step()
+        assert server.clock == 2
+
+
 def check_server_tensors(rank, world):
     """Parameters of other types and layouts are converted; those without a gradient stay."""
     torch.manual_seed(0)
     model = nn.ModuleDict({
         "small": nn.Linear(3, 2, dtype=torch.bfloat16),
-        "large": nn.Linear(2, 2, dtype=torch.float64),
+        "short": nn.Linear(2, 2, dtype=torch.float16),
         "image": nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last),
         "words": nn.Embedding(5, 3, sparse=True),
         "idle": nn.Linear(2, 2),
@@ -227,7 +283,7 @@ def check_server_tensors(rank, world):
         for step in range(2):
             for trained in (model, reference):
                 loss = trained["small"](torch.ones(1, 3, dtype=torch.bfloat16)).sum().float()
-                loss = loss + trained["large"](torch.ones(1, 2, dtype=torch.float64)).sum()
+                loss = loss + trained["short"](torch.ones(1, 2, dtype=torch.float16)).sum()
                 image = torch.arange(18.0).reshape(1, 2, 3, 3)
                 loss = loss + trained["image"](image).sum()
                 loss = loss + trained["words"](torch.tensor([1, 3, 3])).sum()
@@ -334,6 +390,13 @@ def check_server_mistakes(rank, world):
         arguments = {"model": model, "optimizer": "sgd", "level": "async"} | mistake
         error = raises(unisono.InvalidCall, ParameterServer, **arguments)
         assert text in str(error), (mistake, error)
+
+
+def check_server_of_doubles(rank, world):
+    """Weights that would come back with fewer digits are refused."""
+    model = nn.Linear(2, 2, dtype=torch.float64)
+    error = raises(unisono.Unsupported, ParameterServer, model, "sgd", "async")
+    assert "'weight' is float64" in str(error), error
 
 
 def check_server_changed_model(rank, world):

@@ -6,12 +6,19 @@ from tools import assert_replicas_equal, equal, raises
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from unisono.torch._gradients.sampler import drawn_from
+
 from checks.compress import network
+
+# From the numbers 3 and 0.
+DRAWN = 1378707193901708815
 
 
 def check_sharded_sampler(rank, world):
     sampler = unisono.torch.ShardedSampler(50, batch_size=16, shards=8, seed=3)
     assert sampler.steps_per_epoch == 3
+    # A run that is resumed counts on it, with any version of Python.
+    assert drawn_from(3, 0) == DRAWN
     own = list(sampler)
     shards = len(own) // 3
     assert len(sampler) == len(own) and all(len(part) == 2 for part in own)
@@ -55,6 +62,45 @@ def check_sharded_step(rank, world):
     step(shards, lambda part: model(part).square().mean())
     assert_replicas_equal(model)
     assert step.steps == 2 and (world == 1 or step.sent_bytes > 0)
+
+
+def check_sharded_begins_equal(rank, world):
+    """Frozen parameters and buffers become rank 0's too; what is thawed later is refused."""
+    model = network()
+    model[2].requires_grad_(False)
+    model.register_buffer("scale", torch.full((2, 3), float(rank)))
+    model.register_buffer("count", torch.tensor(rank))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += rank
+    step = unisono.torch.ShardedStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert_replicas_equal(model)
+    assert model.scale.tolist() == [[0.0] * 3] * 2 and model.count.item() == 0
+    batches = [torch.ones(2, 16)] * len(step.shards)
+    step(batches, lambda part: model(part).square().mean())
+    assert model[2].weight.grad is None
+    assert_replicas_equal(model)
+    model[2].requires_grad_(True)
+    error = raises(unisono.InvalidCall, step, batches, lambda part: model(part).square().mean())
+    assert "2.weight was frozen" in str(error), error
+
+
+def check_sharded_doubles(rank, world):
+    """Gradients in float64 are rounded on their way, and the weights keep their digits."""
+    model = network().double()
+    with torch.no_grad():
+        model[0].weight += 1e-12  # More digits than 32 bits have.
+    before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = unisono.torch.ShardedStep(model, optimizer)
+    batches = [torch.ones(2, 16, dtype=torch.float64)] * len(step.shards)
+    step.gradients(batches, lambda part: model(part).square().mean())
+    for parameter in model.parameters():
+        assert parameter.grad.dtype == torch.float64
+        assert torch.equal(parameter.grad, parameter.grad.float().double())
+    now = nn.utils.parameters_to_vector(model.parameters())
+    assert torch.equal(now, before), "the weights were rounded"
+    assert_replicas_equal(model)
 
 
 def check_sharded_mistakes(rank, world):

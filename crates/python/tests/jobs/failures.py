@@ -4,6 +4,7 @@ A function `case_…` runs a job of its own.  No time is required of a machine t
 long it took to notice is printed.
 """
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -11,17 +12,18 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from datetime import timedelta
 
 import harness
-import tomllib
 import torch
 import torch.distributed as dist
 import unisono.torch
-from tools import equal, is_old_torch, raises
+from tools import equal, is_old_torch, raises, tomllib
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from unisono import _native
+from unisono.torch import _exit
 
 
 def case_killed_in_backward() -> None:
@@ -266,6 +268,69 @@ def _interrupted(rank, world, behind):
         assert error.peer == 0 and "interrupted" in str(error), error
 
 
+def case_interrupted_in_exchange() -> None:
+    """So it does where gradients or weights do not travel by calls of the backend."""
+    for kind in ("codec", "shards", "local steps"):
+        codes = harness.run(_interrupted_in_exchange, 2, kind)
+        assert codes == [0, 0], (kind, codes)
+
+
+def _interrupted_in_exchange(rank, world, kind):
+    store = dist.distributed_c10d._get_default_store()
+    member, step = _synchronized(kind)
+    for _ in range(2):  # In the second, DDP makes its buckets anew, by calls of the backend.
+        step()
+    if rank == 0:
+        handled = []
+
+        def handle(*_):
+            # A handler may look at the counts, and is refused what it would wait for for ever.
+            assert member.steps == 2 and member.sent_bytes > 0
+            error = raises(unisono.InvalidCall, member.state_dict)
+            assert "handler of a signal" in str(error), error
+            handled.append(True)
+
+        signal.signal(signal.SIGUSR1, handle)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        other = multiprocessing.get_context("fork").Process(
+            target=_press_control_c, args=(os.getpid(),)
+        )
+        other.start()
+        raises(KeyboardInterrupt, step)
+        other.join()
+        assert handled, "the first signal was not handled while the step waited"
+        raises(RuntimeError, step)  # There is no going on; DDP may be the first to say so.
+        store.set("over", b"yes")
+    else:
+        store.wait(["over"])
+        error = raises(unisono.Aborted, step)
+        assert error.peer == 0 and "interrupted" in str(error), error
+    # The group of the program knows nothing of it.
+    _expect_usable(dist.group.WORLD, world)
+
+
+def _synchronized(kind: str):
+    """What synchronizes a model in this way, and a function that makes a step."""
+    model = nn.Linear(64, 64)
+    batch = torch.ones(2, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if kind == "codec":
+        replica = DistributedDataParallel(model)
+        compression = unisono.torch.compress(replica, "int8")
+        return compression, lambda: replica(batch).sum().backward()
+    if kind == "shards":
+        sharded = unisono.torch.ShardedStep(model, optimizer)
+        own = [batch] * len(sharded.shards)
+        return sharded, lambda: sharded(own, lambda part: model(part).sum())
+    local = unisono.torch.LocalSGD(optimizer, every=1)
+
+    def step():
+        model(batch).sum().backward()
+        local.step()
+
+    return local, step
+
+
 def _press_control_c(process):
     time.sleep(0.3)
     os.kill(process, signal.SIGUSR1)
@@ -386,6 +451,44 @@ def _program(ending: str, rank: int, store: str) -> None:
         work.get_future().then(lambda _: None)
     if ending == "raise" and rank == 0:
         raise SystemExit(3)
+
+
+def case_exit_of_several() -> None:
+    """At the end of a program, one that cannot be left keeps nobody from leaving the others."""
+
+    class Stubborn:
+        def __init__(self, error):
+            self.error = error
+
+        def _close(self, seconds):
+            closed.append(self.error)
+            raise self.error
+
+    closed, real = [], _exit._open
+    others = [Stubborn(error) for error in (ValueError("one"), KeyboardInterrupt(), OSError())]
+    _exit._open = weakref.WeakSet(others)
+    try:
+        with CapturedLog() as log:
+            _exit._close_all()
+    finally:
+        _exit._open = real
+    assert len(closed) == 3 and len(log) == 3, (closed, log)
+    assert any("Stubborn" in line and "one" in line for line in log), log
+
+
+class CapturedLog(logging.Handler):
+    """What the package logs within this, line by line."""
+
+    def __enter__(self):
+        self.lines: list[str] = []
+        logging.getLogger("unisono").addHandler(self)
+        return self.lines
+
+    def __exit__(self, *_):
+        logging.getLogger("unisono").removeHandler(self)
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
 
 
 def case_profile_of_a_killed_rank() -> None:

@@ -89,9 +89,9 @@ def _interrupted(rank, world):
 
 
 def _interrupt_main_thread() -> None:
-    """Presses Ctrl-C when the main thread has been in a step for a while."""
+    """Presses Ctrl-C when the main thread has waited in a step for a while."""
     main = threading.main_thread().ident
-    while sys._current_frames()[main].f_code.co_name != "step":
+    while sys._current_frames()[main].f_code.co_name != "_wait":
         time.sleep(0.01)
     time.sleep(0.3)
     os.kill(os.getpid(), signal.SIGINT)
@@ -149,6 +149,33 @@ def _program(path: str, rank: int) -> None:
     for step in range(3):
         _learn(model, server, rank, step)
     store.set("done", b"yes")
+
+
+def case_server_forked() -> None:
+    """A forked process that ends does not leave in the place of its parent."""
+    codes = harness.run(_forked, 2)
+    assert codes == [0, 0], codes
+
+
+def _forked(rank, world):
+    model = _model()
+    server = ParameterServer(model, "sgd:lr=0.1", "async")
+    child = os.fork()
+    if child == 0:
+        # Whoever leaves with a server inside waits until the others have left, too.
+        server.leave()
+        os._exit(0)
+    deadline = time.monotonic() + harness.HUNG / 5
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if ended[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0), "the child waited for others to leave"
+    dist.barrier()
+    for step in range(3):
+        _learn(model, server, rank, step)
+    server.leave()
 
 
 def case_server_without_groups() -> None:

@@ -4,10 +4,10 @@
 //! the order of submission, whatever else the ranks say to each other meanwhile.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use unisono_collective::{AbortHandle, Group};
 
@@ -16,6 +16,10 @@ use crate::advice::Advice;
 use crate::bucket::Layout;
 use crate::error::SyncError;
 use crate::times::StepTimes;
+
+/// How often a wait for a bucket asks whether to go on. Longer: Ctrl-C is answered later. Shorter:
+/// more of nothing.
+const ASK_EVERY: Duration = Duration::from_millis(100);
 
 /// What makes one mean of a bucket of all ranks, one bucket after the other.
 pub trait Exchange: Send + 'static {
@@ -124,7 +128,15 @@ impl<E: Exchange> Strategy for Background<E> {
     }
 
     fn collect(&mut self) -> Result<Gradients, SyncError> {
-        self.from.recv().expect("every bucket is answered")
+        loop {
+            match self.from.recv_timeout(ASK_EVERY) {
+                Ok(outcome) => return outcome,
+                // The thread that exchanges is not that of the caller, who alone can tell. If the
+                // group ends, so does the exchange, and its error comes here.
+                Err(RecvTimeoutError::Timeout) => self.abort.ask_to_stop(),
+                Err(RecvTimeoutError::Disconnected) => panic!("every bucket is answered"),
+            }
+        }
     }
 
     fn sent(&self) -> u64 {

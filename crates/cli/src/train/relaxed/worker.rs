@@ -100,7 +100,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let mut work = Work { plan: &plan, level: relaxed.level, place: &place, client };
     let mut reporter = (place.rank == 0)
         .then(|| Reporter::new(plan.steps, plan.batch / place.workers, args.as_worker));
-    let outcome = work.train(&mut student, &run, &mut reporter);
+    let outcome = work.train(&mut student, &mut reporter);
     drop(watch);
     match outcome {
         // Nothing is lost but what was being computed.
@@ -179,14 +179,15 @@ impl Work<'_> {
     fn train(
         &mut self,
         student: &mut Student,
-        run: &Run,
         reporter: &mut Option<Reporter>,
     ) -> anyhow::Result<()> {
         match self.level {
             Level::Downpour { push, fetch } => {
                 let lengths: Vec<usize> =
                     student.parameters().iter().map(|p| p.elements()).collect();
-                let local = run.optimizer.build(&lengths)?;
+                // Not that of the servers, whose learning rate counts the pushes of everybody: a
+                // replica counts its own steps.
+                let local = self.plan.optimizer.build(&lengths)?;
                 self.pour(student, local, push, fetch, reporter)
             }
             _ => self.push_and_pull(student, reporter),

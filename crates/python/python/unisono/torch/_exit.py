@@ -4,21 +4,44 @@ Their threads call back into Python, which lets nobody in once it is ending.
 """
 
 import atexit
+import logging
 import weakref
+from typing import Protocol
 
 # How long a program that ends waits for its calls that were started and not waited for.  Longer:
 # one that the other ranks never make keeps it for longer.  Shorter: it fails if they are late.
 PATIENCE = 10.0
 
-_open: "weakref.WeakSet" = weakref.WeakSet()
+
+class Leaves(Protocol):
+    """A group, or something else with connections of its own."""
+
+    def _close(self, seconds: float) -> None:
+        """Leaves the others, after waiting so long at most for what is under way."""
+
+    def _sent(self) -> int:
+        """Bytes that it has moved so far."""
 
 
-def watch(group) -> None:
+_open: "weakref.WeakSet[Leaves]" = weakref.WeakSet()
+
+
+def watch(group: Leaves) -> None:
     """Closes the group at the end of the program, if it is still there."""
     _open.add(group)
 
 
+def watched() -> list[Leaves]:
+    """All that is still there."""
+    return list(_open)
+
+
 @atexit.register
 def _close_all() -> None:
-    for group in list(_open):
-        group._close(PATIENCE)
+    for group in watched():
+        try:
+            group._close(PATIENCE)
+        except BaseException as error:  # Ctrl-C too: it ends this wait, and others follow.
+            kind = type(group).__name__
+            text = "%s was not left as it should be at the end of the program: %r"
+            logging.getLogger("unisono").warning(text, kind, error)

@@ -66,6 +66,9 @@ class Core:
     def _close(self, seconds: float) -> None:
         self._native.close(seconds)
 
+    def _sent(self) -> int:
+        return self._native.sent_bytes() or 0
+
     def _start(self, prepared: Prepared) -> Work | None:
         """Runs a call, or starts it."""
         call, opts, name, result, shown, keep, finish, seconds = prepared

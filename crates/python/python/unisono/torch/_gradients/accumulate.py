@@ -1,7 +1,7 @@
 """One step from several small batches."""
 
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -46,10 +46,18 @@ def accumulate(
     return mean
 
 
-def _synchronizing(model: nn.Module, wanted: bool):
-    """Within this, backward passes synchronize gradients, or do not."""
+@contextmanager
+def _synchronizing(model: nn.Module, wanted: bool) -> Iterator[None]:
+    """Within this, backward passes synchronize gradients, or do not; after it they do."""
     if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(wanted)
+        try:
+            yield
+        finally:
+            # Also where the loss raised: later steps of the program are to synchronize.
+            model.set_requires_gradient_sync(True)
     elif hasattr(model, "no_sync") and not wanted:
-        return model.no_sync()
-    return nullcontext()
+        with model.no_sync():
+            yield
+    else:
+        yield

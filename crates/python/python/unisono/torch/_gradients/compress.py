@@ -18,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unisono import _native
 from unisono.errors import InvalidCall
-from unisono.torch import _exit
 from unisono.torch._gradients import saving
 from unisono.torch._gradients.codec import codec_of
 from unisono.torch._gradients.engine import engine_of
 from unisono.torch._gradients.floats import Floats, floats
+from unisono.torch._gradients.member import Member
 
 
 def compress(
@@ -54,7 +54,8 @@ def compress(
     All ranks call this, with the same arguments, after making the model and before the first step.
     It works with `no_sync`, `find_unused_parameters`, `static_graph` and `gradient_as_bucket_view`,
     and with any backend of CPU tensors: where that is not Unisono, the ranks connect for
-    themselves.
+    themselves.  Gradients of every type travel as 32-bit floats, or by the codec: those in float64
+    are rounded, and what is beyond the largest of 32 bits becomes infinite.
     """
     if not isinstance(model, DistributedDataParallel):
         kind = type(model).__name__
@@ -64,8 +65,11 @@ def compress(
     return compression
 
 
-class Compression:
-    """What `compress` returns: counts bytes, and remembers what codecs owe."""
+class Compression(Member):
+    """What `compress` returns: counts bytes and steps, and remembers what codecs owe.
+
+    Only those steps count that were synchronized.
+    """
 
     def __init__(
         self,
@@ -86,10 +90,9 @@ class Compression:
             codec, rules, warm_up=warm_up, error_feedback=error_feedback, seed=seed
         )
         shapes = [(name, list(parameter.shape)) for name, parameter in named.items()]
-        self._native = _native.Synchronizer(
+        native = _native.Synchronizer(
             engine.group, shapes, engine.size, settings, None, True, engine.seconds
         )
-        self._seconds = engine.seconds
         self._world = engine.size
         self._elements = sum(parameter.numel() for parameter in named.values())
         # Tensors compare by their elements, so they are found by what they are.
@@ -99,17 +102,7 @@ class Compression:
         self._gradients: list[torch.Tensor] = [torch.empty(0)] * len(named)
         self._pending: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
         self._choice: tuple[str, str] | None = None
-        _exit.watch(self)
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that this rank has sent so far for gradients."""
-        return self._native.sent
-
-    @property
-    def steps(self) -> int:
-        """Steps so far, of those that were synchronized."""
-        return self._native.steps
+        self._join(native, engine.seconds)
 
     @property
     def choice(self) -> tuple[str, str] | None:
@@ -132,7 +125,8 @@ class Compression:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a `state_dict`, of which rank 0's counts. All ranks call it, between steps.
 
-        The number of ranks must be what it was, and so must the model and the codec.
+        The number of ranks must be what it was, and so must the model and the codec.  All give a
+        state of the same step.
         """
         saving.restore(self._native, state, self._seconds)
 
@@ -158,15 +152,12 @@ class Compression:
     def _finish(self) -> None:
         """Writes the means to where the gradients were."""
         means = Floats(self._gradients)
-        _, _, choice = self._native.finish(means.places, self._seconds)
+        _, _, choice = self._wait(self._native.finish, means.places)
         means.write_back()
         self._choice = choice or self._choice
         for future, buffer in self._pending:
             future.set_result(buffer)
         self._pending.clear()
-
-    def _close(self, seconds: float) -> None:
-        self._native.close(seconds)
 
 
 def _take(

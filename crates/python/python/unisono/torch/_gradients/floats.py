@@ -4,7 +4,7 @@ A tensor that is that already is used as it is.  Others, such as halves or chann
 are copied on the way in and on the way out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -19,7 +19,22 @@ def floats(tensor: torch.Tensor) -> torch.Tensor:
         raise Unsupported("sparse gradients have no codec; build the layer with sparse=False")
     if not tensor.is_floating_point():
         raise Unsupported(f"unisono synchronizes floats, not {tensor.dtype}")
-    return tensor.detach().to(torch.float32).contiguous()
+    # The memory of a negated view holds the numbers it is a view of.
+    return tensor.detach().to(torch.float32).resolve_neg().contiguous()
+
+
+def refuse_doubles(weights: Mapping[str, torch.Tensor]) -> None:
+    """Refuses weights that would come back with fewer digits than they had.
+
+    A gradient may lose some on its way, as with any codec.  Weights must not: whoever chose float64
+    counts on them from step to step.
+    """
+    for name, tensor in weights.items():
+        if tensor.dtype == torch.float64:
+            raise Unsupported(
+                f"parameter {name!r} is float64, and would be rounded to 32-bit floats; "
+                "use model.float()"
+            )
 
 
 class Floats:

@@ -13,18 +13,19 @@ import torch.distributed as dist
 
 from unisono import _native
 from unisono.errors import InvalidCall
-from unisono.torch import _exit
 from unisono.torch._gradients import saving
 from unisono.torch._gradients.codec import codec_of
 from unisono.torch._gradients.engine import engine_of
-from unisono.torch._gradients.floats import Floats
+from unisono.torch._gradients.floats import Floats, refuse_doubles
+from unisono.torch._gradients.member import Member
 
 
-class _LocalSteps(torch.optim.Optimizer):
+class _LocalSteps(Member, torch.optim.Optimizer):
     """An optimizer whose steps are local, and now and then agreed on.
 
     The agreed weights have the same bits on all ranks.  Buffers, such as the statistics of batch
-    norms, stay each worker's own.
+    norms, stay each worker's own.  Workers agree on 32-bit floats: weights in 16 bits are rounded
+    once, after the mean, and those in float64 are refused.
     """
 
     def __init__(
@@ -38,16 +39,16 @@ class _LocalSteps(torch.optim.Optimizer):
         # The base class is not initialized: groups and state are those of the inner optimizer.
         self._inner = inner
         named = _named_parameters(inner)
+        refuse_doubles(named)
         self._parameters = list(named.values())
         engine = engine_of(group)
-        self._seconds = engine.seconds
         shapes = [(name, list(parameter.shape)) for name, parameter in named.items()]
         weights = Floats(self._parameters)
-        self._native = _native.LocalSteps(
+        native = _native.LocalSteps(
             engine.group, shapes, strategy, codec_of(codec, rules), weights.places, engine.seconds
         )
         weights.write_back()
-        _exit.watch(self)
+        self._join(native, engine.seconds)
 
     def __getattr__(self, name: str) -> Any:
         # What the base class would have set, such as the hooks of steps.
@@ -70,16 +71,6 @@ class _LocalSteps(torch.optim.Optimizer):
         """Those of the inner optimizer."""
         return self._inner.defaults
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that this rank has sent so far for agreeing."""
-        return self._native.sent
-
-    @property
-    def steps(self) -> int:
-        """Steps that this worker has made."""
-        return self._native.steps
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._inner!r})"
 
@@ -90,18 +81,14 @@ class _LocalSteps(torch.optim.Optimizer):
         """
         loss = self._inner.step(closure)
         if self._native.is_due():
-            weights = Floats(self._parameters)
-            self._native.step(weights.places, self._seconds)
-            weights.write_back()
+            self._agree(self._native.step)
         else:
             self._native.skip()
         return loss
 
     def settle(self) -> None:
         """Makes the weights of all ranks equal: their mean. All ranks call it, after training."""
-        weights = Floats(self._parameters)
-        self._native.settle(weights.places, self._seconds)
-        weights.write_back()
+        self._agree(self._native.settle)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of the inner optimizer."""
@@ -124,15 +111,17 @@ class _LocalSteps(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from a `state_dict`. All ranks call it, once their weights are loaded.
 
-        The agreement is rank 0's.
+        The agreement is rank 0's.  All give a state of the same step.
         """
         if not {"inner", "agreement"} <= state_dict.keys():
             raise InvalidCall("this is no state_dict of local steps: it has no inner or agreement")
         self._inner.load_state_dict(state_dict["inner"])
         saving.restore(self._native, state_dict["agreement"], self._seconds)
 
-    def _close(self, seconds: float) -> None:
-        self._native.close(seconds)
+    def _agree(self, call: Callable[..., Any]) -> None:
+        weights = Floats(self._parameters)
+        self._wait(call, weights.places)
+        weights.write_back()
 
 
 class LocalSGD(_LocalSteps):

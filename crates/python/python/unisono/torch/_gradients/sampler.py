@@ -18,7 +18,7 @@ Batch = TypeVar("Batch")
 def drawn_from(*numbers: int) -> int:
     """A seed, of 63 bits, for what these numbers tell from everything else."""
     text = "/".join(map(str, numbers)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 class ShardedSampler(Sampler[list[int]]):

@@ -33,7 +33,7 @@ def saved(native: Remembers, seconds: float) -> dict[str, Any]:
 
 
 def restore(native: Remembers, state: dict[str, Any], seconds: float) -> None:
-    """All ranks call it; rank 0's tensors count."""
+    """All ranks call it; rank 0's tensors count, and the steps must be the same."""
     try:
         steps, tensors = int(state["steps"]), dict(state["tensors"])
     except (KeyError, TypeError) as error:

@@ -18,17 +18,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unisono import _native
 from unisono.errors import InvalidCall
-from unisono.torch import _exit
 from unisono.torch._gradients import saving
 from unisono.torch._gradients.codec import codec_of
 from unisono.torch._gradients.engine import engine_of
 from unisono.torch._gradients.floats import Floats, floats
+from unisono.torch._gradients.member import Member
 from unisono.torch._gradients.sampler import drawn_from
 
 Batch = TypeVar("Batch")
 
 
-class ShardedStep:
+class ShardedStep(Member):
     """Makes steps that give the same weights, to the bit, on any number of processes.
 
         torch.manual_seed(0)
@@ -42,11 +42,14 @@ class ShardedStep:
     all of them, and for every size of buckets, transport and algorithm, with any codec (but
     ``auto``, which looks at the clock and is refused here).
 
-    The model is not wrapped.  Its weights become rank 0's at the beginning: seed torch before
-    making it, or load them, for a run that can be repeated.  The loss is a function of the weights,
-    the batch and torch's random generator, which is seeded here for every shard of every step, so
-    dropout is the same on any number of processes.  What a shard changes of a buffer, such as the
-    statistics of a batch norm, is averaged like a gradient.
+    The model is not wrapped.  Its parameters, also frozen ones, and its buffers become rank 0's at
+    the beginning: seed torch before making it, or load them, for a run that can be repeated.  Which
+    parameters need gradients is decided then: to thaw some, make another step.
+
+    The loss is a function of the weights, the batch and torch's random generator, which is seeded
+    here for every shard of every step, so dropout is the same on any number of processes.  What a
+    shard changes of a buffer, such as the statistics of a batch norm, is averaged like a gradient.
+    All that is averaged is rounded to 32-bit floats, also where it is float64.
 
     What can still change bits: the number of threads (`torch.set_num_threads`; processes of one job
     on one machine often get fewer each, so set it), another type of CPU, another version of torch
@@ -89,14 +92,14 @@ class ShardedStep:
         engine = engine_of(group)
         named = parameters | buffers
         shapes = [(name, list(tensor.shape)) for name, tensor in named.items()]
-        self._native = _native.Synchronizer(
+        native = _native.Synchronizer(
             engine.group, shapes, shards, settings, buckets, True, engine.seconds
         )
-        engine.spread([*named.values(), *others])
+        engine.spread([*model.parameters(), *model.buffers()])
         self._optimizer = optimizer
-        self._seconds = engine.seconds
         self._seed = seed
         self._parameters = list(parameters.values())
+        self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
         self._buffers = list(buffers.values())
         self._kept = self._buffers + others
         self._means = [torch.zeros_like(tensor) for tensor in named.values()]
@@ -105,22 +108,12 @@ class ShardedStep:
             parameter.register_post_accumulate_grad_hook(self._hook(index))
             for index, parameter in enumerate(self._parameters)
         ]
-        _exit.watch(self)
+        self._join(native, engine.seconds)
 
     @property
     def shards(self) -> range:
         """The shards that this process computes."""
         return range(*self._native.shards)
-
-    @property
-    def steps(self) -> int:
-        """Steps so far."""
-        return self._native.steps
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that this rank has sent so far for gradients."""
-        return self._native.sent
 
     def __call__(self, batches: Iterable[Batch], loss: Callable[[Batch], torch.Tensor]) -> float:
         """Makes a step: the gradients, then the optimizer. The mean loss of all shards."""
@@ -138,6 +131,10 @@ class ShardedStep:
         shards = list(batches)
         if len(shards) != len(self.shards):
             raise InvalidCall(f"{len(shards)} batches for {len(self.shards)} shards; give each one")
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                text = f"{name} was frozen before, and nobody would average its gradient"
+                raise InvalidCall(f"{text}: make another ShardedStep")
         before = [buffer.clone() for buffer in self._kept]
         for parameter in self._parameters:
             parameter.grad = None
@@ -157,6 +154,7 @@ class ShardedStep:
         """Goes on from a `state_dict`, of which rank 0's counts. All ranks call it, between steps.
 
         The number of processes may be another; that of shards, the model and the codec may not.
+        All give a state of the same step.
         """
         saving.restore(self._native, state, self._seconds)
 
@@ -165,9 +163,6 @@ class ShardedStep:
         for hook in self._hooks:
             hook.remove()
         self._close(self._seconds)
-
-    def _close(self, seconds: float) -> None:
-        self._native.close(seconds)
 
     @contextmanager
     def _shard(self, before: list[torch.Tensor]) -> Iterator[None]:
@@ -190,7 +185,7 @@ class ShardedStep:
 
     def _finish(self, before: list[torch.Tensor]) -> float:
         means = Floats(self._means)
-        mean, used, _ = self._native.finish(means.places, self._seconds)
+        mean, used, _ = self._wait(self._native.finish, means.places)
         means.write_back()
         first = len(self._parameters)
         with torch.no_grad():

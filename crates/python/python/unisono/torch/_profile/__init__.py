@@ -137,7 +137,8 @@ class Profile:
                     "loss": _loss(noted, spoken),
                     "samples": _samples(noted, spoken),
                     "sent": total if total > 0 else sent(step.calls, world),
-                    "counted": total > 0,
+                    # Without a call, nothing was sent.
+                    "counted": total > 0 or not step.calls,
                 }
             )
 
@@ -171,8 +172,8 @@ class Profile:
         lost = [rank for rank in ranks if everyone[rank]["lost"]]
         if lost:
             raise InvalidCall(
-                f"no report was written: on ranks {lost} another profiler of torch ran inside of the "
-                "block, and ended this one; use one at a time"
+                f"no report was written: on ranks {lost} another profiler of torch ran inside of "
+                "the block, and ended this one; use one at a time"
             )
         missing = sorted(set(range(world)) - set(ranks))
         complete = min(len(everyone[rank]["steps"]) for rank in ranks)
@@ -187,8 +188,8 @@ class Profile:
             hosts = [f"{labels[rank]} (rank {rank})" for rank in ranks]
         if not complete:
             warnings.warn(
-                "no step was seen to end; if no optimizer of torch's ends them, call `step` of what the "
-                "block is given",
+                "no step was seen to end; if no optimizer of torch's ends them, call `step` of what "
+                "the block is given",
                 stacklevel=4,
             )
         info = describe.describe(self._run_dir, backend, len(ranks), hosts)

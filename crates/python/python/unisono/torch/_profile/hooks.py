@@ -4,6 +4,7 @@ Nothing here needs the program's help.  The hooks are those that torch offers, a
 none, a function is wrapped for the duration: `torch.autograd.backward`, through which every
 `loss.backward()` goes, `wait` of what a call returns, and where Unisono starts its calls, which it
 shows here by itself because the ends that its threads report would be lost in torch's profiler.
+Codecs, local steps, shards and parameter servers exchange without the backend, and are asked when.
 
 A mark is a look at the clock and an entry in a list: less than a microsecond.
 """
@@ -25,7 +26,10 @@ from unisono.torch import _exit
 from unisono.torch._backend import work
 from unisono.torch._backend.core import Core
 from unisono.torch._backend.tensors import byte_count
+from unisono.torch._gradients.local import _LocalSteps
+from unisono.torch._gradients.member import Member
 from unisono.torch._profile.spans import Kind, Span
+from unisono.torch._servers.server import ParameterServer
 
 _now = time.time_ns
 
@@ -56,6 +60,7 @@ class Hooks:
         self._stamped: list[tuple[int, str, int, _native.Stamp]] = []
         self._optimizers: dict[int, str] = {}
         self._updating: list[int] = []
+        self._step_began = _now()
         self._backwards = 0
         self._forward_seen = False
         self._stopped = False
@@ -69,6 +74,7 @@ class Hooks:
         self._note(loss, samples)
         self.words += 1
         self._mark(Kind.STEP)
+        self._step_began = _now()
         self.sent_after_word.append(_sent())
 
     def stop(self) -> list[Span]:
@@ -105,6 +111,11 @@ class Hooks:
         self._wrap(work.Work, "wait", self._waiting)
         self._wrap(Core, "_start", self._call)
         self._wrap(Core, "_start_message", self._message)
+        self._wrap(Member, "_wait", self._member_waiting)
+        self._wrap(ParameterServer, "_wait", self._worker_waiting)
+        # They are optimizers, to the program; torch does not know.
+        self._wrap(_LocalSteps, "step", self._update)
+        self._wrap(ParameterServer, "step", self._update)
         self._watch_models()
 
     def _wrap(self, owner, name: str, wrapper: Callable) -> None:
@@ -181,7 +192,16 @@ class Hooks:
 
         return [first.register_prehook(begin)]
 
-    # Optimizer.  One may be inside another: a sharded one has a local one.
+    # Optimizer.  One may be inside another: a sharded one has a local one, and local steps too.
+
+    def _update(self, original: Callable) -> Callable:
+        def step(optimizer, *args, **kwargs):
+            self._before_update(optimizer, args, kwargs)
+            outcome = original(optimizer, *args, **kwargs)
+            self._after_update(optimizer, args, kwargs)
+            return outcome
+
+        return step
 
     def _before_update(self, optimizer, _args, _kwargs) -> None:
         if not self._stopped:
@@ -196,6 +216,7 @@ class Hooks:
         name = self._optimizers.setdefault(id(optimizer), str(len(self._optimizers)))
         self.updates += 1
         self._mark(Kind.OPTIMIZER, begin, name)
+        self._step_began = _now()
         self.sent_after_update.append(_sent())
         if self.updates == 1 and not any(s.kind is Kind.FORWARD for s in self._spans):
             self._watch_models()  # The model was made after we looked.
@@ -210,6 +231,35 @@ class Hooks:
                 return original(work, *args, **kwargs)
             finally:
                 self._mark(Kind.WAIT, begin)
+
+        return wait
+
+    def _member_waiting(self, original: Callable) -> Callable:
+        """Waits for buckets of the engine's own, which may have begun to travel before."""
+
+        def wait(member, *args):
+            asked = _now()
+            outcome = original(member, *args)
+            for size, begin, end in member._exchanges():
+                if begin < self._step_began < end:
+                    begin = self._step_began  # What was waited for belongs to this step.
+                self._spans.append(Span(Kind.COMMUNICATION, begin, end, "synchronize", size))
+                if asked < end:  # After the last has arrived, it waits for nobody.
+                    self._spans.append(Span(Kind.WAIT, asked, end))
+            return outcome
+
+        return wait
+
+    def _worker_waiting(self, original: Callable) -> Callable:
+        """Waits for parameter servers, and for others through them."""
+        waiting = self._waiting(original)
+
+        def wait(worker, *args):
+            begin, before = _now(), worker._sent()
+            outcome = waiting(worker, *args)
+            size = worker._sent() - before
+            self._spans.append(Span(Kind.COMMUNICATION, begin, _now(), "push_pull", size))
+            return outcome
 
         return wait
 
@@ -260,5 +310,5 @@ def _batch(values: tuple) -> int:
 
 
 def _sent() -> int:
-    """What Unisono's groups of this process have sent."""
-    return sum(group._native.sent_bytes() or 0 for group in list(_exit._open))
+    """What Unisono has sent for this process."""
+    return sum(group._sent() for group in _exit.watched())

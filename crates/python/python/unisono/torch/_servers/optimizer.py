@@ -16,12 +16,13 @@ def text_of(optimizer: str | torch.optim.Optimizer, parameters: list[torch.Tenso
     if isinstance(optimizer, str):
         return optimizer
     groups = optimizer.param_groups
-    settings = {key: value for key, value in groups[0].items() if key != "params"}
+    own = ("params", "param_names")
+    settings = {key: value for key, value in groups[0].items() if key not in own}
     for group in groups[1:]:
         if any(group[key] != value for key, value in settings.items()):
             raise InvalidCall("servers treat all parameters alike: give all groups equal settings")
-    own = {id(parameter) for group in groups for parameter in group["params"]}
-    if not all(id(parameter) in own for parameter in parameters):
+    known = {id(parameter) for group in groups for parameter in group["params"]}
+    if not all(id(parameter) in known for parameter in parameters):
         raise InvalidCall("the optimizer must have all parameters of the model that need gradients")
     if any(_was_used(state) for state in optimizer.state.values()):
         raise InvalidCall("the optimizer was used before, and servers begin without its state")
@@ -31,6 +32,20 @@ def text_of(optimizer: str | torch.optim.Optimizer, parameters: list[torch.Tenso
     if words is None:
         raise InvalidCall(f"servers do not compute what this does: {optimizer}; {_SUPPORTED}")
     return words
+
+
+def rates_of(optimizer: torch.optim.Optimizer | None) -> list[float]:
+    """The learning rates of its groups."""
+    return [] if optimizer is None else [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def expect_rates(optimizer: torch.optim.Optimizer | None, rates: list[float]) -> None:
+    """Fails if the learning rates are not these any more: nobody has told the servers."""
+    if rates_of(optimizer) != rates:
+        raise InvalidCall(
+            "the learning rate of the optimizer has changed, and servers do not see schedulers; "
+            'write it down from the beginning: "sgd:lr=0.1,cosine=1000,warmup=50,floor=0.001"'
+        )
 
 
 def _words(optimizer: torch.optim.Optimizer, settings: dict) -> str | None:

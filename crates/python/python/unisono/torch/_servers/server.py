@@ -1,9 +1,11 @@
 """The parameter server: weights that workers push gradients to, and pull from."""
 
 import math
+import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -12,8 +14,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from unisono import _native
 from unisono.errors import InvalidCall
 from unisono.torch import _exit
+from unisono.torch._gradients.floats import refuse_doubles
 from unisono.torch._servers import places
-from unisono.torch._servers.optimizer import text_of
+from unisono.torch._servers.optimizer import expect_rates, rates_of, text_of
 
 # How long to look for a server that is not there, in seconds.  Longer: its death is noticed later.
 # Shorter: one that is being started again is given up.  One inside a worker is gone for good.
@@ -90,7 +93,8 @@ class ParameterServer:
         server.leave()
 
     It takes the place of the optimizer, which the servers have.  The run begins with the weights of
-    rank 0.  Parameters that need no gradient, and buffers, stay as every worker has them.
+    rank 0.  Parameters that need no gradient, and buffers, stay as every worker has them.  Servers
+    keep 32-bit floats: weights in 16 bits are rounded from those, and float64 is refused.
 
     `optimizer` is a text, ``NAME[:KEY=VALUE,…]``, or one of `torch.optim` that was not used yet:
 
@@ -105,8 +109,10 @@ class ParameterServer:
     ============  ====================================  =============================
 
     All take ``cosine=STEPS``, with ``floor`` and ``warmup``, for a learning rate that rises during
-    the warm-up and then falls to the floor.  A learning rate means the same at every level: where
-    every worker's gradient is an update by itself, at `ssp` and `async`, each gets its share of it.
+    the warm-up and then falls to the floor, in steps of a worker.  A learning rate means the same
+    at every level: where every worker's gradient is an update by itself, at `ssp` and `async`, each
+    gets its share of it.  Servers do not see schedulers of `torch.optim`: a step after one has
+    changed the rate is refused.
 
     `level` says how far workers may drift apart: ``bsp`` (lock-step), ``ssp:S`` (nobody is more
     than S clocks ahead of the slowest), ``ssp:auto``, ``async``, or ``downpour:PUSH,FETCH``.
@@ -155,6 +161,10 @@ class ParameterServer:
             if number is not None and number < least:
                 raise InvalidCall(f"{name} is {number}: give a number from {least} on")
         text = text_of(optimizer, self._parameters)
+        self._optimizer = None if isinstance(optimizer, str) else optimizer
+        self._rates = rates_of(self._optimizer)
+        # A child of fork has the connections of its parent, and must not leave in its place.
+        self._process = os.getpid()
         self._left = False
         self._finished = False
         self._tally = _Tally()
@@ -213,6 +223,7 @@ class ParameterServer:
             raise InvalidCall("no parameter has a gradient: call backward() before each step()")
         if loss is None and self._needs_loss:
             raise InvalidCall("ssp:auto goes by the loss: call step(loss)")
+        expect_rates(self._optimizer, self._rates)
         loss = 0.0 if loss is None else float(torch.as_tensor(loss).detach())
         if not math.isfinite(loss):
             raise InvalidCall(f"the loss is {loss}; nothing was pushed: lower the learning rate")
@@ -222,7 +233,8 @@ class ParameterServer:
             None if gradient is None else _plain(gradient, length)
             for gradient, length in zip(gradients, self._lengths, strict=True)
         ]
-        push, self._finished, blocked = self._native.step(
+        push, self._finished, blocked = self._wait(
+            self._native.step,
             _addresses(weights),
             [None if gradient is None else gradient.data_ptr() for gradient in pushed],
             loss,
@@ -242,7 +254,7 @@ class ParameterServer:
         the last fetch are gone then.
         """
         weights = self._weights()
-        self._tally.blocked += self._native.pull(_addresses(weights))
+        self._tally.blocked += self._wait(self._native.pull, _addresses(weights))
         self._take_over(weights)
 
     def leave(self) -> None:
@@ -292,7 +304,7 @@ class ParameterServer:
         self._leave(float("inf") if kind is None else 0.0)
 
     def _leave(self, patience: float) -> None:
-        if self._left:
+        if self._left or os.getpid() != self._process:
             return
         self._left = True
         _present.discard(self)
@@ -307,6 +319,14 @@ class ParameterServer:
     def _close(self, seconds: float) -> None:
         """At the end of a program that did not leave."""
         self._leave(seconds)
+
+    def _wait(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Makes a call that waits for servers. A profile looks at it."""
+        return call(*arguments)
+
+    def _sent(self) -> int:
+        """What servers sent counts here too: nobody else counts it."""
+        return self._state()[1]
 
     def _state(self) -> tuple[int, int]:
         self._last = self._native.state() or self._last
@@ -346,6 +366,7 @@ def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         if other != name and parameter.numel():
             text = f"parameters {other!r} and {name!r} share memory: make them one Parameter"
             raise InvalidCall(text)
+    refuse_doubles(named)
     return named
 
 

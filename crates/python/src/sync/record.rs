@@ -1,0 +1,60 @@
+//! What is known of the steps so far, for whoever asks at any time: also in the middle of a call
+//! that waits, and after the end.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Instant, SystemTime};
+
+use unisono_sync::BucketTimes;
+
+/// A bucket that travelled: its bytes, and when that began and ended, in nanoseconds of the Unix
+/// clock.
+pub type Exchange = (usize, u64, u64);
+
+/// The record of a replica.
+#[derive(Default)]
+pub struct Record {
+    steps: AtomicU64,
+    /// As it was when it was last looked at.
+    sent: AtomicU64,
+    exchanges: Mutex<Vec<Exchange>>,
+}
+
+impl Record {
+    /// Steps that have ended.
+    pub fn steps(&self) -> u64 {
+        self.steps.load(Ordering::Relaxed)
+    }
+
+    /// So many steps have ended.
+    pub fn set_steps(&self, steps: u64) {
+        self.steps.store(steps, Ordering::Relaxed);
+    }
+
+    /// Bytes that had been sent when somebody looked.
+    pub fn sent(&self) -> u64 {
+        self.sent.load(Ordering::Relaxed)
+    }
+
+    /// Notes how many bytes have been sent; that many.
+    pub fn note_sent(&self, sent: u64) -> u64 {
+        self.sent.store(sent, Ordering::Relaxed);
+        sent
+    }
+
+    /// The buckets of the last call that had some.
+    pub fn exchanges(&self) -> Vec<Exchange> {
+        self.exchanges.lock().expect("no panic while locked").clone()
+    }
+
+    /// Notes the buckets of a call.
+    pub fn note_exchanges(&self, buckets: &[BucketTimes]) {
+        let unix = SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_nanos() as u64);
+        let now = Instant::now();
+        let at = |instant: Instant| unix.saturating_sub((now - instant).as_nanos() as u64);
+        let seen = buckets.iter().map(|of| (of.bytes, at(of.started), at(of.ended)));
+        let mut exchanges = self.exchanges.lock().expect("no panic while locked");
+        exchanges.clear();
+        exchanges.extend(seen);
+    }
+}
