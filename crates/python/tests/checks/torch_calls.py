@@ -604,6 +604,10 @@ def check_refusals(rank, world):
     raises(unisono.InvalidCall, dist.all_reduce, bools, op=dist.ReduceOp.AVG)
     error = raises(unisono.Unsupported, dist.broadcast, torch.ones(2, device="meta"), 0)
     assert isinstance(error, NotImplementedError), error
+    raises(unisono.InvalidCall, dist.all_reduce, torch.ones(1).expand(4))
+    expanded = [torch.ones(1).expand(4) for _ in range(world)]
+    raises(unisono.InvalidCall, dist.all_gather, expanded, torch.ones(4))
+    raises(unisono.InvalidCall, dist.all_to_all, expanded, [torch.ones(4)] * world)
     # Of several tensors, none is reduced if one cannot be.
     tensors = [torch.ones(2), torch.ones(2, dtype=torch.int16)]
     raises(unisono.InvalidCall, dist.group.WORLD.allreduce_coalesced, tensors)

@@ -31,6 +31,7 @@ from unisono.torch._backend.tensors import (
     Blocks,
     block_bytes,
     byte_count,
+    check_copy_to,
     expect,
     place_for,
     places_for,
@@ -103,9 +104,10 @@ class Collectives(Core):
         tensors = _listed(tensors)
         root = opts.rootRank
         self._check_rank(root)
-        flat, finish = place_for(tensors[0], keep=self._rank == root)
         if self._rank == root:
-            finish = None
+            flat, finish = source_of(tensors[0]), None
+        else:
+            flat, finish = place_for(tensors[0], keep=False)
         address = flat.data_ptr()
         call = (BROADCAST, U8, SUM, address, address, byte_count(flat), root)
         return self._start(Prepared(call, opts, "broadcast", tensors, tensors, (flat,), finish))
@@ -206,6 +208,8 @@ class Collectives(Core):
         received = [byte_count(tensor) for tensor in outputs]
         flat = torch.empty(sum(received), dtype=torch.uint8)
         places = tuple(outputs)
+        for place in places:
+            check_copy_to(place)
 
         def finish():
             for tensor, part in zip(places, flat.split(received), strict=True):
@@ -223,12 +227,15 @@ class Collectives(Core):
     # What the calls above have in common.
 
     def _reduction(self, op, tensors, root, opts, name) -> Prepared:
-        flat, finish = place_for(tensors[0], keep=True)
+        # The input of whoever is not the root stays as it is.
+        only_read = op == REDUCE and self._rank != root
+        if only_read:
+            flat, finish = source_of(tensors[0]), None
+        else:
+            flat, finish = place_for(tensors[0], keep=True)
         view, dtype, code = reducible(flat, reduction(opts.reduceOp))
-        address = output = view.data_ptr()
-        if op == REDUCE and self._rank != root:
-            # The input of whoever is not the root stays as it is.
-            output, finish = 0, None
+        address = view.data_ptr()
+        output = 0 if only_read else address
         call = (op, dtype, code, address, output, view.numel(), root)
         return Prepared(call, opts, name, tensors, tensors, (flat,), finish)
 

@@ -39,6 +39,7 @@ def place_for(tensor: torch.Tensor, keep: bool) -> tuple[torch.Tensor, Finish]:
     flat = _plain(tensor)
     if flat is tensor and tensor.is_contiguous():
         return tensor, None
+    check_copy_to(tensor)
     if keep:
         flat = flat.detach().contiguous()
     else:
@@ -76,6 +77,8 @@ def places_for(tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int) -
     _check_list(tensors, like, size)
     if _can_lie_apart(tensors):
         return Blocks([tensor.data_ptr() for tensor in tensors], tuple(tensors))
+    for tensor in tensors:
+        check_copy_to(tensor)
     flat = torch.empty((size, like.numel()), dtype=like.dtype)
     places = tuple(tensors)
 
@@ -104,6 +107,14 @@ def _can_lie_apart(tensors: Sequence[torch.Tensor]) -> bool:
         and (tensor.data_ptr() - first) % size == 0
         for tensor in tensors
     )
+
+
+def check_copy_to(tensor: torch.Tensor) -> None:
+    """Refuses a tensor that nothing can be copied to: after the call, that would be too late."""
+    _check_place(tensor)
+    if torch._debug_has_internal_overlap(tensor) == 1:
+        text = "elements of the tensor share memory, as of expand(): it cannot be filled; clone() it"
+        raise InvalidCall(text)
 
 
 def expect(what: str, tensor: torch.Tensor, count: int, dtype: torch.dtype) -> None:
