@@ -57,7 +57,8 @@ fn a_host_that_is_cut_off_is_lost() {
         rank.residue(&Command::Leave);
     }
     lab.host(2).heal().unwrap();
-    assert_progress(&mut world, &settings);
+    // With the usual timeout: on a busy machine, the first packet after a cut may take a second.
+    assert_progress(&mut world, &Settings::new(Transport::Auto));
     world.end();
 }
 
