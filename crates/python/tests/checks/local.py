@@ -152,9 +152,11 @@ def check_resume_of_different_steps(rank, world):
 def check_local_steps_mistakes(rank, world):
     inner = torch.optim.SGD(network().parameters(), lr=0.1)
     for options in ({"every": 0}, {"every": 2, "longest": 1}, {"every": 2, "codec": "auto"}):
-        raises(unisono.InvalidCall, unisono.torch.LocalSGD, inner, **options)
+        error = raises(unisono.InvalidCall, unisono.torch.LocalSGD, inner, **options)
+        assert list(options)[-1] in str(error), error
     for options in ({"fragments": 5}, {"delay": 4}, {"outer_lr": -1.0}, {"outer_momentum": 1.0}):
-        raises(unisono.InvalidCall, unisono.torch.DiLoCo, inner, every=4, **options)
+        error = raises(unisono.InvalidCall, unisono.torch.DiLoCo, inner, every=4, **options)
+        assert list(options)[-1] in str(error), error
     error = raises(unisono.InvalidCall, unisono.torch.LocalSGD, inner, every=2 + rank)
     assert "other settings" in str(error), error
     optimizer = unisono.torch.LocalSGD(inner, every=2)

@@ -148,7 +148,10 @@ class LocalSGD(_LocalSteps):
         rules: Mapping[str, str | None] | None = None,
         group: dist.ProcessGroup | None = None,
     ):
-        strategy = f"local:{every}..{every if longest is None else longest}"
+        longest = every if longest is None else longest
+        _expect(every >= 1, f"every={every}: give a number of steps, from 1")
+        _expect(longest >= every, f"longest={longest} is less than every={every}")
+        strategy = f"local:{every}..{longest}"
         super().__init__(optimizer, strategy, codec, rules, group)
 
 
@@ -187,11 +190,24 @@ class DiLoCo(_LocalSteps):
     ):
         if delay is None:
             delay = 1 if fragments > 1 else 0
+        _expect(every >= 1, f"every={every}: give a number of steps, from 1")
+        text = f"fragments={fragments}: give 1 to every={every}, for each has a step of its own"
+        _expect(1 <= fragments <= every, text)
+        text = f"delay={delay}: give less than every={every}, or it is not over by the next time"
+        _expect(0 <= delay < every, text)
+        _expect(outer_lr > 0, f"outer_lr={outer_lr}: give a number above 0")
+        text = f"outer_momentum={outer_momentum}: give a number from 0, below 1"
+        _expect(0 <= outer_momentum < 1, text)
         strategy = (
             f"diloco:{every},streams={fragments},delay={delay}"
             f",rate={outer_lr!r},momentum={outer_momentum!r}"
         )
         super().__init__(inner, strategy, codec, rules, group)
+
+
+def _expect(condition: bool, text: str) -> None:
+    if not condition:
+        raise InvalidCall(text)
 
 
 def _named_parameters(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
