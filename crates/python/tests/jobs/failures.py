@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -382,6 +383,22 @@ def _mixed(rank, world):
     error = raises(unisono.PeerLost, lambda: replica(torch.ones(2, 8)).sum().backward())
     assert error.peer == 1, error
     raises(RuntimeError, dist.barrier)
+
+
+def case_made_again() -> None:
+    """A program may destroy its group and make it again at once, at the same address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    codes = harness.run(_made_again, 3, port)
+    assert codes == [0, 0, 0], codes
+
+
+def _made_again(rank, world, port):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    for _ in range(3):
+        dist.destroy_process_group()
+        dist.init_process_group("unisono", rank=rank, world_size=world)
+        _expect_usable(dist.group.WORLD, world)
 
 
 def case_interface() -> None:

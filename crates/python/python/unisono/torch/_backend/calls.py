@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 from torch._C._distributed_c10d import Backend
 
-from unisono.torch._backend import barrier
+from unisono.torch._backend import barrier, rendezvous
 from unisono.torch._backend.collectives import Collectives
 from unisono.torch._backend.tensors import byte_count, only, place_for, source_of
 from unisono.torch._backend.work import Work, Works
@@ -102,6 +102,8 @@ class Calls(Collectives):
     def shutdown(self):
         """Leaves the group, after the calls that were started."""
         self._close(self._seconds)
+        if self._has_all:
+            rendezvous.part_after_rank_0(self._store, self._rank)
 
     def abort(self, reason: str = "abort() was called"):
         """Ends this group, here and on the other ranks, which are told why. Other groups go on."""

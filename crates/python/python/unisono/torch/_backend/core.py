@@ -53,6 +53,8 @@ class Core:
         self._numbered = native.first_call
         self._lines = Lines(store, native.rank)
         self._barriers = 0
+        # Whether it is the group of all ranks, which were brought together by the store.
+        self._has_all = False
         # Calls that were started since `start_coalescing`, unless that is over.
         self._collected: list[Work] | None = None
         # Calls that were started during a backward pass, by its number.

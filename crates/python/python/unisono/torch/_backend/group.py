@@ -106,4 +106,6 @@ def create(listed_as: str, options) -> Group | Backend:
     # does not show it, and takes ours for the whole group in any case.
     whole = getattr(options, "process_group", None)
     face = Group if whole is None or whole.name() in ("custom", listed_as) else Backend
-    return face(listed_as, native, store, options.timeout)
+    group = face(listed_as, native, store, options.timeout)
+    group._has_all = not ranks
+    return group

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -9,6 +10,13 @@ from unisono import _native
 from unisono.errors import FormError
 
 _TOKEN = "token"
+_LEFT = "left"
+
+# How long leaving the group of all waits for rank 0 to leave, and then for the server of the store to
+# end.  Longer: where they stay, the others end later.  Shorter: on a busy machine, one that makes a
+# new group at once may find the old server.
+_UNTIL_LEFT = timedelta(seconds=1)
+_UNTIL_ENDED = timedelta(seconds=0.1)
 
 
 def own_part(store, rank: int) -> dist.Store:
@@ -31,6 +39,24 @@ def form(store, rank: int, size: int) -> _native.Group:
     token = bytes(store.get(_TOKEN))
     addresses = [bytes(store.get(_address_of(r))) for r in range(size)]
     return endpoint.open(rank, token, addresses)
+
+
+def part_after_rank_0(store, rank: int) -> None:
+    """Lets rank 0 be the first to leave the group of all.
+
+    The store's server is in its process, unless torchrun has it, and ends with its group.  A program
+    that makes a new group at once would find the old server if it came back before.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    try:
+        if rank == 0:
+            store.set(_LEFT, b"yes")
+        else:
+            store.wait([_LEFT], _UNTIL_LEFT)
+            store.wait(["nothing"], _UNTIL_ENDED)
+    except RuntimeError:  # The server is gone, as it should be, or stays.
+        pass
 
 
 def _address_of(rank: int) -> str:
