@@ -206,6 +206,12 @@ impl Group {
         group.as_ref().map(|group| group.traffic().total())
     }
 
+    /// Whether the group has ended, by a failure or because it was closed.
+    fn has_ended(&self) -> bool {
+        self.deadlines.group().has_ended()
+            || self.group.lock().expect("no panic while locked").is_none()
+    }
+
     /// Ends the group, here and on the other ranks: whatever waits in it fails and says why.
     fn abort(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
         let group = self.open(py, self.site(Operation::Collective("abort")))?;

@@ -86,6 +86,9 @@ class Group:
     def subgroup(self, members: Sequence[int]) -> Group:
         """The group of these ranks, in this order. Only they call it, all with the same list."""
 
+    def has_ended(self) -> bool:
+        """Whether the group has ended, by a failure or because it was closed."""
+
     def sent_bytes(self) -> int | None:
         """Bytes that this rank's collective calls have handed to others; None once closed."""
 

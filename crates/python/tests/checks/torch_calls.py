@@ -115,6 +115,11 @@ def check_reduce_scatter(rank, world):
     output = torch.empty(2)
     dist.reduce_scatter(output, [torch.full((2,), float(rank + i)) for i in range(world)])
     equal(output, torch.full((2,), float(sum(range(world)) + rank * world)))
+    # Of different lengths.
+    output = torch.empty(rank + 1)
+    dist.reduce_scatter(output, [torch.full((r + 1,), float(rank + r)) for r in range(world)])
+    equal(output, torch.full((rank + 1,), float(sum(range(world)) + rank * world)))
+    output = torch.empty(2)
     source = torch.arange(2 * world).float()
     dist.reduce_scatter_tensor(output, source)
     equal(output, source[2 * rank : 2 * rank + 2] * world)

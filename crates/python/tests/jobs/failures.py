@@ -89,6 +89,7 @@ def _mismatch(rank, world):
     assert sorted(error.calls) == [0, 1], error.calls
     _expect_lines(error)
     raises(unisono.Mismatch, dist.barrier)
+    raises(unisono.Mismatch, dist.group.WORLD.monitored_barrier)
 
 
 def _one_call(tensor):
@@ -399,6 +400,47 @@ def _made_again(rank, world, port):
         dist.destroy_process_group()
         dist.init_process_group("unisono", rank=rank, world_size=world)
         _expect_usable(dist.group.WORLD, world)
+
+
+def case_late_for_group() -> None:
+    """How long ranks wait for each other to make a group is torch's timeout, not the engine's."""
+    os.environ["UNISONO_TIMEOUT"] = "1"
+    try:
+        assert harness.run(_late_for_group, 2) == [0, 0]
+        assert harness.run(_never_in_group, 2) == [0, 0]
+        assert harness.run(_dead_before_group, 2) == [0, 9]
+    finally:
+        del os.environ["UNISONO_TIMEOUT"]
+
+
+def _late_for_group(rank, world):
+    if rank == 1:
+        time.sleep(2)
+    _expect_usable(dist.new_group(), world)
+    replica = DistributedDataParallel(nn.Linear(4, 4))
+    if rank == 1:
+        time.sleep(2)
+    unisono.torch.compress(replica, "fp16")
+    error = raises(unisono.InvalidCall, unisono.torch.compress, replica, "fp16")
+    assert "hook" in str(error), error
+
+
+def _never_in_group(rank, world):
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        brief = timedelta(seconds=1)
+        error = raises(unisono.FormError, dist.new_group, timeout=brief)
+        assert "rank 1" in str(error), error
+        store.set("over", b"yes")
+    else:
+        store.wait(["over"])
+
+
+def _dead_before_group(rank, world):
+    if rank == 1:
+        os._exit(9)
+    error = raises(unisono.FormError, dist.new_group)
+    assert "rank 1" in str(error), error
 
 
 def case_interface() -> None:

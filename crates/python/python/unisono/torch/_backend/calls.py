@@ -6,12 +6,17 @@
 from datetime import timedelta
 
 import torch
-from torch._C._distributed_c10d import Backend
+from torch._C._distributed_c10d import Backend, BarrierOptions
 
 from unisono.torch._backend import barrier, rendezvous
 from unisono.torch._backend.collectives import Collectives
 from unisono.torch._backend.tensors import byte_count, only, place_for, source_of
 from unisono.torch._backend.work import Work, Works
+
+
+# Of a barrier that is waited for.
+_WAITING = BarrierOptions()
+_WAITING.asyncOp = False
 
 
 class Calls(Collectives):
@@ -58,6 +63,8 @@ class Calls(Collectives):
 
     def monitored_barrier(self, timeout=None, wait_all_ranks=False, **_):
         """A barrier that says who did not come, and leaves the group usable if somebody did not."""
+        if self._native.has_ended():
+            self.barrier(_WAITING)  # Says why.
         if not isinstance(timeout, timedelta):  # Some callers pass the options of a barrier.
             timeout = getattr(timeout, "timeout", None) or self._timeout
         if timeout < timedelta(0):
@@ -103,7 +110,7 @@ class Calls(Collectives):
         """Leaves the group, after the calls that were started."""
         self._close(self._seconds)
         if self._has_all:
-            rendezvous.part_after_rank_0(self._store, self._rank)
+            rendezvous.part(self._store, self._rank, self._size)
 
     def abort(self, reason: str = "abort() was called"):
         """Ends this group, here and on the other ranks, which are told why. Other groups go on."""

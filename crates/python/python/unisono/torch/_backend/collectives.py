@@ -75,6 +75,8 @@ class Collectives(Core):
 
     def reduce_scatter(self, outputs, inputs, opts):
         """Reduces lists of tensors over all ranks; each rank gets one of the results."""
+        if len({tensor.numel() for tensor in inputs[0]}) > 1:
+            return self._reduce_scatter_unequal(outputs[0], inputs[0], opts)
         blocks = sources_of(inputs[0], outputs[0], self._size)
         prepared = self._scattered(outputs[0], blocks, opts, "reduce_scatter", inputs[0])
         return self._start(prepared)
@@ -225,6 +227,18 @@ class Collectives(Core):
         return self._start(Prepared(call, opts, "barrier", [], [], (), None, seconds))
 
     # What the calls above have in common.
+
+    def _reduce_scatter_unequal(self, output, inputs, opts):
+        """As many reductions as ranks: each to the one that gets the result."""
+        if len(inputs) != self._size:
+            raise InvalidCall(f"expected {self._size} tensors, one per rank, got {len(inputs)}")
+        own = inputs[self._rank]
+        expect("the output", output, own.numel(), own.dtype)
+        check_copy_to(output)
+        tensors = [output if rank == self._rank else t for rank, t in enumerate(inputs)]
+        write(output, own.reshape(output.shape))
+        calls = [self._reduction(REDUCE, [t], root, opts, None) for root, t in enumerate(tensors)]
+        return self._start_all(calls, [output], "reduce_scatter", inputs)
 
     def _reduction(self, op, tensors, root, opts, name) -> Prepared:
         # The input of whoever is not the root stays as it is.

@@ -87,8 +87,9 @@ class Group(Calls, ProcessGroup):
         ranks = list(ranks)
         store = dist.PrefixStore(f"{group_name}/", self._store)
         store = rendezvous.own_part(store, ranks.index(self._rank))
-        native = self._native.subgroup(ranks)
-        group = Group(self._listed_as, native, store, timeout or self._timeout)
+        timeout = timeout or self._timeout
+        native = rendezvous.subgroup(self._native, ranks, store, timeout)
+        group = Group(self._listed_as, native, store, timeout)
         group._group_name, group._group_desc = group_name or "", group_desc or ""
         return group
 
@@ -99,7 +100,7 @@ def create(listed_as: str, options) -> Group | Backend:
     world = dist.group.WORLD if dist.is_initialized() else None
     store = rendezvous.own_part(options.store, options.group_rank)
     if ranks and isinstance(world, Group):
-        native = world._native.subgroup(ranks)
+        native = rendezvous.subgroup(world._native, ranks, store, options.timeout)
     else:
         native = rendezvous.form(store, options.group_rank, options.group_size)
     # Torch's group is named after the other backend, if there is one beside us.  An older torch

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -10,13 +11,15 @@ from unisono import _native
 from unisono.errors import FormError
 
 _TOKEN = "token"
-_LEFT = "left"
 
-# How long leaving the group of all waits for rank 0 to leave, and then for the server of the store to
-# end.  Longer: where they stay, the others end later.  Shorter: on a busy machine, one that makes a
-# new group at once may find the old server.
-_UNTIL_LEFT = timedelta(seconds=1)
-_UNTIL_ENDED = timedelta(seconds=0.1)
+# How often a wait for the ranks of a sub-group looks whether the group that they are of has failed.
+# Longer: it is noticed later.  Shorter: more of nothing.
+_LOOK = timedelta(seconds=0.5)
+
+# How long the ranks wait for each other when they leave the group of all.  Longer: where one stays, the
+# others end later.  Shorter: on a busy machine, one that makes a new group at once may find the old
+# server of the store.
+_FAREWELL = timedelta(seconds=0.5)
 
 
 def own_part(store, rank: int) -> dist.Store:
@@ -41,22 +44,63 @@ def form(store, rank: int, size: int) -> _native.Group:
     return endpoint.open(rank, token, addresses)
 
 
-def part_after_rank_0(store, rank: int) -> None:
-    """Lets rank 0 be the first to leave the group of all.
+def subgroup(parent: _native.Group, ranks: list[int], store, timeout: timedelta) -> _native.Group:
+    """The engine's group of some of the parent's ranks, which call this within the timeout.
+
+    The engine wants its ranks to come together soon, and a program may keep one of them for long.
+    So they wait for each other in the store, in which nothing may be yet, or until the parent fails.
+    """
+    rank = ranks.index(parent.rank)
+    store.set(_here(rank), b"yes")
+    deadline = time.monotonic() + timeout.total_seconds()
+    for other in range(len(ranks)):
+        while not parent.has_ended():
+            try:
+                store.wait([_here(other)], _LOOK)
+                break
+            except dist.DistNetworkError as error:
+                raise FormError(f"the store is gone: {error}; a rank has ended") from error
+            except RuntimeError as error:  # Not yet.
+                if time.monotonic() > deadline:
+                    text = f"rank {ranks[other]} did not make the group within {timeout}"
+                    raise FormError(f"{text}; all of its ranks must, in the same order") from error
+    return parent.subgroup(ranks)
+
+
+def part(store, rank: int, size: int) -> None:
+    """Lets rank 0 be the last to use the store, and the first to be gone.
 
     The store's server is in its process, unless torchrun has it, and ends with its group.  A program
-    that makes a new group at once would find the old server if it came back before.
+    that makes a new group at once would find the old server if it came back before; and torch
+    complains at length about a server that ends while somebody waits for an answer.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    server = _server_of(store)
+    if server is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return
     try:
         if rank == 0:
-            store.set(_LEFT, b"yes")
-        else:
-            store.wait([_LEFT], _UNTIL_LEFT)
-            store.wait(["nothing"], _UNTIL_ENDED)
-    except RuntimeError:  # The server is gone, as it should be, or stays.
+            store.set("left", b"yes")
+            store.wait([f"left/{other}" for other in range(1, size)], _FAREWELL)
+        elif _listens(server):
+            store.wait(["left"], _FAREWELL)
+            store.set(f"left/{rank}", b"yes")
+            deadline = time.monotonic() + _FAREWELL.total_seconds() / 5
+            while _listens(server) and time.monotonic() < deadline:
+                time.sleep(0.01)
+    except RuntimeError:  # Somebody stays, or is gone already.
         pass
+
+
+def _listens(server: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(server, timeout=_FAREWELL.total_seconds()).close()
+    except OSError:
+        return False
+    return True
+
+
+def _here(rank: int) -> str:
+    return f"here/{rank}"
 
 
 def _address_of(rank: int) -> str:
@@ -65,7 +109,8 @@ def _address_of(rank: int) -> str:
 
 def own_address(store) -> str:
     """The address by which the others reach this rank: the one that leads to the store's server."""
-    master = os.environ.get("MASTER_ADDR") or _host_of(store)
+    server = _server_of(store)
+    master = os.environ.get("MASTER_ADDR") or (server and server[0])
     if not master:
         return "127.0.0.1"
     try:
@@ -79,8 +124,8 @@ def own_address(store) -> str:
         raise FormError(text) from error
 
 
-def _host_of(store) -> str | None:
+def _server_of(store) -> tuple[str, int] | None:
     """Where a store's server is, as `init_method="tcp://…"` named it; None of other stores."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    return store.host if isinstance(store, dist.TCPStore) else None
+    return (store.host, store.port) if isinstance(store, dist.TCPStore) else None

@@ -60,6 +60,8 @@ def compress(
     if not isinstance(model, DistributedDataParallel):
         kind = type(model).__name__
         raise InvalidCall(f"compress takes a DistributedDataParallel, not a {kind}; wrap the model")
+    if getattr(model, "_comm_hooks", None):
+        raise InvalidCall("the model has a communication hook already, and can have one only")
     compression = Compression(model, codec, rules, warm_up, error_feedback, seed)
     model.register_comm_hook(compression, _take)
     return compression

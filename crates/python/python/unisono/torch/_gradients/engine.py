@@ -50,7 +50,9 @@ def engine_of(group: dist.ProcessGroup | None = None) -> Engine:
         group = dist.group.WORLD
     if isinstance(group, Core):
         # One of its own: the calls of the program are numbered, and these are not among them.
-        native = group._native.subgroup(list(range(group._size)))
+        store = rendezvous.own_part(dist.PrefixStore("engine", group._store), group._rank)
+        ranks = list(range(group._size))
+        native = rendezvous.subgroup(group._native, ranks, store, group._timeout)
         return Engine(native, group._rank, group._size, group._seconds)
     rank, size, name = dist.get_rank(group), dist.get_world_size(group), group.group_name
     store = dist.PrefixStore(f"unisono/{name}", dist.distributed_c10d._get_default_store())

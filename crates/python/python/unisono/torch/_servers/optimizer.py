@@ -30,7 +30,8 @@ def text_of(optimizer: str | torch.optim.Optimizer, parameters: list[torch.Tenso
         raise InvalidCall("servers minimize: negate the loss instead of maximize=True")
     words = _words(optimizer, settings)
     if words is None:
-        raise InvalidCall(f"servers do not compute what this does: {optimizer}; {_SUPPORTED}")
+        kind = type(optimizer).__name__
+        raise InvalidCall(f"servers do not compute what this {kind} does; {_SUPPORTED}")
     return words
 
 
