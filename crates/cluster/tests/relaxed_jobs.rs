@@ -152,7 +152,7 @@ fn jobs_that_ask_for_nothing_get_nothing() {
 #[test]
 fn servers_run_from_before_the_ranks_until_after_them() {
     let server = r#"
-        trap 'echo server $UNISONO_SERVER told; exit 3' TERM
+        trap '[ -e $FILE-done ] && echo server $UNISONO_SERVER told; exit 3' TERM
         : >$FILE$UNISONO_SERVER
         while true; do sleep 0.01; done"#;
     let rank = r#"
@@ -160,9 +160,10 @@ fn servers_run_from_before_the_ranks_until_after_them() {
             until [ -e $FILE$server ]; do sleep 0.01; done
             rm $FILE$server
         done
-        echo rank: $UNISONO_SERVERS"#;
+        echo rank: $UNISONO_SERVERS
+        : >$FILE-done"#;
     let mut job = Job::shell(1, rank);
-    add_file(&mut job);
+    let file = add_file(&mut job);
     let servers = Servers::bind(vec![shell_server(server); 2]).unwrap();
     let [first, second] = servers.addresses() else { panic!("{:?}", servers.addresses()) };
     let addresses = format!("{first},{second}");
@@ -170,9 +171,11 @@ fn servers_run_from_before_the_ranks_until_after_them() {
     job.launch.grace = LONG;
     // What they exit with when they are told to end is of no concern.
     assert_eq!(job.run(), Outcome::Success);
+    std::fs::remove_file(format!("{}-done", file.display())).unwrap();
     let stdout = job.stdout();
+    // What different processes print may come in any order.
     let mut lines: Vec<&str> = stdout.lines().collect();
-    lines[1..].sort_unstable();
+    lines.sort_unstable();
     assert_eq!(lines, [&*format!("rank: {addresses}"), "server 0 told", "server 1 told"]);
 }
 
