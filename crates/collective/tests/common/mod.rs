@@ -2,10 +2,11 @@
 #![allow(dead_code, reason = "every test file uses another part")]
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::time::{Duration, Instant};
 
 use unisono_collective::fabric::{Address, Endpoint};
 use unisono_collective::handshake::Token;
-use unisono_collective::{Epoch, FormError, Group, Options, Transport};
+use unisono_collective::{Epoch, Error, FormError, Group, Options, Transport, Work};
 
 /// How the ranks of a test world are joined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,6 +49,21 @@ impl Kind {
             }
         }
     }
+}
+
+/// What takes longer than this hangs.
+pub const PATIENCE: Duration = Duration::from_secs(20);
+
+const KINDS: [Kind; 3] = [Kind::Local, Kind::Shm, Kind::Tcp];
+
+/// Worlds of so many ranks, on the transports that differ most.
+pub fn worlds(world: usize) -> impl Iterator<Item = Vec<Group>> {
+    KINDS.into_iter().map(move |kind| kind.start(world, &Options::default()))
+}
+
+/// The outcome of an operation that must not hang.
+pub fn outcome(work: &Work) -> Result<(), Error> {
+    work.wait_until(Instant::now() + PATIENCE).expect("the operation ends in time")
 }
 
 /// A world of ranks that meet over real sockets.
