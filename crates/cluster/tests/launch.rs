@@ -283,12 +283,14 @@ fn launchers_below_a_launcher_end_their_own_ranks() {
     let this = std::env::current_exe().unwrap();
     let inner = format!("exec {} --exact as_launcher --nocapture -q", this.display());
     let told = std::env::temp_dir().join(format!("unisono-test-told-{}", marker()));
-    let script = format!(
-        "trap 'echo told >>{}; exit 0' INT; while true; do sleep 0.01; done",
-        told.display()
-    );
     for how in [Signal::INT, Signal::KILL] {
         let marker = marker();
+        let ready = std::env::temp_dir().join(format!("unisono-test-ready-{marker}"));
+        let script = format!(
+            "trap 'echo told >>{}; exit 0' INT; echo ready >>{}; while true; do sleep 0.01; done",
+            told.display(),
+            ready.display()
+        );
         let mut launcher = Command::new(&this)
             .args(["--exact", "as_launcher", "--nocapture", "-q"])
             .env("UNISONO_TEST_ROLE", "launcher")
@@ -299,8 +301,10 @@ fn launchers_below_a_launcher_end_their_own_ranks() {
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
-        // The launcher, its two ranks, and their four, without what those start.
-        wait_until("all processes run", || processes(&marker).len() >= 7);
+        // A rank that has not said so may not have set its trap yet, and would die untold.
+        let listening = || std::fs::read_to_string(&ready).map_or(0, |text| text.lines().count());
+        wait_until("all four ranks run", || listening() == 4);
+        std::fs::remove_file(&ready).unwrap();
         signal(&launcher, how);
         launcher.wait().unwrap();
         wait_until("everything has ended", || processes(&marker).is_empty());
