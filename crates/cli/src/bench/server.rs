@@ -514,7 +514,7 @@ fn options(way: Way, address: SocketAddr, token: &Token, worker: u32) -> ClientO
         servers: vec![address.to_string()],
         token: token.clone(),
         worker,
-        life: 1,
+        life: None,
         patience: PATIENCE,
         transport: if way == Way::Tcp { Transport::Tcp } else { Transport::Auto },
         warm_up: 0,

@@ -61,13 +61,20 @@ impl Home {
         unreachable!("there are more numbers than folders")
     }
 
-    /// Goes on in the folder that an earlier life of this process made, or makes one.
-    pub fn make_or_go_on(plan: &Plan, info: &RunInfo, is_restarted: bool) -> anyhow::Result<Home> {
+    /// Makes the folder, or goes on in the one that an earlier process made, if the run goes on.
+    pub fn make_or_go_on(plan: &Plan, info: &RunInfo, goes_on: bool) -> anyhow::Result<Home> {
         match &plan.run_dir {
-            Some(dir) if is_restarted && RelaxedFolder::is_relaxed(dir) => {
+            Some(dir) if goes_on && RelaxedFolder::is_relaxed(dir) => {
                 let saved = RelaxedFolder::open(dir).context("--run-dir")?;
                 ensure!(saved.summary.is_none(), FolderError::Occupied { path: dir.clone() });
                 Ok(Home { dir: dir.clone() })
+                if let Some((key, theirs, ours)) = difference(&saved.run.info, info) {
+                    bail!(
+                        "--run-dir {} holds a run with {key} {theirs}, and this one has {ours}; go on \
+                         with the settings of that one, or name another folder",
+                        dir.display()
+                    );
+                }
             }
             _ => Home::make(plan, info),
         }

@@ -158,7 +158,7 @@ pub fn visitor(token: Token) -> ClientOptions {
         servers: Vec::new(),
         token,
         worker: 0,
-        life: 0,
+        life: None,
         patience: PATIENCE,
         transport: Transport::Auto,
         warm_up: 0,
