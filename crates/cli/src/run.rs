@@ -91,6 +91,8 @@ pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
          where you want servers, and set UNISONO_SERVERS=HOST:PORT,HOST:PORT for the ranks"
     );
     let (journal, run_dir) = (args.journal.as_deref(), args.run_dir.as_deref());
+    // Held until the job is over.
+    let _lock = journal.map(crate::serve::lock_journal).transpose()?;
     let servers = args.servers.map(|count| servers(count, journal, run_dir)).transpose()?;
     let launch = Launch {
         nodes,
