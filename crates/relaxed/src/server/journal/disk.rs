@@ -114,8 +114,8 @@ fn note(change: impl FnOnce() -> Change) {
     });
 }
 
-/// Lets this thread note its changes from now on; those that it has noted.
+/// The changes that this thread has made since it last asked. It notes them from the first time on.
 #[cfg(test)]
 pub(super) fn notes() -> Vec<Change> {
-    NOTES.with_borrow_mut(|notes| notes.get_or_insert_default().clone())
+    NOTES.with_borrow_mut(|notes| std::mem::take(notes.get_or_insert_default()))
 }
