@@ -27,7 +27,7 @@ They are started before the ranks, and told to end when all ranks have ended wel
   UNISONO_SERVERS    where they listen: HOST:PORT,HOST:PORT, in their order
   UNISONO_SERVER     (servers) the number of this one, from 0
   UNISONO_LISTEN_FD  (servers) the open file that listens; restarts do not close it
-  UNISONO_LIFE       how often this rank or server was started before: 0, 1, 2
+  UNISONO_LIFE       how often this launcher has started this rank or server before: 0, 1, 2
   UNISONO_TOKEN      what connections prove to know
 A rank or server is started again if a signal killed it or it exited with an error; but not after
 exit code 2 or 64 (called wrongly), nor an error in the first second of its first life. Ranks that
@@ -91,6 +91,8 @@ pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
          where you want servers, and set UNISONO_SERVERS=HOST:PORT,HOST:PORT for the ranks"
     );
     let (journal, run_dir) = (args.journal.as_deref(), args.run_dir.as_deref());
+    // Held until the job is over.
+    let _lock = journal.map(crate::serve::lock_journal).transpose()?;
     let servers = args.servers.map(|count| servers(count, journal, run_dir)).transpose()?;
     let launch = Launch {
         nodes,

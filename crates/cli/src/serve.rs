@@ -2,16 +2,18 @@
 
 use std::net::ToSocketAddrs;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail, ensure};
 use clap::Args;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use socket2::{Domain, Socket, Type};
 use unisono::collective::handshake::Token;
+use unisono::relaxed::server::journal::{JournalError, Lock};
 use unisono::relaxed::server::{Files, Shard, ShardOptions};
 
 /// What `unisono serve` takes.
@@ -68,6 +70,16 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
     let shard = Shard::start(listener, ShardOptions { token: token()?, files })?;
     shard.serve_until(|| stop.load(Ordering::Relaxed))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Keeps others from leading a run with a journal, until it is dropped.
+pub fn lock_journal(journal: &Path) -> anyhow::Result<Lock> {
+    match Lock::take(journal, Duration::ZERO) {
+        Ok(lock) => Ok(lock),
+        Err(error @ JournalError::InUse { .. }) => bail!("--journal: {error}"),
+        Err(error) => Err(error)
+            .with_context(|| format!("--journal {}: name another folder", journal.display())),
+    }
 }
 
 /// The token of the job.

@@ -309,6 +309,9 @@ fn folders_that_cannot_be_used() {
         ],
     );
     assert_eq!(desk.read("file"), "mine");
+    let bench = "bench server --workers 1 --size 4KiB --seconds 0 --journal used";
+    assert!(desk.run(bench).status.success());
+    each(&desk, &[(bench, &["--journal used", "not empty", "name a new one"])]);
 }
 
 #[test]

@@ -28,6 +28,7 @@ pub mod cost;
 pub mod dtype;
 pub mod error;
 pub mod fabric;
+pub mod folder;
 mod group;
 pub mod handshake;
 mod history;

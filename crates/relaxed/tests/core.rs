@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use unisono_relaxed::server::core::{
-    Age, Core, Entry, Joined, Ledger, PushId, Pushed, Refusal, Rules, Saved,
+    Age, Broken, Core, Entry, Joined, Ledger, PushId, Pushed, Refusal, Rules, Saved,
 };
 use unisono_relaxed::stale::Stale;
 
@@ -128,7 +128,7 @@ fn what_is_written_survives() {
     core.push(push(1, 1, 1, 0)).unwrap();
     for (saved, entries) in [(saved, vec![&second]), (Saved::default(), vec![&first, &second])] {
         let mut restored = Core::restore(rules(false), &saved);
-        entries.into_iter().for_each(|entry| restored.repeat(entry));
+        entries.into_iter().for_each(|entry| restored.repeat(entry).unwrap());
         assert_eq!(restored.save(), core.save());
         assert_eq!(restored.ledger(), Ledger { applied: 2, dropped: 0, duplicates: 0 });
         assert_eq!(restored.present_members(), 0);
@@ -136,6 +136,34 @@ fn what_is_written_survives() {
         assert_eq!(restored.push(push(0, 1, 2, 1)), Err(Refusal::NotPresent));
         assert_eq!(restored.join(0, 1, NOW), Ok(Joined { clock: 1, pushes: 1 }));
     }
+}
+
+/// Else what comes after would meet weights that it was not made for.
+#[test]
+fn nothing_that_is_written_is_passed_over() {
+    let mut core = with_members(false, 2);
+    let saved = core.save();
+    let entries: Vec<Entry> = (1..=3)
+        .flat_map(|number| [(0, number), (1, number)])
+        .map(|(worker, number)| settled(&mut core, push(worker, 1, number, number - 1)))
+        .collect();
+    for left_out in 0..entries.len() - 1 {
+        let mut restored = Core::restore(rules(false), &saved);
+        entries[..left_out].iter().for_each(|entry| restored.repeat(entry).unwrap());
+        let before = left_out as u64;
+        let broken = restored.repeat(&entries[left_out + 1]);
+        assert_eq!(broken, Err(Broken::Update { before, found: before + 2 }));
+        if left_out > 0 {
+            let again = restored.repeat(&entries[left_out - 1]);
+            assert_eq!(again, Err(Broken::Update { before, found: before }), "it is there");
+        }
+    }
+    // A push that was dropped is no update, but it has a number.
+    let mut restored = Core::restore(rules(false), &saved);
+    let dropped = |entry: &Entry| Entry { update: 0, ..entry.clone() };
+    restored.repeat(&dropped(&entries[0])).unwrap();
+    let broken = restored.repeat(&dropped(&entries[4]));
+    assert_eq!(broken, Err(Broken::Push { worker: 0, life: 1, before: 1, found: 3 }));
 }
 
 #[test]
@@ -200,7 +228,7 @@ fn a_push_of_an_earlier_life_settles_nothing_of_the_later() {
     core.enter(0, 2, 0).unwrap();
     let entry = core.commit().unwrap();
     let mut restored = Core::restore(rules(true), &saved);
-    restored.repeat(&entry);
+    restored.repeat(&entry).unwrap();
     for core in [&mut core, &mut restored] {
         assert_eq!(core.join(0, 2, NOW), Ok(Joined { clock: 3, pushes: 0 }));
         core.enter(0, 2, 3).unwrap();

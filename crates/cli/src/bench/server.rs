@@ -121,6 +121,15 @@ pub fn run(args: ServerArgs) -> anyhow::Result<ExitCode> {
         return be_part();
     }
     let model = args.model()?;
+    if let Some(journal) = &args.journal {
+        let used = std::fs::read_dir(journal).is_ok_and(|mut files| files.next().is_some());
+        ensure!(
+            !used,
+            "--journal {}: the folder is not empty, and the servers would go on with what it holds; name \
+             a new one",
+            journal.display()
+        );
+    }
     let mut bench = Bench::start(&args, model)?;
     let measured = bench.measure(args.seconds)?;
     bench.verify()?;
@@ -514,7 +523,7 @@ fn options(way: Way, address: SocketAddr, token: &Token, worker: u32) -> ClientO
         servers: vec![address.to_string()],
         token: token.clone(),
         worker,
-        life: 1,
+        life: None,
         patience: PATIENCE,
         transport: if way == Way::Tcp { Transport::Tcp } else { Transport::Auto },
         warm_up: 0,

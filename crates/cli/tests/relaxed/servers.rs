@@ -140,6 +140,16 @@ fn servers_that_cannot_be_used_are_told_apart() {
         complaint.contains(&nobody) && complaint.contains("unisono serve --listen"),
         "{complaint}"
     );
+    // The servers are there, in another order.
+    let more = ByHand::start(&desk, 2, "");
+    let swapped = [&*more.addresses[1], &more.addresses[0]].join(",");
+    let swapped = format!("train --strategy async --servers {swapped}");
+    let ended = desk.start(&mut more.command(&swapped)).wait();
+    let complaint = ended.complaint();
+    for word in ["--servers", &more.addresses[1], "is server 1", "in the order of their numbers"] {
+        assert!(complaint.contains(word), "no {word:?}: {complaint}");
+    }
+    more.end();
     servers.token = token();
     let ended = desk.start(&mut servers.train("--strategy async")).wait();
     let complaint = ended.complaint();

@@ -58,7 +58,7 @@ impl Checkpoints {
         if keep < Checkpoints::LEAST_KEPT {
             return Err(CheckpointError::KeepsTooFew { keep });
         }
-        fs::create_dir_all(&folder).attempt("make", &folder)?;
+        unisono_collective::folder::make(&folder).attempt("make", &folder)?;
         drop(Temporary::create(&folder, "probe")?);
         temporary::remove_leftovers(&folder)?;
         Ok(Checkpoints { folder, keep, refused: BTreeSet::new() })

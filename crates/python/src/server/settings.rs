@@ -1,6 +1,6 @@
 //! What a run is, and how its servers are reached, as Python writes it down.
 
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use pyo3::prelude::*;
 use unisono_codec::Rules;
@@ -71,14 +71,12 @@ impl Settings {
 
     /// How the servers are reached.
     pub fn options(&self) -> Result<ClientOptions, String> {
-        let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
         let patience = Duration::try_from_secs_f64(self.patience);
         Ok(ClientOptions {
             servers: self.servers.clone(),
             token: Token::from_bytes(self.token),
             worker: self.worker,
-            // Unlike a count of restarts, it also grows when the whole job is started again.
-            life: now.as_millis() as u64,
+            life: None,
             patience: patience.map_err(|_| "patience is a number of seconds, from 0".to_owned())?,
             transport: match environment()?.transport {
                 Transport::Tcp => server::Transport::Tcp,

@@ -129,6 +129,32 @@ pub struct Entry {
     pub pushes: Vec<(PushId, Age)>,
 }
 
+/// An entry that does not follow from those before it, so that something between them is lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Broken {
+    /// Another update comes next.
+    #[error("update {found} follows update {before}")]
+    Update {
+        /// The last that is there.
+        before: u64,
+        /// The one after it.
+        found: u64,
+    },
+    /// Another push of this life comes next.
+    #[error("push {found} of worker {worker} in life {life} follows push {before}")]
+    Push {
+        /// The worker.
+        worker: u32,
+        /// Its life.
+        life: u64,
+        /// The last that is there.
+        before: u64,
+        /// The one after it.
+        found: u64,
+    },
+}
+
 /// What is remembered beyond a crash, besides the weights.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Saved {
@@ -222,13 +248,24 @@ impl Core {
         }
     }
 
-    /// Takes over an entry that was written before a crash and after what was saved.
-    pub fn repeat(&mut self, entry: &Entry) {
-        self.updates = self.updates.max(entry.update);
+    /// Takes over an entry that was written before a crash and after what was saved. One that does not
+    /// follow from what is there is refused; then nothing more should be taken over.
+    pub fn repeat(&mut self, entry: &Entry) -> Result<(), Broken> {
+        if entry.update > 0 {
+            let (before, found) = (self.updates, entry.update);
+            if found - 1 != before {
+                return Err(Broken::Update { before, found });
+            }
+            self.updates = found;
+        }
         for (push, _) in &entry.pushes {
             let member = self.members.entry(push.worker).or_insert_with(|| Member::new(push.life));
             if member.life < push.life {
                 *member = Member::new(push.life);
+            }
+            if member.life == push.life && push.number.checked_sub(1) != Some(member.pushes) {
+                let (before, found) = (member.pushes, push.number);
+                return Err(Broken::Push { worker: push.worker, life: push.life, before, found });
             }
             member.settle(push);
             if self.rules.lockstep && entry.update > 0 {
@@ -236,6 +273,7 @@ impl Core {
             }
         }
         self.count(entry);
+        Ok(())
     }
 
     /// A worker comes, or comes back after its connection was lost.
@@ -421,6 +459,11 @@ impl Core {
     /// The clock of a worker, if this life of it has been here before.
     pub fn clock(&self, worker: u32, life: u64) -> Option<u64> {
         self.members.get(&worker).filter(|member| member.life == life).map(|member| member.clock)
+    }
+
+    /// The latest life of a worker that has been here, if one has.
+    pub fn life(&self, worker: u32) -> Option<u64> {
+        self.members.get(&worker).map(|member| member.life)
     }
 
     /// Whether a later life of a worker has joined.

@@ -6,36 +6,42 @@
 //! ```text
 //!  snapshot-3      the state before the first record of journal-3
 //!  journal-3       the updates since then
-//!  journal-4       there only if snapshot-4 is being written, or could not be
 //!  lock            held by the process that serves from this folder
 //! ```
 //!
-//! The state is the newest snapshot and, after it, the records of every journal from its number on.
-//! That rule makes each step of taking a snapshot harmless:
+//! The state is the newest snapshot and, after it, the records of the journal with its number. No other
+//! journal has records that count, so that none can be passed over. A snapshot is taken while nothing is
+//! appended, in steps of which each is forced to the disk before the next, and is harmless by itself:
 //!
-//! 1. Journal N+1 is made, and gets all further updates. The chain is longer by an empty journal.
-//! 2. The state is written under another name, forced to the disk, and named snapshot N+1. It equals
-//!    snapshot N with journal N applied, so from now on these are of no use.
-//! 3. What has a smaller number is removed, now or by whoever opens the folder next.
+//! 1. The state is written under another name. Nobody looks at that.
+//! 2. Journal N+1 is made, without a record. Nobody looks at it as long as there is no snapshot N+1.
+//! 3. The state is named snapshot N+1. It equals snapshot N with journal N applied, so from now on these
+//!    are of no use, and updates go to journal N+1.
+//! 4. What has a smaller number is removed, now or by whoever opens the folder next.
 //!
-//! A process that dies while it appends leaves half a record at the end of the last journal. It was
-//! never acknowledged, and is cut off. A record that is wrong anywhere else is no accident of dying;
-//! then the folder is not opened, for what comes after would meet weights that it was not made for.
+//! **What a crash leaves.** A process that dies while it appends leaves the beginning of a record at the
+//! end of the journal. It was never acknowledged, and is cut off: it is *torn*. A record that is there
+//! from its first byte to its last was written; if it is not as it was written, that is *damage*, and
+//! the folder is not opened, for what comes after would meet weights that it was not made for.
 //!
 //! Appending copies an update into the memory of the operating system, from where it reaches the disk
 //! some seconds later. That survives the death of the process, not of the machine; [`Options::sync`]
-//! waits for the disk with every update.
+//! waits for the disk with every update, and a record says whether its journal did. When the machine has
+//! gone down ([`Lock`] knows), a record that is not as it was written may never have reached the disk,
+//! and is torn, too, unless one follows that was written when all before it was on the disk.
 
+mod disk;
+mod lock;
 mod record;
 
 use std::collections::BTreeSet;
-use std::fs::{self, File, TryLockError};
+use std::fs;
 use std::io;
-use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use lock::LOCK;
+pub use lock::Lock;
 pub use record::Record;
 use record::{Found, Kind, Reader, Writer};
 
@@ -63,9 +69,7 @@ pub struct Journal {
     /// The number of the journal that is written, and that journal.
     number: u64,
     writer: Writer,
-    /// Bytes in journals before it that no snapshot holds.
-    before: u64,
-    _lock: File,
+    _lock: Lock,
 }
 
 /// What a folder holds.
@@ -79,15 +83,25 @@ pub struct Recovered {
     pub cut: u64,
 }
 
+/// What can be done where updates are lost for good.
+const REMEDY: &str = "restore the folder, or begin the run anew, with other folders for the journals of \
+                      all servers and for its records";
+
 /// Why a folder cannot be opened or written.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum JournalError {
-    /// Another process serves from it.
-    #[error("another server uses {}: stop it, or name another folder", folder.display())]
+    /// Another process uses it.
+    #[error(
+        "{} uses {}: wait until it ends, stop it, or name another folder",
+        process.map_or("another process".to_owned(), |process| format!("process {process}")),
+        folder.display()
+    )]
     InUse {
         /// The folder.
         folder: PathBuf,
+        /// The process, if that is known.
+        process: Option<u32>,
     },
     /// It is the folder of something else, and nothing in it was touched.
     #[error("{} is no part of a server's journal: name an empty folder", path.display())]
@@ -95,8 +109,14 @@ pub enum JournalError {
         /// Something in it.
         path: PathBuf,
     },
+    /// Another version of this program wrote it.
+    #[error("{} is of another version: use the program that wrote it, or name another folder", file.display())]
+    OtherVersion {
+        /// The file.
+        file: PathBuf,
+    },
     /// A file is damaged where no crash does it. The updates from there on cannot be trusted.
-    #[error("{} is damaged at byte {offset}: restore the folder, or remove it and start again", file.display())]
+    #[error("{} is damaged at byte {offset}: {REMEDY}", file.display())]
     Damaged {
         /// The file.
         file: PathBuf,
@@ -104,7 +124,7 @@ pub enum JournalError {
         offset: u64,
     },
     /// A file is not there, and with it are updates that were acknowledged.
-    #[error("{} is missing: restore the folder, or remove it and start again", file.display())]
+    #[error("{} is missing: {REMEDY}", file.display())]
     Missing {
         /// The file.
         file: PathBuf,
@@ -134,29 +154,37 @@ impl Journal {
         options: Options,
     ) -> Result<(Journal, Recovered), JournalError> {
         let folder = folder.into();
-        fs::create_dir_all(&folder).attempt("make", &folder)?;
         // Before anything is written, and again when nobody else can change it.
-        Listing::read(&folder)?;
-        let lock = lock(&folder, options.patience)?;
+        if folder.exists() {
+            Listing::read(&folder)?;
+        }
+        let lock = Lock::take(&folder, options.patience)?;
         let listing = Listing::read(&folder)?;
         listing.unfinished.iter().try_for_each(|path| remove(path))?;
 
-        let newest = listing.snapshots.last().copied();
-        let snapshot = newest.map(|number| read_snapshot(&folder, number)).transpose()?;
-        let chain = listing.chain(&folder)?;
-        let (first, last) = (*chain.start(), *chain.end());
-        let mut readers = chain
-            .map(|number| open_journal(&folder, number, number == last))
-            .collect::<Result<Vec<Reader>, JournalError>>()?;
-        let cut = readers.last_mut().map_or(Ok(0), Reader::cut)?;
-        listing.older(&folder, first).iter().try_for_each(|path| remove(path))?;
+        let number = listing.snapshots.last().copied().unwrap_or(0);
+        let snapshot = listing.snapshots.last().map(|number| read_snapshot(&folder, *number));
+        let snapshot = snapshot.transpose()?;
+        listing.expect_nothing_after(&folder, number)?;
+        if listing.is_new() || listing.is_barely_made(&folder)? {
+            Writer::create(Kind::Journal, Kind::Journal.path(&folder, number), number)?.sync()?;
+        }
+        let mut reader = open_journal(&folder, number, lock.may_lack_writes())?;
+        let cut = reader.cut()?;
+        // What was cut off must not come back, nor what is here be lost, under what is written next.
+        let mut writer = Writer::append(Kind::Journal.path(&folder, number), number)?;
+        writer.sync()?;
+        // The snapshot may have got its name just before the process died.
+        sync_folder(&folder)?;
+        listing.others(&folder, number).iter().try_for_each(|path| remove(path))?;
+        lock.made_good()?;
+        let journal = Journal { folder, options, number, writer, _lock: lock };
+        Ok((journal, Recovered { snapshot, entries: Entries { reader: Some(reader) }, cut }))
+    }
 
-        let writer = Writer::append(Kind::Journal.path(&folder, last), last)?;
-        let all: u64 = readers.iter().map(Reader::bytes).sum();
-        let before = all - writer.bytes();
-        let journal = Journal { folder, options, number: last, writer, before, _lock: lock };
-        readers.reverse();
-        Ok((journal, Recovered { snapshot, entries: Entries { readers }, cut }))
+    /// Whether a folder holds the state of a run.
+    pub fn has_state(folder: &Path) -> bool {
+        Listing::read(folder).is_ok_and(|listing| !listing.snapshots.is_empty())
     }
 
     /// Appends one update: a header that only the caller understands, and numbers. When this returns,
@@ -165,10 +193,15 @@ impl Journal {
         self.writer.write(header, payloads, self.options.sync)
     }
 
+    /// Appends one update and waits until it is on the disk, whether others do or not.
+    pub fn append_synced(&mut self, header: &[u8]) -> Result<(), JournalError> {
+        self.writer.write(header, &[], true)
+    }
+
     /// Bytes of the updates that are not in a snapshot: what would have to be read again after a crash,
     /// and what tells the caller to take the next one.
     pub fn len_bytes(&self) -> u64 {
-        self.before + self.writer.bytes()
+        self.writer.bytes()
     }
 
     /// Replaces all updates so far by the state that they led to, and forces it to the disk. An error
@@ -190,34 +223,31 @@ impl Journal {
     ) -> Result<(), JournalError> {
         self.writer.check()?;
         let number = self.number + 1;
-        let writer =
-            Writer::create(Kind::Journal, Kind::Journal.path(&self.folder, number), number)?;
-        sync_folder(&self.folder)?;
-        self.before = self.len_bytes();
-        (self.number, self.writer) = (number, writer);
-        watch("a journal more");
-
         let path = Kind::Snapshot.path(&self.folder, number);
         let unfinished = path.with_extension(UNFINISHED);
-        let written = Writer::create(Kind::Snapshot, unfinished.clone(), number)
-            .and_then(|mut file| {
-                watch("an empty snapshot");
-                file.write_streamed(header, vectors)
-            })
-            .and_then(|()| {
-                watch("a snapshot without its name");
-                fs::rename(&unfinished, &path).attempt("name", &path)
-            });
-        if let Err(error) = written {
+        let written: Result<Writer, JournalError> = (|| {
+            let mut file = Writer::create(Kind::Snapshot, unfinished.clone(), number)?;
+            watch("an empty snapshot");
+            file.write_streamed(header, vectors)?;
+            watch("a snapshot without its name");
+            let journal = Kind::Journal.path(&self.folder, number);
+            let mut journal = Writer::create(Kind::Journal, journal, number)?;
+            watch("a journal more");
+            journal.sync()?;
+            // Whoever finds the snapshot finds its journal, even if the power fails in between.
+            sync_folder(&self.folder)?;
+            disk::rename(&unfinished, &path).attempt("name", &path)?;
+            Ok(journal)
+        })();
+        let journal = written.inspect_err(|_| {
             // It is in nobody's way, and removed when the folder is next opened.
             let _ = fs::remove_file(&unfinished);
-            return Err(error);
-        }
+        })?;
+        (self.number, self.writer) = (number, journal);
         watch("a snapshot");
         sync_folder(&self.folder)?;
-        self.before = 0;
         let listing = Listing::read(&self.folder)?;
-        for path in listing.older(&self.folder, number) {
+        for path in listing.others(&self.folder, number) {
             remove(&path)?;
             watch("a file less");
         }
@@ -228,38 +258,29 @@ impl Journal {
 /// The updates since the newest snapshot, from the first on. They are read as they are asked for.
 #[derive(Debug)]
 pub struct Entries {
-    /// The last is the next.
-    readers: Vec<Reader>,
+    /// None after the last, or an error.
+    reader: Option<Reader>,
 }
 
 impl Iterator for Entries {
     type Item = Result<Record, JournalError>;
 
     fn next(&mut self) -> Option<Result<Record, JournalError>> {
+        let reader = self.reader.as_mut()?;
         let mut record = Record::default();
-        loop {
-            match self.readers.last_mut()?.next(&mut record) {
-                Ok(Found::Record) => return Some(Ok(record)),
-                Ok(Found::End) => drop(self.readers.pop()),
-                Ok(Found::Damage { .. }) => {
-                    let reader = self.readers.pop()?;
-                    self.readers.clear();
-                    return Some(Err(reader.damaged()));
-                }
-                Err(error) => {
-                    self.readers.clear();
-                    return Some(Err(error));
-                }
-            }
-        }
+        let next = match reader.next(&mut record) {
+            Ok(Found::Record) => return Some(Ok(record)),
+            Ok(Found::End) => None,
+            Ok(Found::Torn | Found::Damage { .. }) => Some(Err(reader.damaged())),
+            Err(error) => Some(Err(error)),
+        };
+        self.reader = None;
+        next
     }
 }
 
 /// The extension of a snapshot that is being written.
 const UNFINISHED: &str = "unfinished";
-/// The name of the file that is locked.
-const LOCK: &str = "lock";
-
 /// The files of a folder.
 #[derive(Debug, Default)]
 struct Listing {
@@ -294,42 +315,55 @@ impl Listing {
         Ok(listing)
     }
 
-    /// The numbers of the journals that follow the newest snapshot. In a new folder it is the first, and
-    /// still to be made.
-    fn chain(&self, folder: &Path) -> Result<RangeInclusive<u64>, JournalError> {
-        let first = self.snapshots.last().copied().unwrap_or(0);
-        let last = self.journals.last().copied().unwrap_or(first).max(first);
-        let is_new = self.snapshots.is_empty() && self.journals.is_empty();
-        let missing = (first..=last).find(|number| !self.journals.contains(number));
-        match missing {
-            Some(number) if !is_new => {
-                Err(JournalError::Missing { file: Kind::Journal.path(folder, number) })
-            }
-            _ => Ok(first..=last),
-        }
+    /// Whether no run has begun here.
+    fn is_new(&self) -> bool {
+        self.snapshots.is_empty() && self.journals.is_empty()
     }
 
-    /// What the snapshot of this number has made useless.
-    fn older(&self, folder: &Path, number: u64) -> Vec<PathBuf> {
+    /// Whether there is nothing but the first journal, and of that not even the preamble for sure: the
+    /// process died, or the power failed, while it was made.
+    fn is_barely_made(&self, folder: &Path) -> Result<bool, JournalError> {
+        if !self.snapshots.is_empty() || !self.journals.contains(&0) {
+            return Ok(false);
+        }
+        Ok(length(&Kind::Journal.path(folder, 0))? <= record::PREAMBLE)
+    }
+
+    /// Fails if a later journal than that of the newest snapshot has records: the snapshot that they
+    /// follow was there when they were written. One without records waits for its snapshot.
+    fn expect_nothing_after(&self, folder: &Path, number: u64) -> Result<(), JournalError> {
+        if !self.is_new() && !self.journals.contains(&number) {
+            return Err(JournalError::Missing { file: Kind::Journal.path(folder, number) });
+        }
+        for later in self.journals.range(number + 1..) {
+            if length(&Kind::Journal.path(folder, *later))? > record::PREAMBLE {
+                return Err(JournalError::Missing { file: Kind::Snapshot.path(folder, *later) });
+            }
+        }
+        Ok(())
+    }
+
+    /// All journals and snapshots but those of this number.
+    fn others(&self, folder: &Path, number: u64) -> Vec<PathBuf> {
         let of = |kind: Kind, numbers: &BTreeSet<u64>| -> Vec<PathBuf> {
-            numbers.range(..number).map(|number| kind.path(folder, *number)).collect()
+            let others = numbers.iter().filter(|other| **other != number);
+            others.map(|number| kind.path(folder, *number)).collect()
         };
         [of(Kind::Journal, &self.journals), of(Kind::Snapshot, &self.snapshots)].concat()
     }
 }
 
-/// Opens a journal whose records are all as they were written; but of the last one, what a crash left
-/// unfinished may follow.
-fn open_journal(folder: &Path, number: u64, is_last: bool) -> Result<Reader, JournalError> {
+/// Opens a journal whose records are all as they were written, but for the torn end. Where the machine
+/// has gone down, the last writes may lack anything.
+fn open_journal(folder: &Path, number: u64, may_lack_writes: bool) -> Result<Reader, JournalError> {
     let path = Kind::Journal.path(folder, number);
-    // Shorter than its preamble, it was not even made when the process died.
-    let is_made = fs::metadata(&path).is_ok_and(|file| file.len() >= record::PREAMBLE);
-    if is_last && !is_made {
-        Writer::create(Kind::Journal, path.clone(), number)?;
-    }
     let mut reader = Reader::open(Kind::Journal, path, number)?;
-    let is_whole = reader.check()?;
-    if is_whole || is_last { Ok(reader) } else { Err(reader.damaged()) }
+    reader.check(may_lack_writes)?;
+    Ok(reader)
+}
+
+fn length(path: &Path) -> Result<u64, JournalError> {
+    Ok(fs::metadata(path).attempt("read", path)?.len())
 }
 
 fn read_snapshot(folder: &Path, number: u64) -> Result<Record, JournalError> {
@@ -340,33 +374,13 @@ fn read_snapshot(folder: &Path, number: u64) -> Result<Record, JournalError> {
     if whole { Ok(snapshot) } else { Err(reader.damaged()) }
 }
 
-fn lock(folder: &Path, patience: Duration) -> Result<File, JournalError> {
-    let path = folder.join(LOCK);
-    let mut options = File::options();
-    let file =
-        options.write(true).create(true).truncate(false).open(&path).attempt("open", &path)?;
-    let begun = Instant::now();
-    loop {
-        match file.try_lock() {
-            Ok(()) => return Ok(file),
-            Err(TryLockError::WouldBlock) if begun.elapsed() < patience => {
-                thread::sleep(Duration::from_millis(10));
-            }
-            Err(TryLockError::WouldBlock) => {
-                return Err(JournalError::InUse { folder: folder.to_owned() });
-            }
-            Err(TryLockError::Error(error)) => return Err(error).attempt("lock", &path),
-        }
-    }
-}
-
 fn remove(path: &Path) -> Result<(), JournalError> {
-    fs::remove_file(path).attempt("remove", path)
+    disk::remove(path).attempt("remove", path)
 }
 
 /// Forces the names of its files to the disk.
 fn sync_folder(folder: &Path) -> Result<(), JournalError> {
-    File::open(folder).and_then(|folder| folder.sync_all()).attempt("write", folder)
+    disk::sync_folder(folder).attempt("write", folder)
 }
 
 /// Names what failed.
@@ -380,5 +394,7 @@ impl<T> Attempt<T> for io::Result<T> {
     }
 }
 
+#[cfg(test)]
+mod power;
 #[cfg(test)]
 mod tests;

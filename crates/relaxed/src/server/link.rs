@@ -2,15 +2,17 @@
 //!
 //! Over TCP the parts of bulk data follow their text, and are read straight to where they are used.
 //! Between processes of one host, bulk data lies in memory that both have mapped, one half for each
-//! direction, and the text on a Unix socket says that it is there: the shard adds up gradients where
-//! the worker put them. Either way a part begins at a multiple of eight bytes, the gap filled up.
+//! direction, and the text on a Unix socket says that it is there. Either way a part begins at a multiple
+//! of eight bytes, the gap filled up.
 //!
 //! The two sides take turns: whoever has sent bulk data leaves its half alone until the other has
-//! replied to it.
+//! replied to it. Nobody relies on that, for nothing enforces it: what lies in common memory is copied
+//! once, and only the copy is used, so that what is checked, written down and applied is the same.
 
 use std::io::{self, IoSlice, IoSliceMut, Read};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use memmap2::{MmapOptions, MmapRaw};
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -121,7 +123,12 @@ impl Link {
         let length = rustix::fs::fstat(&file)?.st_size;
         // Of a sealed file no byte can disappear while it is mapped.
         let sealed = rustix::fs::fcntl_get_seals(&file)?.contains(SealFlags::SHRINK);
-        if !sealed || half > MOST_BULK || u64::try_from(length).ok() != half.checked_mul(2) {
+        let is_aligned = half.is_multiple_of(ALIGNMENT as u64);
+        if !sealed
+            || !is_aligned
+            || half > MOST_BULK
+            || u64::try_from(length).ok() != half.checked_mul(2)
+        {
             return Err(wire::invalid("the memory that was offered cannot be used".into()));
         }
         let memory = Memory::map(&file, half as usize, 1)?;
@@ -192,14 +199,14 @@ impl Link {
         Ok(message)
     }
 
-    /// The bulk data of the message that was received last: parts of these lengths. Valid until the
-    /// other side is replied to.
+    /// The bulk data of the message that was received last: parts of these lengths, in memory that is
+    /// this side's alone.
     pub fn bulk(&mut self, lengths: impl Iterator<Item = usize>) -> io::Result<Vec<&[u8]>> {
         let lengths: Vec<usize> = lengths.collect();
         let total = total(&lengths)?;
         self.received += total as u64;
         let bytes = match &self.memory {
-            Some(memory) => memory.theirs(total)?,
+            Some(memory) => memory.read(&mut self.bulk, 0, total)?,
             None => read(&self.socket, &mut self.bulk, total)?,
         };
         let mut start = 0;
@@ -218,16 +225,17 @@ impl Link {
         lengths: &[usize],
         mut take: impl FnMut(usize, usize, &[u8]) -> io::Result<()>,
     ) -> io::Result<()> {
-        if self.memory.is_some() {
-            let parts = self.bulk(lengths.iter().copied())?;
-            return parts.iter().enumerate().try_for_each(|(part, bytes)| take(part, 0, bytes));
-        }
         self.received += total(lengths)? as u64;
+        let mut at = 0;
         for (part, &length) in lengths.iter().enumerate() {
             for start in (0..length).step_by(CHUNK) {
                 let here = CHUNK.min(length - start);
-                let bytes = read(&self.socket, &mut self.bulk, aligned(here))?;
+                let bytes = match &self.memory {
+                    Some(memory) => memory.read(&mut self.bulk, at, aligned(here))?,
+                    None => read(&self.socket, &mut self.bulk, aligned(here))?,
+                };
                 take(part, start, &bytes[..here])?;
+                at += aligned(here);
             }
         }
         Ok(())
@@ -283,9 +291,8 @@ impl Memory {
         }
         let mut start = self.own * self.half;
         for part in parts {
-            // SAFETY: it fits into the half, as checked above. The other side does not touch this half
-            // before it is told by a text, nor after it has replied, which it has: a peer that proved
-            // the job's token takes turns.
+            // SAFETY: it fits into the half, as checked above. Nobody in this process has a reference to
+            // the mapping, and of what the other process does to it nothing here depends.
             unsafe {
                 let into = self.map.as_mut_ptr().add(start);
                 std::ptr::copy_nonoverlapping(part.as_ptr(), into, part.len());
@@ -295,17 +302,28 @@ impl Memory {
         Ok(())
     }
 
-    /// The first bytes of the other side's half.
-    fn theirs(&self, bytes: usize) -> io::Result<&[u8]> {
-        if bytes > self.half {
+    /// Copies so many bytes of the other side's half, from `at` on; both are multiples of eight.
+    fn read<'a>(&self, into: &'a mut Vec<f32>, at: usize, bytes: usize) -> io::Result<&'a [u8]> {
+        if at.checked_add(bytes).is_none_or(|end| end > self.half) {
             return Err(wire::invalid("bulk data that cannot have fitted".into()));
         }
-        let start = (1 - self.own) * self.half;
-        // SAFETY: within the mapping, which is sealed against shrinking. The other side has said that
-        // its half is complete, and writes to it again only after the reply: a peer that proved the
-        // job's token takes turns. The slice is only alive until then, by the borrow of the link that
-        // sends the reply.
-        Ok(unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(start), bytes) })
+        let numbers = bytes / size_of::<f32>();
+        if into.len() < numbers {
+            into.resize(numbers, 0.0);
+        }
+        let start = (1 - self.own) * self.half + at;
+        let into = &mut into.as_mut_slice().as_mut_bytes()[..bytes];
+        for (word, into) in into.chunks_exact_mut(ALIGNMENT).enumerate() {
+            // SAFETY: within the mapping, which can be read and written and is sealed against shrinking,
+            // and aligned, as halves, `at` and words are. The other process may write here at any time,
+            // so it is read as an atomic, each word once.
+            let word = unsafe {
+                let word = self.map.as_mut_ptr().add(start + word * ALIGNMENT);
+                AtomicU64::from_ptr(word.cast()).load(Ordering::Relaxed)
+            };
+            into.copy_from_slice(&word.to_ne_bytes());
+        }
+        Ok(into)
     }
 }
 
@@ -381,6 +399,18 @@ mod tests {
                 worker.bulk_as_it_comes(&lengths, take).unwrap();
                 assert_eq!(taken.each_ref().map(Vec::as_slice), parts);
             });
+        }
+    }
+
+    /// Whoever writes to its half before it was replied to changes nothing that was read.
+    #[test]
+    fn what_was_read_stays_as_it_was_read() {
+        for (mut worker, mut shard) in pairs() {
+            worker.send(&0u64, &[bytes(&[1.0; 100])]).unwrap();
+            shard.receive::<u64>().unwrap();
+            let parts = shard.bulk([400].into_iter()).unwrap();
+            worker.send(&1u64, &[bytes(&[2.0; 100])]).unwrap();
+            assert_eq!(numbers(parts[0]).unwrap(), [1.0; 100]);
         }
     }
 

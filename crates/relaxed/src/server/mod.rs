@@ -11,6 +11,7 @@ mod job;
 pub mod journal;
 pub mod layout;
 pub mod link;
+pub mod lives;
 pub mod outbox;
 mod shard;
 pub mod store;

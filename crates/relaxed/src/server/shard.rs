@@ -16,9 +16,10 @@ use socket2::{Domain, SockAddr, Socket, Type};
 use unisono_collective::acceptor::Acceptor;
 use unisono_collective::handshake::{Introduction, Purpose, Token};
 
-use super::job::{Caller, Files, Job, JobError, Unserved, total_bytes};
+use super::job::{Caller, Files, Job, JobError, MOST_WORKERS, Unserved, total_bytes};
 use super::journal::Journal;
 use super::link::{Link, bytes, numbers};
+use super::lives::Lives;
 use super::store::Weights;
 use super::wire::{Part, Reply, Request, Setup};
 
@@ -41,8 +42,8 @@ pub struct Shard {
 struct Shared {
     options: ShardOptions,
     job: OnceLock<Job>,
-    /// Held while a run is set up; the journal that waits for one.
-    setting_up: Mutex<Option<Journal>>,
+    /// Held while a run is set up; what waits for one.
+    setting_up: Mutex<Waiting>,
     connections: Mutex<Vec<Connection>>,
     /// Connections so far.
     accepted: AtomicU64,
@@ -50,6 +51,13 @@ struct Shared {
     /// Why the shard cannot go on.
     failure: Mutex<Option<JobError>>,
     woken: Condvar,
+}
+
+/// What a shard has before it knows of a run.
+#[derive(Default)]
+struct Waiting {
+    journal: Option<Journal>,
+    lives: Lives,
 }
 
 /// A connection and its thread, to end them.
@@ -79,7 +87,7 @@ impl Shard {
         }
         let shared = Arc::new(Shared {
             job: job.map_or_else(OnceLock::new, OnceLock::from),
-            setting_up: Mutex::new(journal),
+            setting_up: Mutex::new(Waiting { journal, ..Waiting::default() }),
             connections: Mutex::new(Vec::new()),
             accepted: AtomicU64::new(0),
             stop: AtomicBool::new(false),
@@ -159,12 +167,11 @@ enum Served {
 
 impl Shared {
     fn welcome(shared: &Arc<Shared>, socket: Socket, introduction: Introduction) {
-        if introduction.purpose != Purpose::Server
-            || introduction.to as usize != shared.options.files.number
-        {
-            log::warn!("refused a connection meant for server {}", introduction.to);
+        if introduction.purpose != Purpose::Server {
+            log::warn!("refused a connection that is not meant for a server");
             return;
         }
+        let is_meant = introduction.to as usize == shared.options.files.number;
         let handle = match socket.try_clone() {
             Ok(handle) => handle,
             Err(error) => return log::warn!("a connection was lost: {error}"),
@@ -176,7 +183,11 @@ impl Shared {
         };
         let serving = shared.clone();
         let serve = move || {
-            if let Err(error) = serving.serve(&socket, caller) {
+            let served = match is_meant {
+                true => serving.serve(&socket, caller),
+                false => serving.turn_away(&socket, introduction.to),
+            };
+            if let Err(error) = served {
                 log::debug!("worker {}: {error}", caller.worker);
             }
             serving.leave(caller);
@@ -192,13 +203,20 @@ impl Shared {
         }
     }
 
+    /// Says to somebody who takes this server for another which one it is.
+    fn turn_away(&self, socket: &Socket, meant: u32) -> io::Result<()> {
+        log::warn!("somebody takes this server for server {meant}");
+        let mut link = link(socket)?;
+        let number = self.options.files.number as u32;
+        match link.receive::<Request>()? {
+            Some(_) => link.send(&Reply::OtherServer { number }, &[]),
+            None => Ok(()),
+        }
+    }
+
     /// Serves one connection until it ends.
     fn serve(&self, socket: &Socket, caller: Caller) -> io::Result<()> {
-        let socket = socket.try_clone()?;
-        let mut link = match socket.domain()? == Domain::UNIX {
-            true => Link::accept(socket)?,
-            false => Link::over(socket),
-        };
+        let mut link = link(socket)?;
         while let Some(request) = link.receive::<Request>()? {
             if self.stop.load(Ordering::Acquire) {
                 return Ok(());
@@ -233,6 +251,7 @@ impl Shared {
                 Request::SetUp(setup) => self.set_up(link, *setup)?,
                 Request::Beat => Ok(Served::Done),
                 Request::Leave => Ok(Served::Last(Reply::Done)),
+                Request::Life { worker } => self.first_life(worker),
                 // Its gradients follow, and there is nothing to tell how many.
                 Request::Push { .. } => Ok(Served::Last(Reply::Unknown)),
                 _ => Ok(Served::Reply(Reply::Unknown)),
@@ -278,8 +297,24 @@ impl Shared {
                 Ok(weights) => Ok(send_weights(link, &weights)?),
                 Err(unserved) => Err(unserved),
             },
+            Request::Life { worker } => {
+                job.next_life(worker).map(|life| Served::Reply(Reply::Life { life }))
+            }
             Request::Report => job.report().map(|report| Served::Reply(Reply::Report(report))),
         })
+    }
+
+    /// Numbers a life of a worker before there is a run.
+    fn first_life(&self, worker: u32) -> Result<Served, Unserved> {
+        if worker >= MOST_WORKERS {
+            return Err(Unserved::Invalid(format!("worker {worker}")));
+        }
+        let mut waiting = self.setting_up.lock().expect("no panic while locked");
+        let life = match self.job.get() {
+            Some(job) => job.next_life(worker)?,
+            None => waiting.lives.next(worker, 0),
+        };
+        Ok(Served::Reply(Reply::Life { life }))
     }
 
     /// Sets the shard up, unless somebody has. The weights follow in any case.
@@ -293,14 +328,15 @@ impl Shared {
         if let Err(error) = checked {
             return Ok(Err(Unserved::Invalid(error.to_string())));
         }
-        let mut journal = self.setting_up.lock().expect("no panic while locked");
+        let mut waiting = self.setting_up.lock().expect("no panic while locked");
         if let Some(job) = self.job.get() {
             let same = *job.fingerprint() == fingerprint;
             return Ok(Ok(Served::Reply(if same { Reply::Done } else { Reply::OtherRun })));
         }
         let weights = bulk.into_iter().map(|part| Ok(numbers(part)?.to_vec()));
         let weights = weights.collect::<io::Result<Vec<Vec<f32>>>>()?;
-        Ok(match Job::new(setup, weights, &self.options.files, journal.take()) {
+        let Waiting { journal, lives } = std::mem::take(&mut *waiting);
+        Ok(match Job::new(setup, weights, lives, &self.options.files, journal) {
             Ok(job) => {
                 let fresh = self.job.set(job).is_ok();
                 debug_assert!(fresh, "set under the lock");
@@ -356,6 +392,14 @@ impl Shared {
 
     fn connections(&self) -> MutexGuard<'_, Vec<Connection>> {
         self.connections.lock().expect("no panic while locked")
+    }
+}
+
+fn link(socket: &Socket) -> io::Result<Link> {
+    let socket = socket.try_clone()?;
+    match socket.domain()? == Domain::UNIX {
+        true => Link::accept(socket),
+        false => Ok(Link::over(socket)),
     }
 }
 

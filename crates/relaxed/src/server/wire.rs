@@ -128,6 +128,11 @@ pub enum Request {
     },
     /// Wants to know how things are.
     Report,
+    /// Wants a number for a new [life](super::lives) of a worker. Asked of the first server.
+    Life {
+        /// The worker.
+        worker: u32,
+    },
 }
 
 /// What a shard says.
@@ -172,6 +177,16 @@ pub enum Reply {
     Invalid(String),
     /// How things are.
     Report(Report),
+    /// The number of a new life.
+    Life {
+        /// Larger than those of all before.
+        life: u64,
+    },
+    /// This is another server than the one that was meant.
+    OtherServer {
+        /// Which it is.
+        number: u32,
+    },
 }
 
 /// How things are at a shard.

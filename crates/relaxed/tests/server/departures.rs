@@ -128,7 +128,7 @@ fn in_lockstep_a_later_life_takes_part_in_the_next_round() {
             for _ in 0..3 {
                 assert!(stays.push(&gradients, Default::default()).unwrap().applied);
             }
-            let again = ClientOptions { life: 2, ..lab.options(1) };
+            let again = ClientOptions { life: Some(2), ..lab.options(1) };
             let mut back = lab.try_client(&run, again).unwrap();
             assert_eq!(back.clock(), 3);
             std::thread::scope(|scope| {
@@ -189,7 +189,8 @@ fn an_older_life_is_refused() {
     for transport in TRANSPORTS {
         within("lives", move || {
             let (lab, run) = (Lab::start(2, transport), counting("async", 1));
-            let join = |life| lab.try_client(&run, ClientOptions { life, ..lab.options(0) });
+            let join =
+                |life| lab.try_client(&run, ClientOptions { life: Some(life), ..lab.options(0) });
             let is_superseded = |error| matches!(error, ServerError::Superseded { worker: 0 });
             let mut old = Counter::new(join(5).unwrap(), &run, 0);
             old.push_pull().unwrap();
@@ -242,8 +243,8 @@ fn who_leaves_is_gone_when_it_has_left() {
         within("leaving", move || {
             let (lab, run) = (Lab::start(2, transport), counting("async", 1));
             for life in 1..10 {
-                let client: Client =
-                    lab.try_client(&run, ClientOptions { life, ..lab.options(0) }).unwrap();
+                let options = ClientOptions { life: Some(life), ..lab.options(0) };
+                let client: Client = lab.try_client(&run, options).unwrap();
                 assert!(lab.reports(&run).iter().all(|report| report.present == 1));
                 client.leave();
                 assert!(lab.reports(&run).iter().all(|report| report.present == 0));

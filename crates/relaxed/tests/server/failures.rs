@@ -106,6 +106,34 @@ fn another_token_is_refused() {
 }
 
 #[test]
+fn servers_in_another_order_are_told_apart() {
+    for transport in TRANSPORTS {
+        within("an order", move || {
+            let (lab, run) = (Lab::start(3, transport), counting("async", 1));
+            let mut options = lab.options(0);
+            options.servers.swap(1, 2);
+            let errors = [
+                lab.try_client(&run, options.clone()).map(drop).unwrap_err(),
+                reports(&run, &options).map(drop).unwrap_err(),
+            ];
+            for error in errors {
+                let is_named =
+                    matches!(error, ServerError::OtherServer { server: 1, number: 2, .. });
+                assert!(is_named, "{error}");
+                assert!(error.to_string().contains(&options.servers[1]), "{error}");
+            }
+            options.servers.swap(0, 1);
+            options.life = None;
+            let error = lab.try_client(&run, options).map(drop).unwrap_err();
+            assert!(
+                matches!(error, ServerError::OtherServer { server: 0, number: 2, .. }),
+                "{error}"
+            );
+        });
+    }
+}
+
+#[test]
 fn where_nobody_listens_patience_ends() {
     for transport in TRANSPORTS {
         within("patience", move || {

@@ -1,19 +1,24 @@
 //! Whoever has proved the token may still say anything: by mistake, or of another version. A shard
 //! answers or ends the connection, and serves the others as if nothing were.
 
-use std::io::{Read, Write};
+use std::io::{IoSlice, Read, Write};
+use std::mem::MaybeUninit;
 use std::net::Shutdown;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
+use memmap2::MmapOptions;
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use socket2::{Domain, SockAddr, Socket, Type};
 use unisono_collective::handshake::{Introduction, Purpose, initiate};
 use unisono_relaxed::server::core::PushId;
 use unisono_relaxed::server::layout::Piece;
 use unisono_relaxed::server::link::Link;
-use unisono_relaxed::server::wire::{self, Measured, Part, Request, Setup};
-use unisono_relaxed::server::{Run, Transport};
+use unisono_relaxed::server::wire::{self, Measured, Part, Reply, Request, Setup};
+use unisono_relaxed::server::{Files, Run, Transport};
 
-use crate::lab::{Counter, HUNG, Lab, TOKEN, counting, counts, setup, within};
+use crate::lab::{Counter, HUNG, Lab, TOKEN, call, counting, counts, setup, within};
 
 /// Everything that is said by somebody who is up to no good: requests, and bytes after them.
 fn insults(run: &Run) -> Vec<(Request, Vec<u8>)> {
@@ -56,6 +61,9 @@ fn insults(run: &Run) -> Vec<(Request, Vec<u8>)> {
     }
     for setup in absurd_setups(&good) {
         say(Request::SetUp(Box::new(setup)));
+    }
+    for worker in [1, u32::MAX] {
+        say(Request::Life { worker });
     }
     say(Request::Beat);
     say(Request::Report);
@@ -227,28 +235,91 @@ fn absurd_setups_leave_room_for_a_good_one() {
     });
 }
 
+/// Worker 1, over a Unix socket.
+fn knock_here(lab: &Lab) -> Socket {
+    let socket = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
+    let name = format!("\0unisono-server-{}", lab.addresses[0]);
+    socket.connect(&SockAddr::unix(name).unwrap()).unwrap();
+    socket.set_read_timeout(Some(HUNG)).unwrap();
+    let introduction =
+        Introduction { purpose: Purpose::Server, epoch: 1, group: 0, from: 1, to: 0, channel: 0 };
+    let deadline = std::time::Instant::now() + HUNG;
+    initiate(&socket, &TOKEN, &introduction, deadline).unwrap();
+    socket
+}
+
+/// A worker that goes on writing to common memory while the shard reads it pushes something that nobody
+/// knows. But it is one thing: what is written down is what was applied.
+#[test]
+fn scribbling_into_a_push_harms_only_the_push() {
+    const NUMBERS: usize = 1 << 18;
+    const HALF: usize = 4 * NUMBERS;
+    within("scribbling", || {
+        let dir = tempfile::tempdir().unwrap();
+        let files = Files { journal: Some(dir.path().join("journal")), ..Files::default() };
+        let mut lab = Lab::idle(1, Transport::Auto);
+        lab.serve(files.clone());
+        let mut run = counting("async", 2);
+        run.shapes = vec![vec![NUMBERS]];
+        lab.client(&run, 0).leave();
+
+        let file = memfd_create("scribbled", MemfdFlags::ALLOW_SEALING).unwrap();
+        ftruncate(&file, 2 * HALF as u64).unwrap();
+        fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW).unwrap();
+        let memory = MmapOptions::new().len(2 * HALF).map_raw(&file).unwrap();
+        let socket = knock_here(&lab);
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let descriptors = [file.as_fd()];
+        assert!(control.push(SendAncillaryMessage::ScmRights(&descriptors)));
+        let size = (HALF as u64).to_le_bytes();
+        sendmsg(&socket, &[IoSlice::new(&size)], &mut control, SendFlags::empty()).unwrap();
+        // Only texts travel on the socket.
+        let mut link = Link::over(socket);
+        let join = Request::Join { run: setup(&run, 1).fingerprint() };
+        assert!(matches!(call(&mut link, &join, &[]), Some(Reply::Joined { .. })));
+        assert_eq!(call(&mut link, &Request::Enter { clock: 0 }, &[]), Some(Reply::Done));
+
+        let over = AtomicBool::new(false);
+        let (words, over) = (memory.as_mut_ptr() as usize, &over);
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                let mut value = 0u32;
+                while !over.load(Ordering::Relaxed) {
+                    value += 1;
+                    for word in (0..NUMBERS).step_by(16) {
+                        // SAFETY: within the mapping, which lives longer than this thread, and aligned.
+                        let word = unsafe { AtomicU32::from_ptr((words + 4 * word) as *mut u32) };
+                        word.store((value as f32).to_bits(), Ordering::Relaxed);
+                    }
+                }
+            });
+            for number in 1..=20 {
+                let push = PushId { worker: 1, life: 1, number, clock: number - 1 };
+                let part = Part { piece: 0, vectors: 1, bytes: HALF as u64, encoded: false };
+                let request =
+                    Request::Push { push, measured: Measured::default(), parts: vec![part] };
+                let reply = call(&mut link, &request, &[]);
+                assert!(matches!(reply, Some(Reply::Pushed { applied: true, .. })), "{reply:?}");
+            }
+            over.store(true, Ordering::Relaxed);
+        });
+        let bits =
+            |weights: Vec<Vec<f32>>| weights[0].iter().map(|w| w.to_bits()).collect::<Vec<_>>();
+        let before = bits(lab.look(&run));
+        assert!(before.iter().any(|weight| *weight != 0), "something was pushed");
+        lab.shards[0] = None;
+        lab.serve(files);
+        assert!(bits(lab.look(&run)) == before, "what was written down is not what was applied");
+    });
+}
+
 /// Over a Unix socket: memory that is missing, or too small for what is said to be in it.
 #[test]
 fn bad_memory_disturbs_nobody() {
     within("memory", || {
         let (lab, run) = (Lab::start(1, Transport::Auto), counting("async", 2));
-        let knock = || {
-            let socket = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
-            let name = format!("\0unisono-server-{}", lab.addresses[0]);
-            socket.connect(&SockAddr::unix(name).unwrap()).unwrap();
-            socket.set_read_timeout(Some(HUNG)).unwrap();
-            let introduction = Introduction {
-                purpose: Purpose::Server,
-                epoch: 1,
-                group: 0,
-                from: 1,
-                to: 0,
-                channel: 0,
-            };
-            let deadline = std::time::Instant::now() + HUNG;
-            initiate(&socket, &TOKEN, &introduction, deadline).unwrap();
-            socket
-        };
+        let knock = || knock_here(&lab);
         undisturbed(&lab, &run, || {
             insult(knock(), &[]);
             insult(knock(), &noise(1, 8));

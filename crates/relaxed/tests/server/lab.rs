@@ -65,7 +65,7 @@ impl Lab {
             servers: self.addresses.iter().map(SocketAddr::to_string).collect(),
             token: TOKEN,
             worker,
-            life: 1,
+            life: Some(1),
             patience: HUNG,
             transport: self.transport,
             warm_up: 0,

@@ -9,6 +9,8 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
+use unisono_insight::relaxed::folder::RelaxedFolder;
+use unisono_insight::updates::UpdateRecord;
 use unisono_relaxed::server::core::PushId;
 use unisono_relaxed::server::wire::{Measured, Part, Reply, Request};
 use unisono_relaxed::server::{Client, ClientOptions, Files, Run, Shard, ShardOptions, Transport};
@@ -298,8 +300,8 @@ fn half_a_record_at_the_end_is_no_harm() {
                 }
                 lab.shards[0] = None;
                 let journal = newest_journal(files.journal.as_ref().unwrap());
-                let length = std::fs::metadata(&journal).unwrap().len();
-                let torn = std::fs::read(&journal).unwrap()[length as usize / 2..].to_vec();
+                // Shorter than any head.
+                let torn = std::fs::read(&journal).unwrap()[..20].to_vec();
                 File::options().append(true).open(&journal).unwrap().write_all(&torn).unwrap();
                 lab.serve(files.clone());
             }
@@ -321,7 +323,7 @@ fn lives_survive_a_restart() {
         let files = files(dir.path(), 0, 1 << 20);
         lab.serve(files.clone());
         for life in 1..6 {
-            let options = ClientOptions { life, ..lab.options(0) };
+            let options = ClientOptions { life: Some(life), ..lab.options(0) };
             let mut worker = Counter::new(lab.try_client(&run, options).unwrap(), &run, 0);
             worker.push().unwrap();
             lab.shards[0] = None;
@@ -331,12 +333,81 @@ fn lives_survive_a_restart() {
         }
         let ledger = recorded(&dir.path().join("run")).ledger().unwrap();
         assert_eq!((ledger.pushes, ledger.lives), (10, 5));
-        let older = ClientOptions { life: 4, ..lab.options(0) };
+        let older = ClientOptions { life: Some(4), ..lab.options(0) };
         assert!(lab.try_client(&run, older).is_err());
     });
 }
 
-/// The same life in a new process, as if its clock had been set back: its numbers go on.
+/// Whoever starts a worker, however often and wherever: the servers know how often that was. Neither
+/// a clock nor the count of a launcher is asked.
+#[test]
+fn the_servers_number_the_lives_of_workers() {
+    for transport in TRANSPORTS {
+        within("numbers", move || {
+            let dir = tempfile::tempdir().unwrap();
+            let mut lab = Lab::idle(2, transport);
+            let run = counting("async", 1);
+            run_folder(&dir.path().join("run"), &run);
+            let files = [files(dir.path(), 0, 1 << 20), files(dir.path(), 1, 1 << 20)];
+            let next = |lab: &Lab| {
+                let options = ClientOptions { life: None, ..lab.options(0) };
+                Counter::new(lab.try_client(&run, options).unwrap(), &run, 0)
+            };
+            files.iter().for_each(|files| lab.serve(files.clone()));
+            for round in 1..4 {
+                // Everything starts again, as by a new launcher; one life is lost without a push.
+                next(&lab);
+                let mut old = next(&lab);
+                old.push().unwrap();
+                let mut new = next(&lab);
+                assert!(old.push().is_err(), "a later life has taken its place");
+                new.push_pull().unwrap();
+                assert_eq!(new.seen, [2 * round]);
+                drop((old, new));
+                for (number, files) in files.iter().enumerate() {
+                    lab.shards[number] = None;
+                    lab.serve(files.clone());
+                }
+            }
+            let lives: Vec<u64> = updates(&dir.path().join("run"), 0);
+            assert_eq!(lives, [2, 3, 5, 6, 8, 9]);
+        });
+    }
+}
+
+/// The lives of the pushes that a shard has recorded.
+fn updates(run: &Path, number: usize) -> Vec<u64> {
+    let text = std::fs::read_to_string(RelaxedFolder::updates(run, number)).unwrap();
+    let line = |line: &str| serde_json::from_str::<UpdateRecord>(line).unwrap().life;
+    text.lines().map(line).collect()
+}
+
+/// Somebody removed the journal. The records of the run that is gone are not those of the next, which
+/// says so before it has begun, and again.
+#[test]
+fn a_run_without_its_journal_leaves_the_records_of_the_one_before_alone() {
+    within("records", || {
+        let dir = tempfile::tempdir().unwrap();
+        let mut lab = Lab::idle(1, Transport::Tcp);
+        let run = counting("async", 1);
+        run_folder(&dir.path().join("run"), &run);
+        let files = files(dir.path(), 0, 1 << 20);
+        lab.serve(files.clone());
+        Counter::join(&lab, &run, 0).push().unwrap();
+        lab.shards[0] = None;
+        std::fs::remove_dir_all(files.journal.as_ref().unwrap()).unwrap();
+        for _ in 0..2 {
+            lab.serve(files.clone());
+            let hasty = ClientOptions { patience: Duration::from_millis(1), ..lab.options(0) };
+            assert!(lab.try_client(&run, hasty).is_err());
+            let error = lab.shards[0].take().unwrap().serve_until(|| false).unwrap_err();
+            assert!(error.to_string().contains("already holds a run"), "{error}");
+            assert_eq!(updates(&dir.path().join("run"), 0), [1]);
+        }
+    });
+}
+
+/// The same life in a new process, as if somebody had numbered it wrongly: its numbers go on.
 #[test]
 fn a_life_that_begins_again_loses_no_push() {
     within("the same life", || {

@@ -157,7 +157,8 @@ impl Shard {
         self.weights = self.disk.weights.clone();
         for (entry, contents) in &self.disk.entries {
             tally.repeated += 1;
-            self.core.repeat(entry);
+            let repeated = self.core.repeat(entry);
+            require!(repeated.is_ok(), "{repeated:?} after {} updates", self.core.updates());
             self.weights.take(entry, contents);
         }
         self.witness.restored(&self.weights)?;

@@ -28,7 +28,7 @@ pub fn run(args: &TrainArgs, plan: &Plan, place: &Place) -> anyhow::Result<ExitC
     let mut optimizer = plan.optimizer.build(&lengths)?;
     let config = GossipConfig {
         rank: place.rank as u32,
-        life: place.life,
+        life: place.starts,
         addresses: peers()?,
         listener,
         token: serve::token()?,
@@ -80,7 +80,7 @@ pub fn run(args: &TrainArgs, plan: &Plan, place: &Place) -> anyhow::Result<ExitC
             time: SystemTime::now().duration_since(began).unwrap_or_default().as_secs_f64(),
             update: updates,
             worker: place.rank as u32,
-            life: place.life,
+            life: place.starts,
             push,
             clock: step - 1,
             lead: stats.lead(),

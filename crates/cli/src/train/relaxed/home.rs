@@ -15,6 +15,7 @@ use unisono::insight::folder::FolderError;
 use unisono::insight::relaxed::{RelaxedFolder, RelaxedSummary, SavedRun};
 use unisono::insight::{Outcome, RunInfo};
 use unisono::relaxed::server::Run;
+use unisono::relaxed::server::journal::Journal;
 use unisono::relaxed::spec::Level;
 
 use super::super::args::{Plan, RelaxedPlan, ServersChoice, TrainArgs};
@@ -61,12 +62,19 @@ impl Home {
         unreachable!("there are more numbers than folders")
     }
 
-    /// Goes on in the folder that an earlier life of this process made, or makes one.
-    pub fn make_or_go_on(plan: &Plan, info: &RunInfo, is_restarted: bool) -> anyhow::Result<Home> {
+    /// Makes the folder, or goes on in the one that an earlier process made, if the run goes on.
+    pub fn make_or_go_on(plan: &Plan, info: &RunInfo, goes_on: bool) -> anyhow::Result<Home> {
         match &plan.run_dir {
-            Some(dir) if is_restarted && RelaxedFolder::is_relaxed(dir) => {
+            Some(dir) if goes_on && RelaxedFolder::is_relaxed(dir) => {
                 let saved = RelaxedFolder::open(dir).context("--run-dir")?;
                 ensure!(saved.summary.is_none(), FolderError::Occupied { path: dir.clone() });
+                if let Some((key, theirs, ours)) = difference(&saved.run.info, info) {
+                    bail!(
+                        "--run-dir {} holds a run with {key} {theirs}, and this one has {ours}; go on \
+                         with the settings of that one, or name another folder",
+                        dir.display()
+                    );
+                }
                 Ok(Home { dir: dir.clone() })
             }
             _ => Home::make(plan, info),
@@ -110,13 +118,35 @@ impl Home {
         })
     }
 
+    /// Fails if a server that has recorded pushes here has lost its journal, and with it the weights.
+    pub fn expect_states(&self, journal: &Path, servers: usize) -> anyhow::Result<()> {
+        for server in 0..servers {
+            let has_pushes = RelaxedFolder::updates(&self.dir, server).exists();
+            let own = journal.join(server.to_string());
+            ensure!(
+                !has_pushes || Journal::has_state(&own),
+                "--journal {}: server {server} has lost its weights, since {} is gone or empty; restore \
+                 it, or remove the whole journal to begin anew, in another --run-dir than {}",
+                journal.display(),
+                own.display(),
+                self.dir.display()
+            );
+        }
+        Ok(())
+    }
+
     /// Lets a journal remember this folder.
     pub fn remember_in(&self, journal: &Path) -> anyhow::Result<()> {
         let remember = || {
-            std::fs::create_dir_all(journal)?;
             // Wherever the run is continued from.
             let dir = self.dir.canonicalize()?.into_os_string();
-            std::fs::write(journal.join(FOLDER), dir.as_bytes())
+            // On the disk before the name points there: the power may fail at any time.
+            let unnamed = journal.join(format!("{FOLDER}.new"));
+            let mut file = std::fs::File::create(&unnamed)?;
+            file.write_all(dir.as_bytes())?;
+            file.sync_all()?;
+            std::fs::rename(unnamed, journal.join(FOLDER))?;
+            std::fs::File::open(journal)?.sync_all()
         };
         remember().with_context(|| {
             format!("--journal {}: name a folder that can be written to", journal.display())

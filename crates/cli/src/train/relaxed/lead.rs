@@ -48,6 +48,8 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         expect_unfinished(&run, &visitor)?;
     }
     let info = describe(&plan, &relaxed, workers, args);
+    // Before anything is read from it, which another leader may be about to change.
+    let _lock = relaxed.journal.as_deref().map(serve::lock_journal).transpose()?;
     let found = relaxed.journal.as_deref().map(|journal| Home::find(journal, &plan, &info));
     let home = match found.transpose()? {
         Some(Found::Complete(saved)) => {
@@ -58,7 +60,15 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     };
     let dir = home.path().to_owned();
     let journal = journal(&relaxed, &dir);
+    // That of the run's own folder may be named by others, too.
+    let own = journal.as_deref().filter(|_| relaxed.journal.is_none());
+    let _own_lock = own.map(serve::lock_journal).transpose()?;
     if let Some(journal) = &journal {
+        let servers = match relaxed.servers {
+            ServersChoice::Started(count) => count,
+            _ => workers,
+        };
+        home.expect_states(journal, servers)?;
         home.remember_in(journal)?;
     }
 
@@ -158,7 +168,7 @@ pub fn visitor(token: Token) -> ClientOptions {
         servers: Vec::new(),
         token,
         worker: 0,
-        life: 0,
+        life: None,
         patience: PATIENCE,
         transport: Transport::Auto,
         warm_up: 0,

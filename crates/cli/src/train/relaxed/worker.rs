@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -35,10 +35,9 @@ pub const GLANCE: Duration = Duration::from_millis(50);
 pub struct Place {
     pub rank: usize,
     pub workers: usize,
-    /// Larger for a later start of this worker.
-    pub life: u64,
-    /// Whether this launcher has started it before.
-    pub is_restarted: bool,
+    /// How often this launcher has started it, from 1. Servers, which may outlast a launcher, count by
+    /// themselves.
+    pub starts: u64,
     pub stop: Arc<AtomicBool>,
 }
 
@@ -49,13 +48,11 @@ impl Place {
             signal_hook::flag::register(signal, stop.clone()).context("listening for signals")?;
         }
         let place = cluster::place::Place::from_env()?;
-        let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
+        let before = std::env::var("UNISONO_LIFE").ok().and_then(|life| life.parse::<u64>().ok());
         Ok(Place {
             rank: place.rank as usize,
             workers: place.world as usize,
-            // Unlike a count of restarts, it also grows when the whole run is started again.
-            life: now.as_millis() as u64,
-            is_restarted: std::env::var("UNISONO_LIFE").is_ok_and(|life| life != "0"),
+            starts: before.unwrap_or(0).saturating_add(1),
             stop,
         })
     }
@@ -85,14 +82,15 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let timeout = args.options()?.timeout;
     let run = described(&plan, &relaxed, student.parameters(), place.workers, timeout);
     let options = options(args, &relaxed, &place)?;
+    let mut goes_on = place.starts > 1;
     if !args.as_worker || matches!(relaxed.servers, ServersChoice::At(_)) {
-        expect_remembered(&run, &options)?;
+        goes_on |= expect_remembered(&run, &options)?;
     }
     let home = match args.as_worker || place.rank > 0 {
         true => None,
         false => {
             let info = describe(&plan, &relaxed, place.workers, args);
-            Some(Home::make_or_go_on(&plan, &info, place.is_restarted)?)
+            Some(Home::make_or_go_on(&plan, &info, goes_on)?)
         }
     };
     let client = Client::join(&run, options.clone(), &|parameter| student.read(parameter))?;
@@ -126,8 +124,8 @@ pub fn need_leader(flag: &str) -> String {
 }
 
 /// Fails if a server has forgotten what others know of the run: this worker would give it the weights
-/// of the beginning. Servers that a leader started cannot forget.
-fn expect_remembered(run: &Run, options: &ClientOptions) -> anyhow::Result<()> {
+/// of the beginning. Servers that a leader started cannot forget. Says whether the run has begun.
+fn expect_remembered(run: &Run, options: &ClientOptions) -> anyhow::Result<bool> {
     // Whoever pushes has joined all servers. So one that knows of nothing while another has updates
     // has forgotten; unless others have begun while this one was looking.
     for is_sure in [false, true] {
@@ -136,10 +134,10 @@ fn expect_remembered(run: &Run, options: &ClientOptions) -> anyhow::Result<()> {
         match reports.iter().position(Option::is_none) {
             Some(server) if has_begun && is_sure => bail!(ServerError::Forgotten { server }),
             Some(_) if has_begun => {}
-            _ => break,
+            _ => return Ok(has_begun),
         }
     }
-    Ok(())
+    Ok(false)
 }
 
 /// Waits until the others are done, and sums the run up.
@@ -340,7 +338,7 @@ pub fn options(
         servers,
         token: serve::token()?,
         worker: place.rank as u32,
-        life: place.life,
+        life: None,
         patience: PATIENCE,
         transport: match args.transport() {
             unisono::Transport::Tcp => Transport::Tcp,

@@ -89,7 +89,7 @@ impl Call<'_> {
     fn introduce(self, socket: &Socket, address: &str) -> Result<(), Fault> {
         let introduction = Introduction {
             purpose: Purpose::Server,
-            epoch: self.options.life,
+            epoch: self.options.life.unwrap_or(0),
             group: 0,
             from: self.worker,
             to: self.server as u32,

@@ -91,6 +91,8 @@ impl Client {
         options: ClientOptions,
         initial: &dyn Fn(usize) -> Vec<f32>,
     ) -> Result<Client, ServerError> {
+        let life = options.life.map_or_else(|| visit::life(run, &options), Ok)?;
+        let options = ClientOptions { life: Some(life), ..options };
         let setups = run.setups(options.servers.len().max(1));
         let voices = Arc::new(Voices::new(setups.len()));
         let session = |(number, setup): (usize, Setup)| Session::new(number, setup, &options);

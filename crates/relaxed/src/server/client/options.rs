@@ -95,8 +95,9 @@ pub struct ClientOptions {
     pub token: Token,
     /// The number of this worker.
     pub worker: u32,
-    /// Which of its lives this is: later ones have larger numbers.
-    pub life: u64,
+    /// Which of its lives this is: later ones have larger numbers. `None`, as it should be but in tests:
+    /// the servers number the lives of a worker, whoever starts it.
+    pub life: Option<u64>,
     /// How long to try to reach a server that is not there.
     pub patience: Duration,
     /// How bulk data travels.
@@ -128,6 +129,19 @@ pub enum ServerError {
         address: String,
         /// Why.
         cause: HandshakeError,
+    },
+    /// Whoever listens there is another of the servers.
+    #[error(
+        "the server at {address} is server {number}, and was named as server {server}: name the servers \
+         in the order of their numbers, from 0"
+    )]
+    OtherServer {
+        /// Which was looked for.
+        server: usize,
+        /// Where.
+        address: String,
+        /// Which was found.
+        number: u32,
     },
     /// It serves another run: other parameters, level or settings.
     #[error(

@@ -43,6 +43,7 @@ impl Fault {
 /// A worker and one shard.
 pub struct Session {
     pub number: usize,
+    address: String,
     setup: Setup,
     fingerprint: [u8; 32],
     link: Option<Link>,
@@ -100,13 +101,14 @@ impl Session {
         };
         Session {
             number,
+            address: options.servers.get(number).cloned().unwrap_or_default(),
             fingerprint: setup.fingerprint(),
             senders: setup.codecs.iter().enumerate().map(sender).collect(),
             warm_up: options.warm_up,
             link: None,
             at: None,
             asked: None,
-            outbox: Outbox::new(options.worker, options.life),
+            outbox: Outbox::new(options.worker, options.life.unwrap_or(0)),
             trouble: None,
             parts: Vec::new(),
             encoded: Vec::new(),
@@ -365,6 +367,9 @@ impl Session {
             }
             Reply::Refused(refusal) => ServerError::Protocol { server, what: refusal.to_string() },
             Reply::OtherRun => ServerError::OtherRun { server },
+            Reply::OtherServer { number } => {
+                ServerError::OtherServer { server, address: self.address.clone(), number }
+            }
             Reply::Unknown => ServerError::Forgotten { server },
             Reply::Invalid(what) => ServerError::Protocol { server, what },
             _ => ServerError::Protocol { server, what: "a reply to another question".into() },

@@ -2,10 +2,10 @@
 
 use std::time::Instant;
 
-use super::options::{ClientOptions, Run, ServerError};
+use super::options::{ClientOptions, Run, ServerError, Transport};
 use super::session::{Fault, Session};
 use super::{FIRST_PAUSE, LONGEST_PAUSE};
-use crate::server::wire::{Reply, Report, Request};
+use crate::server::wire::{Reply, Report, Request, Setup};
 
 /// The worker number of somebody who only looks.
 pub const NOBODY: u32 = u32::MAX;
@@ -40,36 +40,59 @@ pub fn glance(run: &Run, options: &ClientOptions) -> Result<Vec<Option<Report>>,
     })
 }
 
+/// A number for a new life of the worker, which the first server gives out.
+pub(super) fn life(run: &Run, options: &ClientOptions) -> Result<u64, ServerError> {
+    // So little needs no common memory.
+    let options = ClientOptions { transport: Transport::Tcp, ..options.clone() };
+    let setup = run.setups(options.servers.len().max(1)).swap_remove(0);
+    let mut session = Session::new(0, setup, &options);
+    let request = Request::Life { worker: options.worker };
+    ask(&mut session, &options, Instant::now() + options.patience, |session| {
+        match session.call(&request, &[])? {
+            Reply::Life { life } => Ok(life),
+            other => Err(session.unexpected(other)),
+        }
+    })
+}
+
 /// Asks every server something, over a connection of its own, until it answers.
 fn visit<T>(
     run: &Run,
     options: &ClientOptions,
-    mut ask: impl FnMut(&mut Session) -> Result<T, Fault>,
+    mut question: impl FnMut(&mut Session) -> Result<T, Fault>,
 ) -> Result<Vec<T>, ServerError> {
     let deadline = Instant::now() + options.patience;
-    let mut answers = Vec::new();
-    for (server, setup) in run.setups(options.servers.len().max(1)).into_iter().enumerate() {
-        let mut session = Session::new(server, setup, options);
-        let mut pause = FIRST_PAUSE;
-        let answer = loop {
-            let connected = session.connect(options, NOBODY, |_| Ok(()));
-            let last = match connected.and_then(|()| ask(&mut session)) {
-                Ok(answer) => break answer,
-                Err(Fault::Fatal(ServerError::Forgotten { .. })) => {
-                    "no worker has joined it yet".to_owned()
-                }
-                Err(Fault::Fatal(error)) => return Err(error),
-                Err(Fault::Lost(error)) => error.to_string(),
-                Err(Fault::Rejoin(refusal)) => refusal.to_string(),
-            };
-            if Instant::now() + pause >= deadline {
-                let address = options.servers.get(server).cloned().unwrap_or_default();
-                return Err(ServerError::Unreachable { server, address, last });
+    let visit = |(server, setup): (usize, Setup)| {
+        ask(&mut Session::new(server, setup, options), options, deadline, &mut question)
+    };
+    run.setups(options.servers.len().max(1)).into_iter().enumerate().map(visit).collect()
+}
+
+/// Asks a server something, until it answers.
+fn ask<T>(
+    session: &mut Session,
+    options: &ClientOptions,
+    deadline: Instant,
+    mut question: impl FnMut(&mut Session) -> Result<T, Fault>,
+) -> Result<T, ServerError> {
+    let mut pause = FIRST_PAUSE;
+    loop {
+        let connected = session.connect(options, NOBODY, |_| Ok(()));
+        let last = match connected.and_then(|()| question(session)) {
+            Ok(answer) => return Ok(answer),
+            Err(Fault::Fatal(ServerError::Forgotten { .. })) => {
+                "no worker has joined it yet".to_owned()
             }
-            std::thread::sleep(pause);
-            pause = (pause * 2).min(LONGEST_PAUSE);
+            Err(Fault::Fatal(error)) => return Err(error),
+            Err(Fault::Lost(error)) => error.to_string(),
+            Err(Fault::Rejoin(refusal)) => refusal.to_string(),
         };
-        answers.push(answer);
+        if Instant::now() + pause >= deadline {
+            let server = session.number;
+            let address = options.servers.get(server).cloned().unwrap_or_default();
+            return Err(ServerError::Unreachable { server, address, last });
+        }
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(LONGEST_PAUSE);
     }
-    Ok(answers)
 }

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
+use unisono_insight::folder::FolderError;
 use unisono_insight::relaxed::folder::{Log, MoveLog, RelaxedFolder, UpdateLog};
 use unisono_insight::updates::{Move, UpdateRecord};
 
@@ -17,6 +18,7 @@ use super::{Job, JobError, State, Unserved};
 use crate::bound::{AdaptiveBound, Observation};
 use crate::server::core::{Core, Entry, Saved};
 use crate::server::journal::{self, Journal};
+use crate::server::lives::Lives;
 use crate::server::wire::{Measured, Setup};
 use crate::spec::Level;
 
@@ -36,8 +38,17 @@ pub struct Files {
     pub snapshot_after: Option<u64>,
 }
 
-/// What is written down with an entry.
+/// What a record of the journal is.
 #[derive(Serialize, Deserialize)]
+enum Line {
+    /// Something was settled; its gradients follow.
+    Settled(Written),
+    /// A worker was given a life.
+    Life { worker: u32, life: u64 },
+}
+
+/// What is written down with an entry.
+#[derive(Clone, Serialize, Deserialize)]
 struct Written {
     entry: Entry,
     measured: Vec<Measured>,
@@ -51,15 +62,19 @@ struct Written {
 struct Head {
     setup: Setup,
     saved: Saved,
+    lives: Lives,
     versions: Vec<u64>,
     began: f64,
+    /// How many seconds after that this was written.
+    seconds: f64,
 }
 
 impl Job {
-    /// A run that begins, with these weights of every piece.
+    /// A run that begins, with these weights of every piece. Workers may have been given lives before.
     pub fn new(
         setup: Setup,
         weights: Vec<Vec<f32>>,
+        lives: Lives,
         files: &Files,
         journal: Option<Journal>,
     ) -> Result<Job, JobError> {
@@ -68,9 +83,11 @@ impl Job {
         if !lengths.eq(plan.pieces().iter().map(|piece| piece.len())) {
             return Err(JobError::Setup("the weights do not fit the pieces".into()));
         }
-        let began = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs_f64();
-        let job = Job::with(plan, weights, files, began);
+        // Before the snapshot, which would make these the records of this run.
+        expect_no_records(files)?;
+        let job = Job::with(plan, weights, files, wall_clock());
         let mut state = job.state.lock().expect("nobody else has it");
+        state.lives = lives;
         state.journal = journal;
         // The snapshot first: with it the run has begun, and a restart goes on with the records, where
         // one without it would find records of nothing.
@@ -95,18 +112,28 @@ impl Job {
         let head: Head = parse(&snapshot.header)?;
         let plan = Plan::new(head.setup)?;
         let empty = plan.pieces().iter().map(|piece| vec![0.0; piece.len()]).collect();
-        let job = Job::with(plan, empty, files, head.began);
+        let mut job = Job::with(plan, empty, files, head.began);
         let mut state = job.state.lock().expect("nobody else has it");
         state.core = Core::restore(job.plan.rules(), &head.saved);
+        state.lives = head.lives;
         state.versions = head.versions;
         job.restore_pieces(&state.versions, &snapshot.payload)?;
         let mut written = Vec::new();
         for record in recovered.entries {
             let record = record?;
-            let entry: Written = parse(&record.header)?;
-            job.repeat(&mut state, &entry, &record.payload)?;
-            written.push(entry);
+            match parse(&record.header)? {
+                Line::Settled(entry) => {
+                    job.repeat(&mut state, &entry, &record.payload)?;
+                    written.push(entry);
+                }
+                Line::Life { worker, life } => state.lives.repeat(worker, life),
+            }
         }
+        drop(state);
+        // The clock of the machine may have been set back.
+        let last = written.last().map_or(head.seconds, |last| last.time);
+        job.awake_at = last.max(wall_clock() - head.began);
+        let mut state = job.state.lock().expect("nobody else has it");
         state.journal = Some(journal);
         if let Some(run) = &files.run {
             state.updates = Some(reopen_updates(run, files.number, &state.core, &written)?);
@@ -139,6 +166,21 @@ impl Job {
         self.or_fail(state, appended)
     }
 
+    /// Writes into the journal that a life was given out, and waits for the disk: even the crash of a
+    /// machine must not have it given out again.
+    pub(super) fn write_down_life(
+        &self,
+        state: &mut State,
+        worker: u32,
+        life: u64,
+    ) -> Result<(), Unserved> {
+        let written = match &mut state.journal {
+            Some(journal) => journal.append_synced(&text(&Line::Life { worker, life })),
+            None => Ok(()),
+        };
+        self.or_fail(state, written.map_err(JobError::Journal))
+    }
+
     /// Takes a snapshot if the journal is long. Not while this thread has anything left to apply.
     pub(super) fn snapshot_if_due(&self, state: &mut State) -> Result<(), Unserved> {
         let long = state.journal.as_ref().is_some_and(|j| j.len_bytes() > self.snapshot_after);
@@ -161,8 +203,10 @@ impl Job {
         let head = Head {
             setup: self.plan.setup.clone(),
             saved: state.core.save(),
+            lives: state.lives.clone(),
             versions: state.versions.clone(),
             began: self.began,
+            seconds: self.seconds(),
         };
         let header = postcard::to_stdvec(&head).expect("a state has a text");
         let mut vectors: Vec<Vec<f32>> = Vec::new();
@@ -221,7 +265,8 @@ impl Job {
             versions.push(state.versions[piece]);
             gradients.push((piece, gradient.into()));
         }
-        state.core.repeat(&written.entry);
+        let repeated = state.core.repeat(&written.entry);
+        repeated.map_err(|broken| JobError::Content(format!("{broken}: restore the folder")))?;
         self.apply(written.entry.factor, &versions, &gradients);
         Ok(())
     }
@@ -251,7 +296,7 @@ fn append(
     gradients: &[Gradient<'_>],
 ) -> Result<(), JobError> {
     if let Some(journal) = &mut state.journal {
-        let header = postcard::to_stdvec(written).expect("entries have a text");
+        let header = text(&Line::Settled(written.clone()));
         let payloads: Vec<&[f32]> = gradients.iter().map(|(_, gradient)| &**gradient).collect();
         journal.append(&header, &payloads)?;
     }
@@ -316,6 +361,24 @@ fn records(written: &Written) -> impl Iterator<Item = UpdateRecord> + '_ {
         blocked: measured.blocked,
         bytes: measured.bytes,
     })
+}
+
+/// Fails if a run is recorded where this one would be.
+fn expect_no_records(files: &Files) -> Result<(), JobError> {
+    let Some(run) = &files.run else { return Ok(()) };
+    match RelaxedFolder::updates(run, files.number).exists() {
+        true => Err(FolderError::Occupied { path: run.clone() }.into()),
+        false => Ok(()),
+    }
+}
+
+/// Seconds of the epoch.
+fn wall_clock() -> f64 {
+    SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs_f64()
+}
+
+fn text(line: &Line) -> Vec<u8> {
+    postcard::to_stdvec(line).expect("a line has a text")
 }
 
 fn parse<'a, T: Deserialize<'a>>(text: &'a [u8]) -> Result<T, JobError> {

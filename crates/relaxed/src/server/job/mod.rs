@@ -23,13 +23,14 @@ mod round;
 
 use std::collections::BTreeMap;
 use std::sync::{Condvar, Mutex, MutexGuard};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use unisono_insight::folder::FolderError;
 use unisono_insight::relaxed::folder::{MoveLog, UpdateLog};
 
 use super::core::{self, Age, Core, Joined, PushId, Refusal};
 use super::journal::{Journal, JournalError};
+use super::lives::Lives;
 use super::store::{Compensation, Store, Weights};
 use super::wire::{Measured, Part, Reply, Report, Setup};
 use crate::bound::{AdaptiveBound, Limits};
@@ -37,7 +38,7 @@ use crate::spec::Level;
 use crate::stale::Stale;
 pub use disk::Files;
 use plan::{Gradient, Plan};
-pub(super) use plan::{SLACK, total_bytes};
+pub(super) use plan::{MOST_WORKERS, SLACK, total_bytes};
 use round::Contribution;
 
 /// How often somebody who waits looks whether the worker it waits for is still there. Longer: a dead
@@ -105,14 +106,18 @@ pub struct Job {
     store: Store,
     state: Mutex<State>,
     changed: Condvar,
-    /// When the run began, in seconds of the epoch, and when this process took it up.
+    /// When the run began, in seconds of the epoch.
     began: f64,
+    /// When this process took it up, and how many seconds after it began.
     awake: Instant,
+    awake_at: f64,
     snapshot_after: u64,
 }
 
 struct State {
     core: Core,
+    /// The lives that this shard has given out.
+    lives: Lives,
     /// The version of every piece that was given out last.
     versions: Vec<u64>,
     /// In lock-step: the gradients of the round.
@@ -142,6 +147,7 @@ impl Job {
         let adapts = plan.level == Level::SspAuto;
         let state = State {
             core: Core::new(plan.rules()),
+            lives: Lives::default(),
             versions: vec![0; weights.len()],
             round: BTreeMap::new(),
             connections: BTreeMap::new(),
@@ -160,6 +166,7 @@ impl Job {
             changed: Condvar::new(),
             began,
             awake: Instant::now(),
+            awake_at: 0.0,
             snapshot_after: files.snapshot_after.unwrap_or((8 * bytes).max(64 << 20)),
         }
     }
@@ -172,6 +179,16 @@ impl Job {
     /// What was set up.
     pub fn setup(&self) -> &Setup {
         &self.plan.setup
+    }
+
+    /// The number of a new life of a worker, larger than those of all before.
+    pub fn next_life(&self, worker: u32) -> Result<u64, Unserved> {
+        self.plan.admits(worker).map_err(Unserved::Invalid)?;
+        let mut state = self.lock()?;
+        let known = state.core.life(worker).unwrap_or(0);
+        let life = state.lives.next(worker, known);
+        self.write_down_life(&mut state, worker, life)?;
+        Ok(life)
     }
 
     /// A worker comes or comes back, by this connection.
@@ -447,10 +464,9 @@ impl Job {
         self.awake.elapsed()
     }
 
-    /// Since the run began.
+    /// Since the run began. The clock of the machine may be set while it goes on.
     fn seconds(&self) -> f64 {
-        let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs_f64();
-        (now - self.began).max(0.0)
+        self.awake_at + self.awake.elapsed().as_secs_f64()
     }
 
     /// Waits for a change, though not for long.

@@ -21,7 +21,8 @@
 //! imitates one, are none here.
 //!
 //! With a hash of its own, a head can be believed before what follows it: a record that is longer than
-//! the rest of its file was cut short, not damaged.
+//! the rest of its file was cut short, not damaged. The mark is another if, before the record was
+//! written, all before it was on the disk.
 
 use std::fs::File;
 use std::io::{self, BufReader, BufWriter, IoSlice, Read, Seek, SeekFrom, Write};
@@ -30,6 +31,7 @@ use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+use super::disk::{self, Stream};
 use super::{Attempt, JournalError};
 
 /// One update, or one state.
@@ -62,8 +64,8 @@ impl Kind {
 
     fn preamble(self, number: u64) -> Preamble {
         let what = match self {
-            Kind::Snapshot => *b"UNISNAP1",
-            Kind::Journal => *b"UNIJOUR1",
+            Kind::Snapshot => *b"UNISNAP2",
+            Kind::Journal => *b"UNIJOUR2",
         };
         Preamble { what, number }
     }
@@ -82,7 +84,9 @@ struct Preamble {
 /// Bytes of a head.
 const HEAD: u64 = size_of::<Head>() as u64;
 
+/// The mark of a record, and of one before which all was on the disk.
 const MARK: [u8; 4] = *b"rec:";
+const MARK_SYNCED: [u8; 4] = *b"syn:";
 
 #[derive(Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
@@ -102,14 +106,14 @@ struct Lengths {
 
 impl Head {
     /// Of a record at a place in the file of this number.
-    fn new(number: u64, at: u64, header: u32, payload: u64, body: u64) -> Head {
-        let lengths = Lengths { mark: MARK, header, payload, body };
+    fn new(number: u64, at: u64, lengths: Lengths) -> Head {
         let hash = lengths.hash(number, at);
         Head { lengths, hash }
     }
 
     fn is_valid(&self, number: u64, at: u64) -> bool {
-        self.lengths.mark == MARK && self.hash == self.lengths.hash(number, at)
+        [MARK, MARK_SYNCED].contains(&self.lengths.mark)
+            && self.hash == self.lengths.hash(number, at)
     }
 
     /// Bytes of the record, if there can be so many.
@@ -132,6 +136,8 @@ pub(super) struct Writer {
     path: PathBuf,
     number: u64,
     length: u64,
+    /// Whether all of it was forced to the disk.
+    is_synced: bool,
     /// Whether something unfinished is at the end that could not be removed.
     is_unfinished: bool,
 }
@@ -139,16 +145,25 @@ pub(super) struct Writer {
 impl Writer {
     /// A new file, in place of what had its name.
     pub(super) fn create(kind: Kind, path: PathBuf, number: u64) -> Result<Writer, JournalError> {
-        let mut file = File::create(&path).attempt("make", &path)?;
-        file.write_all(kind.preamble(number).as_bytes()).attempt("write", &path)?;
-        Ok(Writer { file, path, number, length: PREAMBLE, is_unfinished: false })
+        let file = disk::create(&path).attempt("make", &path)?;
+        let mut stream = Stream { file: &file, path: &path, at: 0 };
+        stream.write_all(kind.preamble(number).as_bytes()).attempt("write", &path)?;
+        let (is_synced, is_unfinished) = (false, false);
+        Ok(Writer { file, path, number, length: PREAMBLE, is_synced, is_unfinished })
     }
 
     /// A file that a [`Reader`] has checked.
     pub(super) fn append(path: PathBuf, number: u64) -> Result<Writer, JournalError> {
         let mut file = File::options().write(true).open(&path).attempt("open", &path)?;
         let length = file.seek(SeekFrom::End(0)).attempt("open", &path)?;
-        Ok(Writer { file, path, number, length, is_unfinished: false })
+        Ok(Writer { file, path, number, length, is_synced: false, is_unfinished: false })
+    }
+
+    /// Forces what is there to the disk.
+    pub(super) fn sync(&mut self) -> Result<(), JournalError> {
+        disk::sync(&self.file, &self.path).attempt("write", &self.path)?;
+        self.is_synced = true;
+        Ok(())
     }
 
     /// Bytes of all records.
@@ -185,13 +200,13 @@ impl Writer {
         let head = self.head(header, numbers, &body)?;
 
         let payloads = payloads.iter().map(|payload| payload.as_bytes());
-        let mut written =
-            write_parts(&mut self.file, [head.as_bytes(), header].into_iter().chain(payloads));
+        let mut written = self.write_parts([head.as_bytes(), header].into_iter().chain(payloads));
         if written.is_ok() && sync {
-            written = self.file.sync_data();
+            written = disk::sync(&self.file, &self.path);
         }
+        self.is_synced = sync && written.is_ok();
         if written.is_err() {
-            let undone = self.file.set_len(self.length);
+            let undone = disk::cut(&self.file, &self.path, self.length);
             let undone = undone.and_then(|()| self.file.seek(SeekFrom::Start(self.length)));
             self.is_unfinished = undone.is_err();
         }
@@ -207,7 +222,8 @@ impl Writer {
         vectors: impl IntoIterator<Item = &'a [f32]>,
     ) -> Result<(), JournalError> {
         let (mut body, mut numbers) = (Xxh3::new(), 0);
-        let mut file = BufWriter::with_capacity(BUFFER, &mut self.file);
+        let stream = Stream { file: &self.file, path: &self.path, at: self.length };
+        let mut file = BufWriter::with_capacity(BUFFER, stream);
         let written = (|| {
             file.write_all(Head::default().as_bytes())?;
             body.update(header);
@@ -224,10 +240,41 @@ impl Writer {
         let head = self.head(header, numbers, &body)?;
         let finished = (|| {
             self.file.seek(SeekFrom::Start(self.length))?;
-            self.file.write_all(head.as_bytes())?;
-            self.file.sync_all()
+            let mut file = Stream { file: &self.file, path: &self.path, at: self.length };
+            file.write_all(head.as_bytes())?;
+            disk::sync(&self.file, &self.path)
         })();
         finished.attempt("write", &self.path)
+    }
+
+    /// Writes parts one after the other, without collecting them before.
+    fn write_parts<'a>(&self, mut parts: impl Iterator<Item = &'a [u8]>) -> io::Result<()> {
+        let mut at = self.length;
+        loop {
+            let mut slices = [IoSlice::new(&[]); PARTS];
+            let mut filled = 0;
+            for (slice, part) in slices.iter_mut().zip(parts.by_ref()) {
+                *slice = IoSlice::new(part);
+                filled += 1;
+            }
+            if filled == 0 {
+                return Ok(());
+            }
+            let mut rest = &mut slices[..filled];
+            // Empty parts at the front are skipped, so that a write of nothing is never asked for.
+            IoSlice::advance_slices(&mut rest, 0);
+            while !rest.is_empty() {
+                match disk::write(&self.file, &self.path, at, rest) {
+                    Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                    Ok(written) => {
+                        at += written as u64;
+                        IoSlice::advance_slices(&mut rest, written);
+                    }
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                    Err(error) => return Err(error),
+                }
+            }
+        }
     }
 
     /// The head of the record that comes next.
@@ -235,7 +282,9 @@ impl Writer {
         let too_long = || io::Error::new(io::ErrorKind::InvalidInput, "a header of 4 GiB");
         let header = u32::try_from(header.len()).map_err(|_| too_long());
         let header = header.attempt("write", &self.path)?;
-        Ok(Head::new(self.number, self.length, header, numbers, body.digest()))
+        let mark = if self.is_synced { MARK_SYNCED } else { MARK };
+        let lengths = Lengths { mark, header, payload: numbers, body: body.digest() };
+        Ok(Head::new(self.number, self.length, lengths))
     }
 }
 
@@ -246,32 +295,6 @@ const BUFFER: usize = 1 << 16;
 /// Parts that one call of the system takes. More is more on the stack; with fewer, updates of many
 /// small vectors take several calls.
 const PARTS: usize = 64;
-
-/// Writes parts one after the other, without collecting them before.
-fn write_parts<'a>(file: &mut File, mut parts: impl Iterator<Item = &'a [u8]>) -> io::Result<()> {
-    loop {
-        let mut slices = [IoSlice::new(&[]); PARTS];
-        let mut filled = 0;
-        for (slice, part) in slices.iter_mut().zip(parts.by_ref()) {
-            *slice = IoSlice::new(part);
-            filled += 1;
-        }
-        if filled == 0 {
-            return Ok(());
-        }
-        let mut rest = &mut slices[..filled];
-        // Empty parts at the front are skipped, so that a write of nothing is never asked for.
-        IoSlice::advance_slices(&mut rest, 0);
-        while !rest.is_empty() {
-            match file.write_vectored(rest) {
-                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(written) => IoSlice::advance_slices(&mut rest, written),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-        }
-    }
-}
 
 /// Reads the records of a file.
 #[derive(Debug)]
@@ -289,7 +312,10 @@ pub(super) struct Reader {
 pub(super) enum Found {
     Record,
     End,
-    /// Nothing that was written. If something was after it, it can only begin from `resume` on.
+    /// The beginning of a record, or of its head.
+    Torn,
+    /// As many bytes as a record has, or a head, and not as they were written. If something was after
+    /// it, it can only begin from `resume` on.
     Damage {
         resume: u64,
     },
@@ -307,16 +333,15 @@ impl Reader {
             return Err(reader.damaged());
         }
         reader.fill(preamble.as_mut_bytes())?;
-        if preamble != kind.preamble(number) {
+        let expected = kind.preamble(number);
+        if preamble.what[..7] == expected.what[..7] && preamble.what[7] == b'1' {
+            return Err(JournalError::OtherVersion { file: reader.path });
+        }
+        if preamble != expected {
             return Err(reader.damaged());
         }
         reader.at = PREAMBLE;
         Ok(reader)
-    }
-
-    /// Bytes of all records.
-    pub(super) fn bytes(&self) -> u64 {
-        self.end - PREAMBLE
     }
 
     pub(super) fn is_at_end(&self) -> bool {
@@ -335,7 +360,7 @@ impl Reader {
             return Ok(Found::End);
         }
         if left < HEAD {
-            return Ok(Found::Damage { resume: self.end });
+            return Ok(Found::Torn);
         }
         let mut head = Head::default();
         self.fill(head.as_mut_bytes())?;
@@ -343,7 +368,7 @@ impl Reader {
             return Ok(Found::Damage { resume: self.at + 1 });
         }
         let Some(size) = head.size().filter(|size| *size <= left) else {
-            return Ok(Found::Damage { resume: self.end });
+            return Ok(Found::Torn);
         };
         // Both are in the file, so they can be held in memory.
         into.header.resize(head.lengths.header as usize, 0);
@@ -360,24 +385,23 @@ impl Reader {
         Ok(Found::Record)
     }
 
-    /// Reads all records and returns to the first. Says whether they fill the file; if not, what follows
-    /// is only the torn end of a write, and the file ends before it from now on. An error if a record
-    /// follows, for then one that was complete is damaged.
-    pub(super) fn check(&mut self) -> Result<bool, JournalError> {
+    /// Reads all records. The file ends before what is torn from now on; damage is an error. Where the
+    /// last writes may be lacking, damage is torn, too, unless a record follows that was written when
+    /// the damaged one was on the disk.
+    pub(super) fn check(&mut self, may_lack_writes: bool) -> Result<(), JournalError> {
         let mut record = Record::default();
-        let is_whole = loop {
+        loop {
             match self.next(&mut record)? {
                 Found::Record => {}
-                Found::End => break true,
-                Found::Damage { resume } if self.has_head(resume)? => return Err(self.damaged()),
-                Found::Damage { .. } => break false,
+                Found::End | Found::Torn => break,
+                Found::Damage { resume } if may_lack_writes && !self.has_synced_head(resume)? => {
+                    break;
+                }
+                Found::Damage { .. } => return Err(self.damaged()),
             }
-        };
-        self.end = self.at;
-        if is_whole {
-            self.rewind()?;
         }
-        Ok(is_whole)
+        self.end = self.at;
+        Ok(())
     }
 
     /// Cuts the file where its records end, and returns to the first. Says how many bytes were too many.
@@ -388,13 +412,13 @@ impl Reader {
         if torn > 0 {
             log::warn!("{}: cut off {torn} bytes of an unfinished record", self.path.display());
             let file = File::options().write(true).open(&self.path).attempt("open", &self.path)?;
-            file.set_len(self.end).attempt("write", &self.path)?;
+            disk::cut(&file, &self.path, self.end).attempt("write", &self.path)?;
         }
         Ok(torn)
     }
 
-    /// Whether the head of a record is anywhere from a place on.
-    fn has_head(&mut self, from: u64) -> Result<bool, JournalError> {
+    /// Whether the head of a record is anywhere from a place on before which all was on the disk.
+    fn has_synced_head(&mut self, from: u64) -> Result<bool, JournalError> {
         let mut window = vec![0; 1 << 20];
         let mut start = from;
         while start + HEAD <= self.end {
@@ -403,7 +427,7 @@ impl Reader {
             self.file.seek(SeekFrom::Start(start)).attempt("read", &self.path)?;
             self.fill(window)?;
             for (i, bytes) in window.windows(HEAD as usize).enumerate() {
-                if bytes.starts_with(&MARK)
+                if bytes.starts_with(&MARK_SYNCED)
                     && Head::read_from_bytes(bytes)
                         .is_ok_and(|head| head.is_valid(self.number, start + i as u64))
                 {

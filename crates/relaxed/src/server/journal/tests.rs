@@ -1,4 +1,6 @@
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::thread;
 
 use super::*;
 
@@ -146,14 +148,63 @@ fn no_bit_changes_unseen() {
             files.get_mut("journal-0").unwrap()[byte as usize] ^= 1 << bit;
             let folder = folder_of(&files);
             let before = ends.iter().rposition(|end| *end <= byte);
-            match (state(folder.path()), before) {
-                // The last record cannot be told from one that was not finished.
-                (Ok(state), Some(2)) => assert_eq!(state, (None, headers(2)), "byte {byte}"),
-                (Err(JournalError::Damaged { file, offset }), before) if before != Some(2) => {
+            match state(folder.path()) {
+                Err(JournalError::Damaged { file, offset }) => {
                     assert_eq!(file, folder.path().join("journal-0"));
                     assert_eq!(offset, before.map_or(0, |i| ends[i]), "byte {byte}");
                 }
-                (other, _) => panic!("byte {byte}, bit {bit}: {other:?}"),
+                other => panic!("byte {byte}, bit {bit}: {other:?}"),
+            }
+        }
+    }
+}
+
+/// The files of a folder after the machine went down.
+fn after_a_boot(files: &BTreeMap<String, Vec<u8>>) -> BTreeMap<String, Vec<u8>> {
+    let mut files = files.clone();
+    let lock = files.get_mut(LOCK).unwrap();
+    let boot = lock.iter_mut().rev().find(|byte| byte.is_ascii_hexdigit()).unwrap();
+    *boot = if *boot == b'0' { b'1' } else { b'0' };
+    files
+}
+
+/// What was not forced to the disk may be there in part. What was, is there, or somebody damaged it.
+#[test]
+fn what_a_machine_that_went_down_may_lack_is_torn() {
+    for sync in [false, true] {
+        let folder = tempfile::tempdir().unwrap();
+        let options = Options { sync, patience: Duration::ZERO };
+        let (mut journal, _) = Journal::open(folder.path(), options).unwrap();
+        let mut ends = vec![record::PREAMBLE];
+        for header in headers(3) {
+            append(&mut journal, &header);
+            ends.push(record::PREAMBLE + journal.len_bytes());
+        }
+        drop(journal);
+        let files = files(folder.path());
+        for byte in ends[0]..ends[3] {
+            let mut damaged = after_a_boot(&files);
+            damaged.get_mut("journal-0").unwrap()[byte as usize] ^= 1;
+            let before = ends.iter().rposition(|end| *end <= byte).unwrap();
+            let folder = folder_of(&damaged);
+            match state(folder.path()) {
+                Err(JournalError::Damaged { offset, .. }) => {
+                    assert!(sync && before < 2 && offset == ends[before], "byte {byte}");
+                }
+                other => {
+                    assert!(!sync || before == 2, "byte {byte}");
+                    assert_eq!(other.unwrap(), (None, headers(before)), "byte {byte}");
+                    // From now on it is good, and must stay so.
+                    let (mut journal, _) = open(folder.path()).unwrap();
+                    append(&mut journal, b"next");
+                    drop(journal);
+                    let path = folder.path().join("journal-0");
+                    let mut bytes = fs::read(&path).unwrap();
+                    *bytes.last_mut().unwrap() ^= 1;
+                    fs::write(&path, bytes).unwrap();
+                    let error = state(folder.path()).unwrap_err();
+                    assert!(matches!(error, JournalError::Damaged { .. }), "{error}");
+                }
             }
         }
     }
@@ -164,13 +215,14 @@ fn a_record_after_damage_is_found_wherever_it_begins() {
     // The search goes by windows of 1 MiB, of which the first begins a byte after the damage.
     for place in (1 << 20) - 33..=(1 << 20) + 1 {
         let folder = tempfile::tempdir().unwrap();
-        let (mut journal, _) = open(folder.path()).unwrap();
+        let options = Options { sync: true, patience: Duration::ZERO };
+        let (mut journal, _) = Journal::open(folder.path(), options).unwrap();
         let numbers = vec![0.5; 200_000];
         journal.append(&vec![0; place - 32 - 800_000], &[&numbers]).unwrap();
         assert_eq!(journal.len_bytes(), place as u64);
         append(&mut journal, b"after");
         drop(journal);
-        let mut files = files(folder.path());
+        let mut files = after_a_boot(&files(folder.path()));
         files.get_mut("journal-0").unwrap()[record::PREAMBLE as usize] ^= 1;
         let error = state(folder_of(&files).path()).unwrap_err();
         assert!(matches!(error, JournalError::Damaged { offset: 16, .. }), "{place}: {error}");
@@ -206,8 +258,13 @@ fn records_of_other_places_and_files_are_none() {
     let (first, last) = (&bytes[..ends[1] as usize], &bytes[ends[2] as usize..]);
     // The second is gone, and the third in its place.
     fs::write(&path, [first, last].concat()).unwrap();
-    assert_eq!(state(folder.path()).unwrap(), (None, headers(1)));
+    let error = state(folder.path()).unwrap_err();
+    assert!(matches!(error, JournalError::Damaged { offset, .. } if offset == ends[1]), "{error}");
     // A whole file, under another number.
+    fs::write(&path, &bytes).unwrap();
+    let (mut journal, _) = open(folder.path()).unwrap();
+    journal.snapshot(b"state", [&payload(b"state")[..]]).unwrap();
+    drop(journal);
     fs::write(folder.path().join("journal-1"), &bytes).unwrap();
     let error = state(folder.path()).unwrap_err();
     assert!(matches!(error, JournalError::Damaged { offset: 0, .. }), "{error}");
@@ -224,7 +281,7 @@ fn a_payload_that_imitates_a_record_hides_no_torn_end() {
     let (mut journal, _) = open(folder.path()).unwrap();
     journal.append(b"", &[&numbers]).unwrap();
     drop(journal);
-    let mut files = files(folder.path());
+    let mut files = after_a_boot(&files(folder.path()));
     // Its own head is unreadable, so that its payload is searched.
     files.get_mut("journal-0").unwrap()[ends[3] as usize] ^= 1;
     let folder = folder_of(&files);
@@ -246,9 +303,9 @@ fn a_crash_at_any_stage_of_a_snapshot_loses_nothing() {
     assert_eq!(
         seen,
         [
-            "a journal more",
             "an empty snapshot",
             "a snapshot without its name",
+            "a journal more",
             "a snapshot",
             "a file less",
             "a file less"
@@ -309,30 +366,35 @@ fn a_snapshot_that_fails_changes_nothing() {
     let (mut journal, _) = open(folder.path()).unwrap();
     assert_eq!(journal.len_bytes(), bytes);
     journal.snapshot(b"state", [&payload(b"state")[..]]).unwrap();
-    assert_eq!(names(folder.path()), ["journal-2", "lock", "snapshot-2"]);
+    assert_eq!(names(folder.path()), ["journal-1", "lock", "snapshot-1"]);
 }
 
 #[test]
-fn journals_before_the_last_are_whole_and_all_there() {
-    let (folder, ends) = three();
+fn a_journal_whose_snapshot_is_gone_is_refused() {
+    let (folder, _) = three();
+    let before = fs::read(folder.path().join("journal-0")).unwrap();
     let (mut journal, _) = open(folder.path()).unwrap();
-    fs::create_dir(folder.path().join("snapshot-1")).unwrap();
-    journal.snapshot(b"", []).unwrap_err();
-    fs::remove_dir(folder.path().join("snapshot-1")).unwrap();
+    journal.snapshot(b"state", [&payload(b"state")[..]]).unwrap();
     append(&mut journal, b"four");
     drop(journal);
-    let files = files(folder.path());
-    assert_eq!(files.keys().collect::<Vec<_>>(), ["journal-0", "journal-1", "lock"]);
-
-    let mut torn = files.clone();
-    torn.get_mut("journal-0").unwrap().pop();
-    let error = state(folder_of(&torn).path()).unwrap_err();
-    assert!(matches!(error, JournalError::Damaged { offset, .. } if offset == ends[2]), "{error}");
-
-    let mut gone = files.clone();
-    gone.remove("journal-0");
-    let error = state(folder_of(&gone).path()).unwrap_err();
+    fs::remove_file(folder.path().join("snapshot-1")).unwrap();
+    let error = state(folder.path()).unwrap_err();
     assert!(matches!(&error, JournalError::Missing { file } if file.ends_with("journal-0")));
+    // What came before it is no way around it.
+    fs::write(folder.path().join("journal-0"), before).unwrap();
+    let error = state(folder.path()).unwrap_err();
+    assert!(matches!(&error, JournalError::Missing { file } if file.ends_with("snapshot-1")));
+}
+
+#[test]
+fn a_journal_of_the_version_before_is_told_from_a_damaged_one() {
+    let (folder, _) = three();
+    let path = folder.path().join("journal-0");
+    let mut bytes = fs::read(&path).unwrap();
+    bytes[7] = b'1';
+    fs::write(&path, bytes).unwrap();
+    let error = state(folder.path()).unwrap_err();
+    assert!(matches!(&error, JournalError::OtherVersion { file } if *file == path), "{error}");
 }
 
 #[test]
@@ -352,7 +414,8 @@ fn two_servers_never_share_a_folder() {
     let (journal, _) = open(folder.path()).unwrap();
     let error = open(folder.path()).unwrap_err();
     assert!(matches!(error, JournalError::InUse { .. }), "{error}");
-    assert!(error.to_string().contains("another server uses"));
+    let process = format!("process {} uses", std::process::id());
+    assert!(error.to_string().contains(&process), "{error}");
     // One that is about to end is waited for.
     let patient = Options { sync: false, patience: Duration::from_secs(60) };
     let path = folder.path().to_owned();
