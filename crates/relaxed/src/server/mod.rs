@@ -13,6 +13,7 @@ pub mod layout;
 pub mod link;
 pub mod outbox;
 mod shard;
+mod silence;
 pub mod store;
 pub mod wire;
 
