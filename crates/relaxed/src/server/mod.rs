@@ -22,4 +22,4 @@ pub use client::{
     reports,
 };
 pub use job::{Files, Job, JobError};
-pub use shard::{Shard, ShardError, ShardOptions};
+pub use shard::{Shard, ShardError, ShardOptions, unix_address};

@@ -83,7 +83,7 @@ impl Shard {
         }
         let address = listener.local_addr()?;
         let mut listeners = vec![listener];
-        match unix_listener(&address) {
+        match unix_listener(&options.token, &address) {
             Ok(unix) => listeners.push(unix),
             Err(error) => log::warn!("no shared memory, for want of a Unix socket: {error}"),
         }
@@ -444,15 +444,19 @@ fn send_weights(link: &mut Link, weights: &[(u32, u64, Weights)]) -> io::Result<
     Ok(Served::Done)
 }
 
-/// The name by which processes of this host find the shard that listens at an address.
-pub(super) fn unix_address(address: &SocketAddr) -> io::Result<SockAddr> {
-    SockAddr::unix(Path::new(&format!("\0unisono-server-{address}")))
+/// The name by which processes of this host find the shard that listens at an address. Who does not know
+/// the job's token cannot know it beforehand, and thus cannot be there first.
+pub fn unix_address(token: &Token, address: &SocketAddr) -> io::Result<SockAddr> {
+    let secret = format!("{} {address}", token.to_hex());
+    let key = blake3::derive_key("unisono server: name of the Unix socket", secret.as_bytes());
+    let name = blake3::Hash::from_bytes(key).to_hex();
+    SockAddr::unix(Path::new(&format!("\0unisono-server-{}", &name[..32])))
 }
 
-fn unix_listener(address: &SockAddr) -> io::Result<Socket> {
+fn unix_listener(token: &Token, address: &SockAddr) -> io::Result<Socket> {
     let unknown = || io::Error::new(io::ErrorKind::Unsupported, "not an address of IP");
     let unix = Socket::new(Domain::UNIX, Type::STREAM, None)?;
-    unix.bind(&unix_address(&address.as_socket().ok_or_else(unknown)?)?)?;
+    unix.bind(&unix_address(token, &address.as_socket().ok_or_else(unknown)?)?)?;
     unix.listen(128)?;
     Ok(unix)
 }

@@ -5,13 +5,13 @@ use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use socket2::{Domain, SockAddr, Socket, Type};
+use socket2::{Domain, Socket, Type};
 use unisono_collective::handshake::{Introduction, Purpose, initiate};
 use unisono_relaxed::server::core::PushId;
 use unisono_relaxed::server::layout::Piece;
 use unisono_relaxed::server::link::Link;
 use unisono_relaxed::server::wire::{self, Measured, Part, Request, Setup};
-use unisono_relaxed::server::{Run, Transport};
+use unisono_relaxed::server::{Run, Transport, unix_address};
 
 use crate::lab::{Counter, HUNG, Lab, TOKEN, counting, counts, setup, within};
 
@@ -234,8 +234,7 @@ fn bad_memory_disturbs_nobody() {
         let (lab, run) = (Lab::start(1, Transport::Auto), counting("async", 2));
         let knock = || {
             let socket = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
-            let name = format!("\0unisono-server-{}", lab.addresses[0]);
-            socket.connect(&SockAddr::unix(name).unwrap()).unwrap();
+            socket.connect(&unix_address(&TOKEN, &lab.addresses[0]).unwrap()).unwrap();
             socket.set_read_timeout(Some(HUNG)).unwrap();
             let introduction = Introduction {
                 purpose: Purpose::Server,
