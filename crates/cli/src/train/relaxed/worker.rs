@@ -11,7 +11,7 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use unisono::cluster;
 use unisono::relaxed::server::wire::{Measured, Report};
 use unisono::relaxed::server::{
-    Client, ClientOptions, Run, ServerError, Transport, glance, look, reports,
+    Client, ClientOptions, Run, ServerError, Stopper, Transport, glance, look, reports,
 };
 use unisono::relaxed::spec::Level;
 use unisono::sync::optimizer::Optimizer;
@@ -95,13 +95,26 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
             Some(Home::make_or_go_on(&plan, &info, place.is_restarted)?)
         }
     };
-    let client = Client::join(&run, options.clone(), &|parameter| student.read(parameter))?;
-    let watch = Watch::over(&client, &place.stop);
+    let inside = inside.map(Arc::new);
+    let mut watch = None;
+    let initial = |parameter| student.read(parameter);
+    let joined = Client::join_stoppable(&run, options.clone(), &initial, |stopper| {
+        watch = Some(Watch::over(stopper, &place.stop, inside.clone()));
+    });
+    let client = match joined {
+        Ok(client) => client,
+        Err(ServerError::Stopped) if place.is_told_to_stop() => return Ok(ExitCode::SUCCESS),
+        Err(error) => {
+            check(inside.as_deref())?;
+            return Err(error.into());
+        }
+    };
     let mut work = Work { plan: &plan, level: relaxed.level, place: &place, client };
     let mut reporter = (place.rank == 0)
         .then(|| Reporter::new(plan.steps, plan.batch / place.workers, args.as_worker));
     let outcome = work.train(&mut student, &mut reporter);
     drop(watch);
+    check(inside.as_deref())?;
     match outcome {
         // Nothing is lost but what was being computed.
         Err(error) if place.is_told_to_stop() && is_stop(&error) => {}
@@ -118,6 +131,12 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         reporter.finish();
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Fails as the server in this worker has, if there is one that cannot go on. What became of the client
+/// is a consequence.
+fn check(inside: Option<&Inside>) -> anyhow::Result<()> {
+    inside.map_or(Ok(()), Inside::check)
 }
 
 /// What to do about something that only the leader of a run provides.
@@ -358,19 +377,20 @@ pub fn peers() -> anyhow::Result<Vec<SocketAddr>> {
     text.split(',').map(parse).collect()
 }
 
-/// Ends the waits of a client when this process is told to stop.
+/// Ends the waits of a client when this process is told to stop, or the server in it cannot go on.
 struct Watch {
     over: Arc<AtomicBool>,
     thread: Option<std::thread::JoinHandle<()>>,
 }
 
 impl Watch {
-    fn over(client: &Client, stop: &Arc<AtomicBool>) -> Watch {
+    fn over(stopper: Stopper, stop: &Arc<AtomicBool>, inside: Option<Arc<Inside>>) -> Watch {
         let over = Arc::new(AtomicBool::new(false));
-        let (stopper, stop, ended) = (client.stopper(), stop.clone(), over.clone());
+        let (stop, ended) = (stop.clone(), over.clone());
         let watch = move || {
             while !ended.load(Ordering::Relaxed) {
-                if stop.load(Ordering::Relaxed) {
+                let has_failed = inside.as_ref().is_some_and(|inside| inside.has_failed());
+                if has_failed || stop.load(Ordering::Relaxed) {
                     return stopper.stop();
                 }
                 std::thread::sleep(GLANCE);
