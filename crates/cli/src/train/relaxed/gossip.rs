@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Instant, SystemTime};
 
-use anyhow::{Context, ensure};
+use anyhow::Context;
 use unisono::insight::relaxed::RelaxedFolder;
 use unisono::insight::relaxed::folder::Log;
 use unisono::insight::updates::UpdateRecord;
@@ -15,7 +15,7 @@ use super::super::args::{Plan, TrainArgs};
 use super::super::progress::Reporter;
 use super::student::Student;
 use super::worker::{Place, need_leader, peers};
-use super::{run_dir, weights};
+use super::{expect_number, note_divergence, run_dir, weights};
 use crate::serve;
 
 /// Trains its replica, and exchanges after every step.
@@ -63,10 +63,10 @@ pub fn run(args: &TrainArgs, plan: &Plan, place: &Place) -> anyhow::Result<ExitC
             student.write(parameter, 0, buffer)?;
         }
         let computed = student.compute(step, slowness)?;
-        ensure!(
-            computed.loss.is_finite(),
-            "the loss is no longer a number since step {step}; lower --learning-rate"
-        );
+        if let Err(error) = expect_number(&computed, place.rank, step) {
+            note_divergence(plan, None, &error);
+            return Err(error);
+        }
         step += 1;
         gossip.step_with(|parameter, weights| {
             optimizer.update(parameter, step, weights, student.gradient(parameter));

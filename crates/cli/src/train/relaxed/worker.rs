@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, bail};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use unisono::cluster;
 use unisono::relaxed::server::wire::{Measured, Report};
@@ -22,7 +22,7 @@ use super::super::progress::Reporter;
 use super::home::{Home, advise_to_record, describe};
 use super::inside::Inside;
 use super::student::{Computed, Student};
-use super::{described, gossip};
+use super::{described, expect_number, gossip, note_divergence};
 use crate::serve;
 
 /// How long a worker looks for servers that are not there: long enough for a restart.
@@ -115,6 +115,9 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let outcome = work.train(&mut student, &mut reporter);
     drop(watch);
     check(inside.as_deref())?;
+    if let Err(error) = &outcome {
+        note_divergence(&plan, home.as_ref(), error);
+    }
     match outcome {
         // Nothing is lost but what was being computed.
         Err(error) if place.is_told_to_stop() && is_stop(&error) => {}
@@ -291,11 +294,7 @@ impl Work<'_> {
     }
 
     fn expect_number(&self, computed: &Computed, step: u64) -> anyhow::Result<()> {
-        ensure!(
-            computed.loss.is_finite(),
-            "the loss is no longer a number since step {step}; lower --learning-rate"
-        );
-        Ok(())
+        expect_number(computed, self.place.rank, step)
     }
 
     fn tell(&self, to: &mut Option<Reporter>, step: u64, computed: &Computed, start: Instant) {
