@@ -51,6 +51,16 @@ fn each_level_learns_and_counts_every_push() {
 }
 
 #[test]
+fn steps_are_counted_as_they_were_asked_for() {
+    for level in ["hogwild", "gossip", "ssp:1"] {
+        let desk = Desk::new();
+        let ended = desk.run(&format!("train --strategy {level} --workers 2 --steps 60"));
+        ended.expect_success();
+        assert!(ended.stderr.contains("step 60/60"), "{level}: {}", ended.stderr);
+    }
+}
+
+#[test]
 fn nobody_gets_further_ahead_than_the_bound() {
     for bound in [0, 1, 3] {
         let desk = Desk::new();

@@ -4,6 +4,7 @@
 mod common;
 
 mod advice;
+mod endings;
 mod equal;
 mod journal;
 mod kills;

@@ -84,14 +84,16 @@ pub struct LevelAdvice {
 }
 
 impl Pace {
-    /// From the records of one worker, in order.
-    pub(super) fn of(worker: u32, records: &[&UpdateRecord]) -> Pace {
+    /// From the records of one worker, in order, each of so many gradients.
+    pub(super) fn of(worker: u32, records: &[&UpdateRecord], gradients: u64) -> Pace {
         // The first gradient of a life pays for warming up.
         let warm: Vec<&&UpdateRecord> = records.iter().filter(|record| record.push > 1).collect();
         let of = |part: fn(&UpdateRecord) -> f64| -> Vec<f64> {
             warm.iter().map(|record| known(part(record))).collect()
         };
-        let all = of(|record| record.compute);
+        let pushes = of(|record| record.compute);
+        let all: Vec<f64> =
+            pushes.iter().map(|seconds| seconds / gradients.max(1) as f64).collect();
         let block = |block: &[f64]| std::iter::repeat_n(pace(block), block.len());
         Pace {
             worker,
@@ -274,7 +276,7 @@ mod tests {
                     ..record(worker, 1.0)
                 })
                 .collect();
-            Pace::of(worker, &records.iter().collect::<Vec<_>>())
+            Pace::of(worker, &records.iter().collect::<Vec<_>>(), 1)
         };
         LevelAdvice::of(&(0..workers).map(pace).collect::<Vec<_>>())
     }

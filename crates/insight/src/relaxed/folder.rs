@@ -5,6 +5,7 @@
 //! | `run.toml` | what was run: [`RunInfo`] |
 //! | `updates-K.jsonl` | one [`UpdateRecord`] per line: of server shard K, or without servers of worker K |
 //! | `moves.jsonl` | one [`Move`] of the bound per line; only for `ssp:auto` |
+//! | `diverged.json` | [`Diverged`]; only where a loss was no number any more |
 //! | `summary.json` | the run in one object: [`RelaxedSummary`] |
 //! | `report.html` | the report: [`RelaxedReport`] |
 //!
@@ -21,7 +22,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::{RelaxedRun, RelaxedSummary};
+use super::{Diverged, RelaxedRun, RelaxedSummary};
 use crate::folder::{
     FolderError, INFO, REPORT, STEPS, SUMMARY, read_info, read_json, replace, write_error,
     write_info, write_json,
@@ -31,6 +32,7 @@ use crate::report::RelaxedReport;
 use crate::updates::{Move, UpdateRecord};
 
 const MOVES: &str = "moves.jsonl";
+const DIVERGED: &str = "diverged.json";
 
 /// Files of updates that are read. No run has more shards, and a stray name must not cost memory.
 const MOST_FILES: usize = 4096;
@@ -94,6 +96,11 @@ impl RelaxedFolder {
         dir.join(MOVES)
     }
 
+    /// Leaves word of a loss that was no number any more, for the report. Of several, one stays.
+    pub fn diverge(dir: &Path, diverged: &Diverged) -> Result<(), FolderError> {
+        write_json(&dir.join(DIVERGED), diverged)
+    }
+
     /// Whether a folder is one of a relaxed run, and not one of common steps.
     pub fn is_relaxed(dir: &Path) -> bool {
         dir.join(INFO).exists() && !dir.join(STEPS).exists()
@@ -118,7 +125,9 @@ impl RelaxedFolder {
         }
         let moves = read_lines(&RelaxedFolder::moves(&dir), "move of the bound")?;
         let summary = read_json(&dir.join(SUMMARY), "summary of a relaxed run")?;
-        Ok(SavedRun { run: RelaxedRun::of(info, shards, moves), summary, dir })
+        let mut run = RelaxedRun::of(info, shards, moves);
+        run.diverged = read_json(&dir.join(DIVERGED), "account of a loss that is no number")?;
+        Ok(SavedRun { run, summary, dir })
     }
 }
 

@@ -42,29 +42,40 @@ pub struct RelaxedRun {
     pub seconds: f64,
     /// Changes of the weights.
     pub updates: u64,
-    /// Gradients that arrived.
+    /// Pushes that arrived: gradients, or at `downpour` means of several.
     pub pushes: u64,
     /// Those of them that were too stale to be applied.
     pub dropped: u64,
     /// Changes of the weights per second.
     pub updates_per_s: f64,
-    /// Gradients per second, dropped ones included.
+    /// Pushes per second, dropped ones included.
     pub pushes_per_s: f64,
     /// Samples per second in gradients that were applied.
     pub samples_per_s: f64,
     /// Share of the workers' time spent waiting for servers and, through them, for others.
     pub blocked_share: f64,
-    /// Mean staleness in clocks; 0 without a push.
-    pub mean_staleness: f64,
+    /// Mean staleness in clocks; 0 without a push, and none where nobody can tell.
+    pub mean_staleness: Option<f64>,
     /// The furthest that a worker ran ahead of the slowest.
     pub max_lead: u64,
-    /// How many pushes were how stale, in clocks, rounded.
+    /// How many pushes were how stale, in clocks, rounded; empty where nobody can tell.
     pub staleness: Vec<(u64, u64)>,
     /// How many pushes were read how far ahead of the slowest worker.
     pub leads: Vec<(u64, u64)>,
     /// The mean loss of the last [`SMOOTHING`] pushes, at the time of each push.
     pub losses: Vec<(f64, f64)>,
+    /// Why it ended early, if a loss was no number any more.
+    pub diverged: Option<Diverged>,
     shards: Vec<Vec<UpdateRecord>>,
+}
+
+/// A loss that was no number any more. Its gradient was not pushed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Diverged {
+    /// Who found it.
+    pub worker: u32,
+    /// Steps that worker had finished.
+    pub step: u64,
 }
 
 /// What one worker came to.
@@ -72,11 +83,11 @@ pub struct RelaxedRun {
 pub struct WorkerStats {
     /// Its number.
     pub worker: u32,
-    /// Gradients it pushed.
+    /// Its pushes.
     pub pushes: u64,
     /// Those of them that were dropped.
     pub dropped: u64,
-    /// Gradients per second, between its first and its last.
+    /// Pushes per second, between its first and its last.
     pub pushes_per_s: f64,
     /// From the beginning of its first gradient to the arrival of its last.
     pub seconds: f64,
@@ -88,10 +99,10 @@ pub struct WorkerStats {
     pub mean_compute: f64,
     /// Seconds of computing a gradient, median.
     pub median_compute: f64,
-    /// In clocks.
-    pub mean_staleness: f64,
-    /// In clocks.
-    pub max_staleness: f64,
+    /// In clocks; none where nobody can tell.
+    pub mean_staleness: Option<f64>,
+    /// In clocks; none where nobody can tell.
+    pub max_staleness: Option<f64>,
     /// The furthest that it ran ahead of the slowest.
     pub max_lead: u64,
     /// How many times it was started.
@@ -113,11 +124,12 @@ impl RelaxedRun {
             pushes_per_s: 0.0,
             samples_per_s: 0.0,
             blocked_share: 0.0,
-            mean_staleness: 0.0,
+            mean_staleness: None,
             max_lead: 0,
             staleness: Vec::new(),
             leads: Vec::new(),
             losses: Vec::new(),
+            diverged: None,
             shards,
         };
         run.analyse();
@@ -131,7 +143,9 @@ impl RelaxedRun {
         self.pushes = records.len() as u64;
         self.dropped = records.iter().filter(|record| !record.is_applied()).count() as u64;
         self.seconds = span(&records);
-        self.workers = by_worker.values().map(|records| WorkerStats::of(records)).collect();
+        let knows_staleness = self.knows_staleness();
+        let worker = |records: &Vec<&UpdateRecord>| WorkerStats::of(records, knows_staleness);
+        self.workers = by_worker.values().map(worker).collect();
         self.pushes_per_s = self.workers.iter().map(|worker| worker.pushes_per_s).sum();
         self.updates_per_s = self.pushes_per_s * share(self.updates as f64, self.pushes as f64);
         self.samples_per_s = by_worker
@@ -144,9 +158,12 @@ impl RelaxedRun {
         let time: f64 = self.workers.iter().map(|worker| worker.seconds).sum();
         let blocked = self.workers.iter().map(|worker| worker.blocked_share * worker.seconds);
         self.blocked_share = share(blocked.sum(), time);
-        self.mean_staleness = mean(records.iter().map(UpdateRecord::staleness));
+        if knows_staleness {
+            let staleness = || records.iter().map(UpdateRecord::staleness);
+            self.mean_staleness = Some(mean(staleness()));
+            self.staleness = histogram(staleness().map(|staleness| staleness.round() as u64));
+        }
         self.max_lead = records.iter().map(|record| record.lead).max().unwrap_or(0);
-        self.staleness = histogram(records.iter().map(|record| record.staleness().round() as u64));
         self.leads = histogram(records.iter().map(|record| record.lead));
         self.losses = smoothed(&records);
     }
@@ -182,7 +199,7 @@ impl RelaxedRun {
         let records = self.records();
         let paces: Vec<advice::Pace> = by_worker(&records)
             .into_iter()
-            .map(|(worker, records)| advice::Pace::of(worker, &records))
+            .map(|(worker, records)| advice::Pace::of(worker, &records, self.gradients_per_push()))
             .collect();
         LevelAdvice::of(&paces)
     }
@@ -195,6 +212,18 @@ impl RelaxedRun {
             "ssp:auto" => self.moves.iter().map(|change| change.from.max(change.to)).max(),
             strategy => strategy.strip_prefix("ssp:").and_then(|bound| bound.parse().ok()),
         }
+    }
+
+    /// Gradients of which one push is the mean: 1, but at `downpour`.
+    pub fn gradients_per_push(&self) -> u64 {
+        let downpour = self.info.strategy.strip_prefix("downpour:");
+        let push = downpour.and_then(|settings| settings.split(',').next()?.parse().ok());
+        push.unwrap_or(1)
+    }
+
+    /// Gradients per second, dropped ones included.
+    pub fn gradients_per_s(&self) -> f64 {
+        self.pushes_per_s * self.gradients_per_push() as f64
     }
 
     /// What was done with stale gradients.
@@ -215,6 +244,11 @@ impl RelaxedRun {
     /// Bytes that all workers sent and received.
     pub fn bytes(&self) -> u64 {
         self.shards.iter().flatten().map(|record| record.bytes).sum()
+    }
+
+    /// Whether there are common weights, that can be newer than those of a gradient.
+    fn knows_staleness(&self) -> bool {
+        !self.is_gossip()
     }
 
     fn is_gossip(&self) -> bool {
@@ -251,7 +285,7 @@ impl RelaxedRun {
 
 impl WorkerStats {
     /// Sums up the pushes of one worker.
-    fn of(records: &[&UpdateRecord]) -> WorkerStats {
+    fn of(records: &[&UpdateRecord], knows_staleness: bool) -> WorkerStats {
         let seconds = span(records);
         let computes: Vec<f64> = records.iter().map(|record| known(record.compute)).collect();
         let blocked: f64 = records.iter().map(|record| known(record.blocked)).sum();
@@ -267,8 +301,8 @@ impl WorkerStats {
             blocked_share: share(blocked, seconds),
             mean_compute: mean(computes.iter().copied()),
             median_compute: median(computes).unwrap_or(0.0),
-            mean_staleness: mean(staleness()),
-            max_staleness: staleness().fold(0.0, f64::max),
+            mean_staleness: knows_staleness.then(|| mean(staleness())),
+            max_staleness: knows_staleness.then(|| staleness().fold(0.0, f64::max)),
             max_lead: records.iter().map(|record| record.lead).max().unwrap_or(0),
             lives: lives.len() as u64,
         }

@@ -32,8 +32,8 @@ pub struct RelaxedSummary {
     pub blocked_share: f64,
     /// See [`RelaxedRun::staleness`]: `[clocks, pushes]`.
     pub staleness: Vec<(u64, u64)>,
-    /// In clocks.
-    pub mean_staleness: f64,
+    /// In clocks; none where nobody can tell.
+    pub mean_staleness: Option<f64>,
     /// See [`RelaxedRun::max_lead`].
     pub max_lead: u64,
     /// See [`RelaxedRun::bound`].

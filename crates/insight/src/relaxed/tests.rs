@@ -73,7 +73,7 @@ fn rates_shares_and_staleness_of_a_small_run() {
     assert!(close(run.updates_per_s, 2.5 * 19.0 / 20.0), "{}", run.updates_per_s);
     assert!(close(run.samples_per_s, 19.0 * 16.0 / 8.0), "{}", run.samples_per_s);
     assert!(close(run.blocked_share, 0.1), "{}", run.blocked_share);
-    assert!(close(run.mean_staleness, 8.0 / 20.0), "{}", run.mean_staleness);
+    assert!(close(run.mean_staleness.unwrap(), 8.0 / 20.0), "{:?}", run.mean_staleness);
     assert_eq!(run.staleness, [(0, 16), (2, 4)]);
     assert_eq!(run.leads, [(0, 9), (1, 6), (2, 5)]);
     assert_eq!((run.max_lead, run.restarts(), run.bound()), (2, 1, None));
@@ -82,7 +82,7 @@ fn rates_shares_and_staleness_of_a_small_run() {
     assert_eq!((fast.worker, fast.pushes, fast.lives, fast.max_lead), (0, 16, 2, 2));
     assert!(close(fast.pushes_per_s, 2.0) && close(fast.blocked_share, 0.2), "{fast:?}");
     assert!(close(fast.computing_share, 0.8) && close(fast.mean_compute, 0.4), "{fast:?}");
-    assert_eq!((slow.worker, slow.pushes, slow.dropped, slow.max_staleness), (1, 4, 1, 2.0));
+    assert_eq!((slow.worker, slow.pushes, slow.dropped, slow.max_staleness), (1, 4, 1, Some(2.0)));
 }
 
 #[test]
@@ -213,4 +213,26 @@ fn equal_workers_are_advised_bsp_and_a_slow_one_async() {
     assert_eq!(advice.level, "async");
     let ratio = advice.predictions.last().unwrap().ratio;
     assert!((ratio - 3.25).abs() < 0.02, "{ratio}");
+}
+
+#[test]
+fn what_nobody_can_tell_is_not_zero() {
+    let records = unbounded(&[(0.1, 0.0)], 1.0);
+    let run = RelaxedRun::of(info("gossip", 1), vec![records], Vec::new());
+    assert_eq!((run.pushes, run.mean_staleness), (10, None));
+    assert!(run.staleness.is_empty());
+    assert_eq!((run.workers[0].mean_staleness, run.workers[0].max_staleness), (None, None));
+}
+
+#[test]
+fn a_push_of_downpour_is_of_several_gradients() {
+    let records = unbounded(&[(0.4, 0.0), (0.4, 0.0)], 8.0);
+    let of = |strategy| RelaxedRun::of(info(strategy, 2), vec![records.clone()], Vec::new());
+    let (downpour, plain) = (of("downpour:4,8"), of("async"));
+    assert!(close(downpour.pushes_per_s, 5.0) && close(downpour.gradients_per_s(), 20.0));
+    assert!(close(plain.gradients_per_s(), 5.0));
+    // Nor are levels compared that push something else.
+    let predicted = |run: &RelaxedRun| run.advice().unwrap().predictions[0].pushes_per_s;
+    assert!(close(predicted(&downpour), 20.0), "{}", predicted(&downpour));
+    assert!(close(predicted(&plain), 5.0), "{}", predicted(&plain));
 }

@@ -113,6 +113,12 @@ impl Gossip {
         self.joined
     }
 
+    /// Counts this worker's steps from 0, whoever it took its weights over from: for one that starts late
+    /// and has all its steps before it. To be called before the first.
+    pub fn begin_anew(&self) {
+        self.shared.clock.store(0, Ordering::Release);
+    }
+
     /// Reads the weights of a parameter.
     pub fn weights(&self, parameter: usize, into: &mut [f32]) -> Result<(), GossipError> {
         self.shared.weights.read(parameter, into)

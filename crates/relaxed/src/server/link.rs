@@ -8,11 +8,16 @@
 //! The two sides take turns: whoever has sent bulk data leaves its half alone until the other has
 //! replied to it. Nobody relies on that, for nothing enforces it: what lies in common memory is copied
 //! once, and only the copy is used, so that what is checked, written down and applied is the same.
+//!
+//! Out of turn, a shard says now and then that it lives: a [`Pulse`] does, between messages.
 
 use std::io::{self, IoSlice, IoSliceMut, Read};
 use std::mem::MaybeUninit;
+use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use memmap2::{MmapOptions, MmapRaw};
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -22,9 +27,10 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags,
 };
 use serde::{Serialize, de::DeserializeOwned};
-use socket2::Socket;
+use socket2::{Domain, Socket};
 use zerocopy::{FromBytes, IntoBytes};
 
+use super::silence::{Listener, Silence, has_waited};
 use super::wire;
 
 /// What parts of bulk data begin at a multiple of.
@@ -55,6 +61,16 @@ pub struct Link {
     bulk: Vec<f32>,
     sent: u64,
     received: u64,
+    /// How long the other side may be silent, if that is known.
+    silence: Option<Silence>,
+    /// Locked while something is sent, so that nothing gets in between.
+    speaking: Arc<Mutex<()>>,
+}
+
+/// Says that this side of a connection lives.
+pub struct Pulse {
+    socket: Socket,
+    speaking: Arc<Mutex<()>>,
 }
 
 /// Memory that both sides have mapped.
@@ -69,7 +85,18 @@ impl Link {
     /// Bulk data follows texts.
     pub fn over(socket: Socket) -> Link {
         let (text, scratch, bulk) = (Vec::new(), Vec::new(), Vec::new());
-        Link { socket, memory: None, text, scratch, bulk, sent: 0, received: 0 }
+        let speaking = Arc::default();
+        Link {
+            socket,
+            memory: None,
+            text,
+            scratch,
+            bulk,
+            sent: 0,
+            received: 0,
+            silence: None,
+            speaking,
+        }
     }
 
     /// Offers memory for so many bytes of bulk data in each direction to the other side of a Unix
@@ -95,8 +122,13 @@ impl Link {
         Ok(Link { memory: Some(memory), ..Link::over(socket) })
     }
 
-    /// Takes the memory that the other side of a Unix socket [offers](Link::offer).
-    pub fn accept(socket: Socket) -> io::Result<Link> {
+    /// Takes the memory that the other side of a Unix socket [offers](Link::offer). Over TCP there is
+    /// none.
+    pub fn take_offer(&mut self) -> io::Result<()> {
+        let socket = &self.socket;
+        if socket.domain()? != Domain::UNIX {
+            return Ok(());
+        }
         let mut size = [0; 8];
         let (mut filled, mut file) = (0, None);
         while filled < size.len() {
@@ -104,7 +136,7 @@ impl Link {
             let mut control = RecvAncillaryBuffer::new(&mut space);
             let mut slices = [IoSliceMut::new(&mut size[filled..])];
             let flags = RecvFlags::CMSG_CLOEXEC;
-            let message = match rustix::net::recvmsg(&socket, &mut slices, &mut control, flags) {
+            let message = match rustix::net::recvmsg(socket, &mut slices, &mut control, flags) {
                 Err(rustix::io::Errno::INTR) => continue,
                 other => other?,
             };
@@ -131,8 +163,8 @@ impl Link {
         {
             return Err(wire::invalid("the memory that was offered cannot be used".into()));
         }
-        let memory = Memory::map(&file, half as usize, 1)?;
-        Ok(Link { memory: Some(memory), ..Link::over(socket) })
+        self.memory = Some(Memory::map(&file, half as usize, 1)?);
+        Ok(())
     }
 
     /// Whether bulk data lies in common memory.
@@ -143,6 +175,25 @@ impl Link {
     /// The socket, to shut it down from elsewhere.
     pub fn socket(&self) -> &Socket {
         &self.socket
+    }
+
+    /// From now on, whoever says nothing for so long is taken for gone, and so is whoever takes nothing.
+    pub fn limit_silence(&mut self, limit: Duration) -> io::Result<()> {
+        let silence = Silence::new(limit);
+        self.socket.set_read_timeout(Some(silence.slice()))?;
+        self.socket.set_write_timeout(Some(silence.slice()))?;
+        self.silence = Some(silence);
+        Ok(())
+    }
+
+    /// The silence of the other side, for whoever waits elsewhere.
+    pub(super) fn silence(&mut self) -> Option<&mut Silence> {
+        self.silence.as_mut()
+    }
+
+    /// Says between messages that this side lives.
+    pub fn pulse(&self) -> io::Result<Pulse> {
+        Ok(Pulse { socket: self.socket.try_clone()?, speaking: self.speaking.clone() })
     }
 
     /// Bytes sent and received so far, wherever they lay.
@@ -162,6 +213,8 @@ impl Link {
     }
 
     fn send_text(&mut self, text: &[u8], parts: &[&[u8]]) -> io::Result<()> {
+        let speaking = self.speaking.clone();
+        let _speaking = speaking.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(memory) = &mut self.memory {
             memory.write(parts)?;
             return self.write_all(&mut [IoSlice::new(text)]);
@@ -179,14 +232,27 @@ impl Link {
         slices.chunks_mut(MOST_PARTS).try_for_each(|slices| self.write_all(slices))
     }
 
-    fn write_all(&self, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {
+    fn write_all(&mut self, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {
         IoSlice::advance_slices(&mut slices, 0);
+        // Counted from here: whoever takes bytes may be read from later.
+        let mut silence = self.silence.as_ref().map(Silence::fresh);
         while !slices.is_empty() {
+            let start = Instant::now();
             match self.socket.send_vectored_with_flags(slices, SendFlags::NOSIGNAL.bits() as i32) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(sent) => IoSlice::advance_slices(&mut slices, sent),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
+                Ok(sent) => {
+                    IoSlice::advance_slices(&mut slices, sent);
+                    silence.iter_mut().for_each(Silence::heard);
+                }
+                Err(error) => match &mut silence {
+                    Some(silence) if has_waited(&error) => {
+                        let waited = silence.waited(start.elapsed());
+                        // Half a message may be sent: nothing can follow it.
+                        waited.inspect_err(|_| drop(self.socket.shutdown(Shutdown::Both)))?;
+                    }
+                    None if error.kind() == io::ErrorKind::Interrupted => {}
+                    _ => return Err(error),
+                },
             }
         }
         Ok(())
@@ -194,7 +260,8 @@ impl Link {
 
     /// Receives a message; `None` if the other side has ended the connection.
     pub fn receive<T: DeserializeOwned>(&mut self) -> io::Result<Option<T>> {
-        let message = wire::read(&mut &self.socket, &mut self.scratch)?;
+        let mut from = Listener { socket: &self.socket, silence: self.silence.as_mut() };
+        let message = wire::read(&mut from, &mut self.scratch)?;
         self.received += 4 + self.scratch.len() as u64;
         Ok(message)
     }
@@ -207,7 +274,10 @@ impl Link {
         self.received += total as u64;
         let bytes = match &self.memory {
             Some(memory) => memory.read(&mut self.bulk, 0, total)?,
-            None => read(&self.socket, &mut self.bulk, total)?,
+            None => {
+                let from = Listener { socket: &self.socket, silence: self.silence.as_mut() };
+                read(from, &mut self.bulk, total)?
+            }
         };
         let mut start = 0;
         let part = |length: usize| {
@@ -232,7 +302,11 @@ impl Link {
                 let here = CHUNK.min(length - start);
                 let bytes = match &self.memory {
                     Some(memory) => memory.read(&mut self.bulk, at, aligned(here))?,
-                    None => read(&self.socket, &mut self.bulk, aligned(here))?,
+                    None => {
+                        let silence = self.silence.as_mut();
+                        let from = Listener { socket: &self.socket, silence };
+                        read(from, &mut self.bulk, aligned(here))?
+                    }
                 };
                 take(part, start, &bytes[..here])?;
                 at += aligned(here);
@@ -245,6 +319,67 @@ impl Link {
     pub fn is_over(&self) -> bool {
         is_over(&self.socket)
     }
+
+    /// Whether there is something to receive, or never will be. Takes what only says that the other side
+    /// lives, and never waits.
+    pub fn has_message(&mut self) -> bool {
+        let mut start = [0; wire::SIGN_OF_LIFE.len()];
+        loop {
+            let peeked = rustix::net::recv(&self.socket, &mut start, RecvFlags::PEEK | NOW);
+            match peeked {
+                Ok((read, _)) if read == start.len() && start == wire::SIGN_OF_LIFE => {
+                    // It is there, as was just seen.
+                    let _ = rustix::net::recv(&self.socket, &mut start, NOW);
+                    self.silence.iter_mut().for_each(Silence::heard);
+                }
+                // Not even a length: the rest is on its way, unless it never will be.
+                Ok((1..wire::LENGTH, _)) => return self.is_over(),
+                Err(rustix::io::Errno::AGAIN) => return false,
+                Err(rustix::io::Errno::INTR) => {}
+                Ok(_) | Err(_) => return true,
+            }
+        }
+    }
+
+    /// Waits until there is something to receive, though not for longer than this.
+    pub fn await_message(&mut self, at_most: Duration) -> bool {
+        let deadline = Instant::now() + at_most;
+        while !self.has_message() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            let mut watched = [PollFd::new(&self.socket, PollFlags::IN)];
+            let left = Timespec::try_from(left).ok();
+            let _ = rustix::event::poll(&mut watched, left.as_ref());
+        }
+        true
+    }
+}
+
+/// Without waiting.
+const NOW: RecvFlags = RecvFlags::DONTWAIT;
+
+impl Pulse {
+    /// Says it, unless something else is just being said, which says it too, or the other side has so
+    /// much to read that this would have to wait.
+    pub fn beat(&self) {
+        let Ok(_speaking) = self.speaking.try_lock() else { return };
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        match rustix::net::send(&self.socket, &wire::SIGN_OF_LIFE, flags) {
+            Ok(sent) if sent < wire::SIGN_OF_LIFE.len() => {
+                // Half of it is said: nothing can follow.
+                let _ = self.socket.shutdown(Shutdown::Both);
+            }
+            // A lost connection is noticed by whoever waits on it.
+            Ok(_) | Err(_) => {}
+        }
+    }
+
+    /// The socket, to shut it down from elsewhere.
+    pub fn socket(&self) -> &Socket {
+        &self.socket
+    }
 }
 
 /// The bytes of parts of these lengths.
@@ -256,7 +391,7 @@ fn total(lengths: &[usize]) -> io::Result<usize> {
 
 /// Reads so many bytes. The buffer grows with what arrives, not with what was announced, and is not
 /// cleared in between.
-fn read<'a>(mut socket: &Socket, into: &'a mut Vec<f32>, bytes: usize) -> io::Result<&'a [u8]> {
+fn read(mut from: impl Read, into: &mut Vec<f32>, bytes: usize) -> io::Result<&[u8]> {
     let mut filled = 0;
     while filled < bytes {
         let room = into.len() * size_of::<f32>();
@@ -264,7 +399,7 @@ fn read<'a>(mut socket: &Socket, into: &'a mut Vec<f32>, bytes: usize) -> io::Re
         if end > room {
             into.resize(end.div_ceil(size_of::<f32>()), 0.0);
         }
-        socket.read_exact(&mut into.as_mut_slice().as_mut_bytes()[filled..end])?;
+        from.read_exact(&mut into.as_mut_slice().as_mut_bytes()[filled..end])?;
         filled = end;
     }
     Ok(&into.as_slice().as_bytes()[..bytes])
@@ -345,7 +480,7 @@ fn aligned(length: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use socket2::{Domain, Type};
+    use socket2::Type;
 
     fn pairs() -> [(Link, Link); 2] {
         pairs_for(1 << 16)
@@ -356,8 +491,9 @@ mod tests {
         let pair = || Socket::pair(Domain::UNIX, Type::STREAM, None).unwrap();
         let (a, b) = pair();
         let (c, d) = pair();
-        let offered = Link::offer(c, bytes).unwrap();
-        [(Link::over(a), Link::over(b)), (offered, Link::accept(d).unwrap())]
+        let (offered, mut taken) = (Link::offer(c, bytes).unwrap(), Link::over(d));
+        taken.take_offer().unwrap();
+        [(Link::over(a), Link::over(b)), (offered, taken)]
     }
 
     #[test]
@@ -435,6 +571,6 @@ mod tests {
         control.push(SendAncillaryMessage::ScmRights(&descriptors));
         let size = 4096u64.to_le_bytes();
         rustix::net::sendmsg(&a, &[IoSlice::new(&size)], &mut control, SendFlags::empty()).unwrap();
-        assert!(Link::accept(b).is_err());
+        assert!(Link::over(b).take_offer().is_err());
     }
 }

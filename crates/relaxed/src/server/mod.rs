@@ -14,6 +14,7 @@ pub mod link;
 pub mod lives;
 pub mod outbox;
 mod shard;
+mod silence;
 pub mod store;
 pub mod wire;
 
@@ -22,4 +23,4 @@ pub use client::{
     reports,
 };
 pub use job::{Files, Job, JobError};
-pub use shard::{Shard, ShardError, ShardOptions};
+pub use shard::{Shard, ShardError, ShardOptions, unix_address};

@@ -6,9 +6,10 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -18,9 +19,9 @@ use unisono_collective::handshake::{Introduction, Purpose, Token};
 
 use super::job::{Caller, Files, Job, JobError, MOST_WORKERS, Unserved, total_bytes};
 use super::journal::Journal;
-use super::link::{Link, bytes, numbers};
+use super::link::{Link, Pulse, bytes, numbers};
 use super::lives::Lives;
-use super::store::Weights;
+use super::store::{Abandoned, Weights};
 use super::wire::{Part, Reply, Request, Setup};
 
 /// How a shard is served.
@@ -48,8 +49,9 @@ struct Shared {
     /// Connections so far.
     accepted: AtomicU64,
     stop: AtomicBool,
-    /// Why the shard cannot go on.
+    /// Why the shard cannot go on, until somebody asks.
     failure: Mutex<Option<JobError>>,
+    has_failed: AtomicBool,
     woken: Condvar,
 }
 
@@ -63,12 +65,20 @@ struct Waiting {
 /// A connection and its thread, to end them.
 struct Connection {
     caller: Caller,
-    socket: Socket,
+    pulse: Pulse,
     thread: JoinHandle<()>,
 }
 
-/// How often silent workers are looked for, in a timeout.
+/// How often silent workers are looked for, and all are told that this shard lives, in a timeout.
 const LOOKS: u32 = 4;
+
+/// The timeout until workers have said how long it is: no longer than any that they wait by.
+const FIRST_TIMEOUT: Duration = Duration::from_millis(200);
+
+/// The shortest and the longest timeout by which a shard looks. Shorter: looking takes a core. Longer: a
+/// shard takes long to notice that it should look more often.
+const SHORTEST_TIMEOUT: Duration = Duration::from_millis(40);
+const LONGEST_TIMEOUT: Duration = Duration::from_secs(60);
 
 impl Shard {
     /// Serves whoever proves the token on a listening TCP socket, and on a Unix socket that processes
@@ -81,7 +91,7 @@ impl Shard {
         }
         let address = listener.local_addr()?;
         let mut listeners = vec![listener];
-        match unix_listener(&address) {
+        match unix_listener(&options.token, &address) {
             Ok(unix) => listeners.push(unix),
             Err(error) => log::warn!("no shared memory, for want of a Unix socket: {error}"),
         }
@@ -92,24 +102,36 @@ impl Shard {
             accepted: AtomicU64::new(0),
             stop: AtomicBool::new(false),
             failure: Mutex::new(None),
+            has_failed: AtomicBool::new(false),
             woken: Condvar::new(),
             options: options.clone(),
         });
         let serving = shared.clone();
-        let on_connection =
-            move |socket, introduction| Shared::welcome(&serving, socket, introduction);
+        let on_connection = move |socket, introduction| {
+            serving.guard(|| Shared::welcome(&serving, socket, introduction));
+        };
         let acceptor = Acceptor::start(listeners, options.token, on_connection)?;
         let ticking = shared.clone();
         let ticker = std::thread::Builder::new()
             .name("unisono-ticker".into())
-            .spawn(move || ticking.tick())?;
+            .spawn(move || ticking.guard(|| ticking.tick()))?;
         Ok(Shard { shared, acceptor: Some(acceptor), ticker: Some(ticker) })
+    }
+
+    /// Whether the shard cannot go on. Whoever was connected is not any more, and nobody is let in.
+    pub fn has_failed(&self) -> bool {
+        self.shared.has_failed.load(Ordering::Acquire)
+    }
+
+    /// Why the shard cannot go on, once.
+    pub fn failure(&self) -> Option<JobError> {
+        self.shared.failure().take()
     }
 
     /// Waits until `stop` says so, or the shard cannot go on.
     pub fn serve_until(&self, stop: impl Fn() -> bool) -> Result<(), JobError> {
         const PAUSE: Duration = Duration::from_millis(20);
-        let mut failure = self.shared.failure.lock().expect("no panic while locked");
+        let mut failure = self.shared.failure();
         loop {
             if let Some(error) = failure.take() {
                 return Err(error);
@@ -117,7 +139,8 @@ impl Shard {
             if stop() {
                 return Ok(());
             }
-            failure = self.shared.woken.wait_timeout(failure, PAUSE).expect("no panic").0;
+            let waited = self.shared.woken.wait_timeout(failure, PAUSE);
+            failure = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 }
@@ -128,14 +151,14 @@ impl Drop for Shard {
         drop(self.acceptor.take());
         self.shared.stop.store(true, Ordering::Release);
         // Whoever is about to wait has seen the stop, or holds the lock and is woken.
-        drop(self.shared.failure.lock());
+        drop(self.shared.failure());
         self.shared.woken.notify_all();
         if let Some(ticker) = self.ticker.take() {
             let _ = ticker.join();
         }
         let connections = std::mem::take(&mut *self.shared.connections());
         for connection in &connections {
-            let _ = connection.socket.shutdown(std::net::Shutdown::Both);
+            let _ = connection.pulse.socket().shutdown(std::net::Shutdown::Both);
         }
         for connection in connections {
             let _ = connection.thread.join();
@@ -172,41 +195,50 @@ impl Shared {
             return;
         }
         let is_meant = introduction.to as usize == shared.options.files.number;
-        let handle = match socket.try_clone() {
-            Ok(handle) => handle,
-            Err(error) => return log::warn!("a connection was lost: {error}"),
-        };
         let caller = Caller {
             worker: introduction.from,
             life: introduction.epoch,
             connection: shared.accepted.fetch_add(1, Ordering::Relaxed),
         };
+        let mut link = Link::over(socket);
+        let pulse = match link.pulse() {
+            Ok(pulse) => pulse,
+            Err(error) => return log::error!("worker {} is turned away: {error}", caller.worker),
+        };
         let serving = shared.clone();
         let serve = move || {
-            let served = match is_meant {
-                true => serving.serve(&socket, caller),
-                false => serving.turn_away(&socket, introduction.to),
-            };
-            if let Err(error) = served {
-                log::debug!("worker {}: {error}", caller.worker);
-            }
-            serving.leave(caller);
+            serving.guard(|| {
+                let served = match is_meant {
+                    true => serving.serve(&mut link, caller),
+                    false => serving.turn_away(&mut link, introduction.to),
+                };
+                if let Err(error) = served {
+                    log::debug!("worker {}: {error}", caller.worker);
+                }
+                serving.leave(caller);
+            });
             // Another handle of the socket is kept, to end it from elsewhere.
-            let _ = socket.shutdown(std::net::Shutdown::Both);
+            let _ = link.socket().shutdown(std::net::Shutdown::Both);
         };
-        let thread = std::thread::Builder::new().name("unisono-worker".into()).spawn(serve);
+        // Held until its entry is there, so that a failure finds it.
         let mut connections = shared.connections();
+        if shared.has_failed.load(Ordering::Acquire) {
+            return;
+        }
         connections.retain(|connection| !connection.thread.is_finished());
-        match thread {
-            Ok(thread) => connections.push(Connection { caller, socket: handle, thread }),
-            Err(error) => log::error!("no thread for a worker: {error}"),
+        match std::thread::Builder::new().name("unisono-worker".into()).spawn(serve) {
+            Ok(thread) => connections.push(Connection { caller, pulse, thread }),
+            // Its connection ends. It comes again, when there may be room.
+            Err(error) => {
+                log::error!("worker {} is turned away, no thread for it: {error}", caller.worker);
+            }
         }
     }
 
     /// Says to somebody who takes this server for another which one it is.
-    fn turn_away(&self, socket: &Socket, meant: u32) -> io::Result<()> {
-        log::warn!("somebody takes this server for server {meant}");
-        let mut link = link(socket)?;
+    fn turn_away(&self, link: &mut Link, meant: u32) -> io::Result<()> {
+        log::warn!("a worker takes this server for server {meant}");
+        link.take_offer()?;
         let number = self.options.files.number as u32;
         match link.receive::<Request>()? {
             Some(_) => link.send(&Reply::OtherServer { number }, &[]),
@@ -215,13 +247,13 @@ impl Shared {
     }
 
     /// Serves one connection until it ends.
-    fn serve(&self, socket: &Socket, caller: Caller) -> io::Result<()> {
-        let mut link = link(socket)?;
+    fn serve(&self, link: &mut Link, caller: Caller) -> io::Result<()> {
+        link.take_offer()?;
         while let Some(request) = link.receive::<Request>()? {
             if self.stop.load(Ordering::Acquire) {
                 return Ok(());
             }
-            let served = match self.handle(&mut link, caller, request)? {
+            let served = match self.handle(link, caller, request)? {
                 Ok(served) => served,
                 Err(Unserved::Refused(refusal)) => Served::Reply(Reply::Refused(refusal)),
                 Err(Unserved::Invalid(what)) => Served::Reply(Reply::Invalid(what)),
@@ -238,6 +270,19 @@ impl Shared {
             }
         }
         Ok(())
+    }
+
+    /// Does something on a thread of this shard. A panic ends the shard: what it left half done, others
+    /// would wait for.
+    fn guard(&self, work: impl FnOnce()) {
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(work))
+            // Else it is a consequence.
+            && !panic.is::<Abandoned>()
+        {
+            let text = panic.downcast_ref::<&str>().copied();
+            let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+            self.fail(JobError::Panicked(text.unwrap_or("without a word").to_owned()));
+        }
     }
 
     fn handle(
@@ -351,7 +396,7 @@ impl Shared {
         for older in &*self.connections() {
             let Caller { worker, connection, .. } = older.caller;
             if worker == caller.worker && connection < caller.connection {
-                let _ = older.socket.shutdown(std::net::Shutdown::Both);
+                let _ = older.pulse.socket().shutdown(std::net::Shutdown::Both);
             }
         }
     }
@@ -365,41 +410,67 @@ impl Shared {
     }
 
     fn tick(&self) {
+        let mut since = Instant::now();
         while !self.stop.load(Ordering::Acquire) {
-            let timeout = self.job.get().map_or(1000, |job| job.setup().timeout_ms);
-            let pause = Duration::from_millis(timeout.clamp(40, 60_000)) / LOOKS;
-            let guard = self.failure.lock().expect("no panic while locked");
+            let timeout = self.job.get().map_or(FIRST_TIMEOUT, |job| job.timeout());
+            let timeout = timeout.clamp(SHORTEST_TIMEOUT, LONGEST_TIMEOUT);
+            let pause = timeout / LOOKS;
+            let guard = self.failure();
             let goes_on = |_: &mut Option<JobError>| !self.stop.load(Ordering::Acquire);
             let start = Instant::now();
-            drop(self.woken.wait_timeout_while(guard, pause, goes_on).expect("no panic"));
+            let waited = self.woken.wait_timeout_while(guard, pause, goes_on);
+            drop(waited.unwrap_or_else(PoisonError::into_inner));
+            for connection in &*self.connections() {
+                connection.pulse.beat();
+            }
+            let Some(job) = self.job.get() else {
+                since = Instant::now();
+                continue;
+            };
+            job.tick();
             if start.elapsed() > 2 * pause {
                 // This process was stopped, or had no turn: nobody could be heard meanwhile.
+                since = Instant::now();
                 continue;
             }
-            if let Some(job) = self.job.get()
-                && let Err(Unserved::Failed(error)) = job.expire()
-            {
-                self.fail(error);
+            match job.expire() {
+                Ok(true) => since = Instant::now(),
+                Ok(false) if since.elapsed() > timeout => {
+                    log::warn!(
+                        "this server has been busy with one thing for {timeout:?}, and all wait: its \
+                         disk may be too slow"
+                    );
+                    since = Instant::now();
+                }
+                Err(Unserved::Failed(error)) => self.fail(error),
+                Ok(false) | Err(_) => {}
             }
         }
     }
 
+    /// Ends the service: nobody is told anything any more, nor left waiting.
     fn fail(&self, error: JobError) {
-        log::error!("this server cannot go on: {error}");
-        self.failure.lock().expect("no panic while locked").get_or_insert(error);
+        let mut failure = self.failure();
+        if !self.has_failed.swap(true, Ordering::AcqRel) {
+            log::error!("this server cannot go on: {error}");
+            *failure = Some(error);
+        }
+        drop(failure);
         self.woken.notify_all();
+        if let Some(job) = self.job.get() {
+            job.abandon();
+        }
+        for connection in &*self.connections() {
+            let _ = connection.pulse.socket().shutdown(std::net::Shutdown::Both);
+        }
+    }
+
+    fn failure(&self) -> MutexGuard<'_, Option<JobError>> {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn connections(&self) -> MutexGuard<'_, Vec<Connection>> {
-        self.connections.lock().expect("no panic while locked")
-    }
-}
-
-fn link(socket: &Socket) -> io::Result<Link> {
-    let socket = socket.try_clone()?;
-    match socket.domain()? == Domain::UNIX {
-        true => Link::accept(socket),
-        false => Ok(Link::over(socket)),
+        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -411,15 +482,89 @@ fn send_weights(link: &mut Link, weights: &[(u32, u64, Weights)]) -> io::Result<
     Ok(Served::Done)
 }
 
-/// The name by which processes of this host find the shard that listens at an address.
-pub(super) fn unix_address(address: &SocketAddr) -> io::Result<SockAddr> {
-    SockAddr::unix(Path::new(&format!("\0unisono-server-{address}")))
+/// The name by which processes of this host find the shard that listens at an address. Who does not know
+/// the job's token cannot know it beforehand, and thus cannot be there first.
+pub fn unix_address(token: &Token, address: &SocketAddr) -> io::Result<SockAddr> {
+    let secret = format!("{} {address}", token.to_hex());
+    let key = blake3::derive_key("unisono server: name of the Unix socket", secret.as_bytes());
+    let name = blake3::Hash::from_bytes(key).to_hex();
+    SockAddr::unix(Path::new(&format!("\0unisono-server-{}", &name[..32])))
 }
 
-fn unix_listener(address: &SockAddr) -> io::Result<Socket> {
+fn unix_listener(token: &Token, address: &SockAddr) -> io::Result<Socket> {
     let unknown = || io::Error::new(io::ErrorKind::Unsupported, "not an address of IP");
     let unix = Socket::new(Domain::UNIX, Type::STREAM, None)?;
-    unix.bind(&unix_address(&address.as_socket().ok_or_else(unknown)?)?)?;
+    unix.bind(&unix_address(token, &address.as_socket().ok_or_else(unknown)?)?)?;
     unix.listen(128)?;
     Ok(unix)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+    use crate::server::{Client, ClientOptions, Run, ServerError, Transport};
+
+    const TOKEN: Token = Token::from_bytes([7; 32]);
+
+    fn shard_and_run() -> (Shard, Run, ClientOptions) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let options = ClientOptions {
+            servers: vec![listener.local_addr().unwrap().to_string()],
+            token: TOKEN,
+            worker: 0,
+            life: Some(1),
+            patience: Duration::from_millis(500),
+            transport: Transport::Auto,
+            warm_up: 0,
+            error_feedback: false,
+        };
+        let shard = ShardOptions { token: TOKEN, files: Files::default() };
+        let shard = Shard::start(listener.into(), shard).unwrap();
+        let mut run = Run::new(vec![vec![2]], "sgd".parse().unwrap(), "ssp:0".parse().unwrap());
+        (run.workers, run.shards) = (2, 2);
+        (shard, run, options)
+    }
+
+    /// A worker waits for another, by a lock that a third leaves poisoned.
+    #[test]
+    fn a_panic_ends_the_shard_and_every_wait() {
+        let (shard, run, options) = shard_and_run();
+        let other = ClientOptions { worker: 1, ..options.clone() };
+        let _idle = Client::join(&run, other, &|_| vec![0.0; 2]).unwrap();
+        let mut waits = Client::join(&run, options, &|_| vec![0.0; 2]).unwrap();
+        let (gradient, mut seen) = ([1.0f32; 2], 0);
+        let waiting = std::thread::spawn(move || {
+            let take: &mut super::super::client::Take<'_> = &mut |_, _, _| seen += 1;
+            waits.push_pull(&[(0, vec![&gradient[..]])], Default::default(), take)
+        });
+        let job = shard.shared.job.get().unwrap();
+        while job.report().unwrap().updates == 0 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        shard.shared.guard(|| job.panic_while_locked());
+        let error = shard.serve_until(|| false).unwrap_err();
+        assert!(matches!(&error, JobError::Panicked(what) if what == "on purpose"), "{error}");
+        assert!(error.to_string().contains("panicked"), "{error}");
+        let error = waiting.join().unwrap().unwrap_err();
+        assert!(matches!(error, ServerError::Unreachable { server: 0, .. }), "{error}");
+        // Nor does its end wait for anybody.
+        drop(shard);
+    }
+
+    /// What was to be made by the thread that panicked is waited for by another.
+    #[test]
+    fn a_panic_ends_waits_for_weights_that_never_come() {
+        let (shard, run, options) = shard_and_run();
+        let _worker = Client::join(&run, options, &|_| vec![0.0; 2]).unwrap();
+        let shared = shard.shared.clone();
+        let waiting = std::thread::spawn(move || {
+            shared.guard(|| shared.job.get().unwrap().wait_for_a_version_that_never_comes());
+        });
+        shard.shared.guard(|| panic!("{} purpose", "on"));
+        waiting.join().unwrap();
+        let error = shard.serve_until(|| false).unwrap_err();
+        assert!(matches!(&error, JobError::Panicked(what) if what == "on purpose"), "{error}");
+    }
 }

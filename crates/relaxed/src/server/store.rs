@@ -17,6 +17,8 @@
 //! the end of that update. So a read never sees half an update, and no reader, however slow its network,
 //! holds an update up. Memory of a version that nobody reads any more is written again.
 
+use std::panic::resume_unwind;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 use unisono_sync::optimizer::{Optimizer, OptimizerSpec, WrongState};
@@ -52,7 +54,13 @@ impl Weights {
 pub struct Store {
     pieces: Vec<Piece>,
     block: usize,
+    /// Whether some version will never come.
+    is_abandoned: AtomicBool,
 }
+
+/// What whoever waits for a version that will never come unwinds with: silently, for whoever was to make
+/// it has panicked aloud.
+pub struct Abandoned;
 
 struct Piece {
     blocks: Vec<Block>,
@@ -106,7 +114,7 @@ impl Store {
     /// As [`Store::new`], with blocks of so many elements.
     fn with_blocks(optimizer: &OptimizerSpec, weights: Vec<Vec<f32>>, block: usize) -> Store {
         let pieces = weights.iter().map(|weights| Piece::new(optimizer, weights, block)).collect();
-        Store { pieces, block }
+        Store { pieces, block, is_abandoned: AtomicBool::new(false) }
     }
 
     /// How many pieces there are.
@@ -119,9 +127,24 @@ impl Store {
         self.pieces.is_empty()
     }
 
+    /// Somebody has panicked, and a version will never come: whoever waits for one, now or later,
+    /// unwinds with [`Abandoned`].
+    pub fn abandon(&self) {
+        self.is_abandoned.store(true, Ordering::Release);
+        for piece in &self.pieces {
+            // Whoever is about to wait has seen it, or is woken.
+            drop(piece.newest.lock());
+            piece.changed.notify_all();
+            for block in &piece.blocks {
+                drop(block.state.lock());
+                block.changed.notify_all();
+            }
+        }
+    }
+
     /// The weights of a piece, of this version or a later one; which one. Waits for the version.
     pub fn read(&self, piece: usize, at_least: u64) -> (u64, Weights) {
-        self.pieces[piece].read(at_least)
+        self.pieces[piece].read(at_least, &self.is_abandoned)
     }
 
     /// Makes a version of a piece from the one before, which it follows block by block.
@@ -131,7 +154,8 @@ impl Store {
         debug_assert_eq!(piece.blocks.len(), gradient.len(), "a gradient of the whole piece");
         piece.withdraw(version - 1);
         let blocks = piece.blocks.iter().zip(gradient);
-        let blocks = blocks.map(|(block, gradient)| block.apply(version, factor, gradient));
+        let blocks = blocks
+            .map(|(block, gradient)| block.apply(version, factor, gradient, &self.is_abandoned));
         piece.publish(version, Weights { blocks: blocks.collect() });
     }
 
@@ -215,7 +239,7 @@ impl Piece {
         Piece { blocks, newest: Mutex::new(newest), changed: Condvar::new() }
     }
 
-    fn read(&self, at_least: u64) -> (u64, Weights) {
+    fn read(&self, at_least: u64, is_abandoned: &AtomicBool) -> (u64, Weights) {
         let mut newest = self.lock();
         loop {
             if newest.version >= at_least
@@ -224,7 +248,7 @@ impl Piece {
                 return (newest.version, weights.clone());
             }
             newest.waiting += 1;
-            newest = self.changed.wait(newest).expect("no panic while locked");
+            newest = wait(&self.changed, newest, is_abandoned);
             newest.waiting -= 1;
         }
     }
@@ -253,17 +277,23 @@ impl Piece {
     }
 
     fn lock(&self) -> MutexGuard<'_, Newest> {
-        self.newest.lock().expect("no panic while locked")
+        self.newest.lock().unwrap_or_else(|_| give_up())
     }
 }
 
 impl Block {
     /// Makes a version from the one before, which it waits for.
-    fn apply(&self, version: u64, factor: f64, gradient: &[f32]) -> Memory {
+    fn apply(
+        &self,
+        version: u64,
+        factor: f64,
+        gradient: &[f32],
+        is_abandoned: &AtomicBool,
+    ) -> Memory {
         let mut state = self.lock();
         while state.version < version - 1 {
             state.waiting += 1;
-            state = self.changed.wait(state).expect("no panic while locked");
+            state = wait(&self.changed, state, is_abandoned);
             state.waiting -= 1;
         }
         debug_assert_eq!(state.version, version - 1, "one update becomes one version");
@@ -278,8 +308,26 @@ impl Block {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().expect("no panic while locked")
+        self.state.lock().unwrap_or_else(|_| give_up())
     }
+}
+
+/// Waits for a change, unless none will come.
+fn wait<'a, T>(
+    changed: &Condvar,
+    guard: MutexGuard<'a, T>,
+    is_abandoned: &AtomicBool,
+) -> MutexGuard<'a, T> {
+    if is_abandoned.load(Ordering::Acquire) {
+        drop(guard);
+        give_up();
+    }
+    changed.wait(guard).unwrap_or_else(|_| give_up())
+}
+
+/// Ends a thread that can do nothing any more, because another has panicked.
+fn give_up() -> ! {
+    resume_unwind(Box::new(Abandoned))
 }
 
 impl State {

@@ -3,7 +3,8 @@
 //! A message is the length of its text, four bytes, little-endian; the text, which is one [`Request`] or
 //! [`Reply`] in postcard's encoding; and, after some of them, bulk data whose length the text says:
 //! pieces of gradients or weights, f32, little-endian, one after the other. Between processes of one
-//! host, bulk data lies in memory that both have mapped, and only texts travel.
+//! host, bulk data lies in memory that both have mapped, and only texts travel. A message without a text
+//! says that its sender lives: shards send one now and then to all who are connected.
 //!
 //! Nothing that is read is believed before it is checked: a text has a largest length, and bulk data
 //! must have the length that the layout of the run gives it.
@@ -15,6 +16,12 @@ use unisono_sync::optimizer::OptimizerSpec;
 
 use super::core::{Age, Joined, Ledger, PushId, Refusal};
 use super::layout::Piece;
+
+/// Bytes of the length of a text.
+pub const LENGTH: usize = 4;
+
+/// A text of no bytes: that its sender lives, and nothing else. Not replied to.
+pub const SIGN_OF_LIFE: [u8; LENGTH] = [0; LENGTH];
 
 /// The most bytes of a text: room for some ten thousand pieces.
 pub const LONGEST: usize = 1 << 20;
@@ -219,12 +226,14 @@ pub fn read<T: DeserializeOwned>(
     from: &mut impl io::Read,
     scratch: &mut Vec<u8>,
 ) -> io::Result<Option<T>> {
-    let mut length = [0; 4];
-    let begun = from.read(&mut length)?;
-    if begun == 0 {
-        return Ok(None);
+    let mut length = SIGN_OF_LIFE;
+    while length == SIGN_OF_LIFE {
+        let begun = from.read(&mut length)?;
+        if begun == 0 {
+            return Ok(None);
+        }
+        from.read_exact(&mut length[begun..])?;
     }
-    from.read_exact(&mut length[begun..])?;
     let length = u32::from_le_bytes(length) as usize;
     if length > LONGEST {
         return Err(invalid(format!("a text of {length} bytes, where {LONGEST} are allowed")));

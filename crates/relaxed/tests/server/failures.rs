@@ -1,12 +1,18 @@
 //! What goes wrong, and that the error says what.
 
+use std::os::unix::fs::PermissionsExt;
+use std::process::Command;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use unisono_collective::handshake::Token;
-use unisono_relaxed::server::{Client, ClientOptions, Files, Run, ServerError, look, reports};
+use unisono_relaxed::server::wire::Measured;
+use unisono_relaxed::server::{
+    Client, ClientOptions, Files, Run, ServerError, Transport, look, reports,
+};
 
 use crate::lab::{Counter, HUNG, Lab, NEVER, TRANSPORTS, counting, descent, within, zeros};
+use crate::restarts::Processes;
 
 #[test]
 fn a_stopper_ends_every_wait() {
@@ -206,5 +212,48 @@ fn runs_that_make_no_sense_are_refused() {
         lab.serve(files);
         worker.push_pull().unwrap();
         assert_eq!(worker.seen, [2]);
+    });
+}
+
+/// Where the system has no thread left for a large update, the thread that got the push makes it.
+#[test]
+fn a_server_without_threads_to_spare_serves_all_the_same() {
+    // Of a user who has nothing else, only the threads of this process count.
+    let as_nobody = "setpriv --reuid=54321 --regid=54321 --clear-groups prlimit --nproc=";
+    let runs_within = |threads: u32| {
+        let program = std::env::current_exe().unwrap();
+        let script = format!(
+            "{as_nobody}{threads} sh -c 'test -x \"$0\" || exit 1; sleep 0 & sleep 0 & wait' \"$0\""
+        );
+        let output = Command::new("sh").arg("-c").arg(script).arg(program).output();
+        output.is_ok_and(|output| output.status.success())
+    };
+    if !runs_within(50) || runs_within(1) {
+        println!("SKIPPED: no limit on threads can be set here");
+        return;
+    }
+    within("a large push", move || {
+        const LENGTH: usize = 2 << 20;
+        let dir = tempfile::tempdir().unwrap();
+        let (lab, mut run) = (Lab::idle(1, Transport::Tcp), counting("async", 1));
+        run.shapes = vec![vec![LENGTH]; 2];
+        run.codecs = vec![None; 2];
+        let mut processes = Processes::idle(&lab, dir.path(), &run, 1 << 40);
+        // The main thread, that of the test, the acceptor, the ticker, and one for the worker.
+        let limited = format!("exec {as_nobody}5 \"$0\" --exact restarts::as_shard --nocapture;");
+        let everybodys = std::fs::Permissions::from_mode(0o777);
+        std::fs::set_permissions(dir.path(), everybodys.clone()).unwrap();
+        std::fs::set_permissions(dir.path().join("run"), everybodys).unwrap();
+        processes.spawn(0, &limited);
+        let mut worker = Client::join(&run, lab.options(0), &|_| vec![0.0; LENGTH]).unwrap();
+        let gradient = vec![1.0; LENGTH];
+        let gradients = [(0, vec![&gradient[..]]), (1, vec![&gradient[..]])];
+        let mut taken = 0;
+        let mut take = |_: usize, _: usize, weights: &[f32]| {
+            assert!(weights.iter().all(|weight| *weight == -1.0));
+            taken += weights.len();
+        };
+        worker.push_pull(&gradients, Measured::default(), &mut take).unwrap();
+        assert_eq!(taken, 2 * LENGTH);
     });
 }

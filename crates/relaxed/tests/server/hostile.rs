@@ -10,13 +10,13 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use memmap2::MmapOptions;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-use socket2::{Domain, SockAddr, Socket, Type};
+use socket2::{Domain, Socket, Type};
 use unisono_collective::handshake::{Introduction, Purpose, initiate};
 use unisono_relaxed::server::core::PushId;
 use unisono_relaxed::server::layout::Piece;
 use unisono_relaxed::server::link::Link;
 use unisono_relaxed::server::wire::{self, Measured, Part, Reply, Request, Setup};
-use unisono_relaxed::server::{Files, Run, Transport};
+use unisono_relaxed::server::{Files, Run, Transport, unix_address};
 
 use crate::lab::{Counter, HUNG, Lab, TOKEN, call, counting, counts, setup, within};
 
@@ -238,8 +238,7 @@ fn absurd_setups_leave_room_for_a_good_one() {
 /// Worker 1, over a Unix socket.
 fn knock_here(lab: &Lab) -> Socket {
     let socket = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
-    let name = format!("\0unisono-server-{}", lab.addresses[0]);
-    socket.connect(&SockAddr::unix(name).unwrap()).unwrap();
+    socket.connect(&unix_address(&TOKEN, &lab.addresses[0]).unwrap()).unwrap();
     socket.set_read_timeout(Some(HUNG)).unwrap();
     let introduction =
         Introduction { purpose: Purpose::Server, epoch: 1, group: 0, from: 1, to: 0, channel: 0 };

@@ -15,3 +15,4 @@ mod lockstep;
 mod pieces;
 mod restarts;
 mod staleness;
+mod stopped;

@@ -63,30 +63,30 @@ fn files(folder: &Path, number: usize, snapshot_after: u64) -> Files {
 }
 
 /// The processes of shards, killed when this is dropped.
-struct Processes<'a> {
+pub struct Processes<'a> {
     lab: &'a Lab,
     folder: &'a Path,
-    children: Vec<Option<Child>>,
+    pub children: Vec<Option<Child>>,
     /// Small, so that snapshots are taken all the time.
     snapshot_after: u64,
     keeps_records: bool,
 }
 
 impl<'a> Processes<'a> {
-    fn start(lab: &'a Lab, folder: &'a Path, run: &Run, snapshot_after: u64) -> Processes<'a> {
+    pub fn start(lab: &'a Lab, folder: &'a Path, run: &Run, snapshot_after: u64) -> Processes<'a> {
         let mut processes = Processes::idle(lab, folder, run, snapshot_after);
         (0..lab.addresses.len()).for_each(|number| processes.spawn(number, ""));
         processes
     }
 
-    fn idle(lab: &'a Lab, folder: &'a Path, run: &Run, snapshot_after: u64) -> Processes<'a> {
+    pub fn idle(lab: &'a Lab, folder: &'a Path, run: &Run, snapshot_after: u64) -> Processes<'a> {
         run_folder(&folder.join("run"), run);
         let children = lab.addresses.iter().map(|_| None).collect();
         Processes { lab, folder, children, snapshot_after, keeps_records: true }
     }
 
     /// Starts a shard, after some commands of a shell.
-    fn spawn(&mut self, number: usize, before: &str) {
+    pub fn spawn(&mut self, number: usize, before: &str) {
         let (address, parent) = (self.lab.addresses[number], std::process::id());
         let Processes { snapshot_after, keeps_records, .. } = self;
         let folder = self.folder.display();
@@ -121,7 +121,7 @@ impl Drop for Processes<'_> {
 }
 
 /// Workers that count, until `disturb` is done. What they count must be what is there.
-fn count_through(lab: &Lab, run: &Run, disturb: impl FnOnce(&dyn Fn() -> u64)) -> Vec<u64> {
+pub fn count_through(lab: &Lab, run: &Run, disturb: impl FnOnce(&dyn Fn() -> u64)) -> Vec<u64> {
     let (over, pushes) = (AtomicBool::new(false), AtomicU64::new(0));
     let pushed = std::thread::scope(|scope| {
         let work = |worker: u32| {
@@ -153,7 +153,7 @@ fn count_through(lab: &Lab, run: &Run, disturb: impl FnOnce(&dyn Fn() -> u64)) -
     pushed
 }
 
-fn expect_ledger(folder: &Path, pushed: &[u64]) {
+pub fn expect_ledger(folder: &Path, pushed: &[u64]) {
     let ledger = recorded(&folder.join("run")).ledger().unwrap();
     let total: u64 = pushed.iter().sum();
     assert_eq!((ledger.pushes, ledger.applied), (total, total), "{ledger:?}");

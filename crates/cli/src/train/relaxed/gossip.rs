@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Instant, SystemTime};
 
-use anyhow::{Context, ensure};
+use anyhow::Context;
 use unisono::insight::relaxed::RelaxedFolder;
 use unisono::insight::relaxed::folder::Log;
 use unisono::insight::updates::UpdateRecord;
@@ -15,7 +15,7 @@ use super::super::args::{Plan, TrainArgs};
 use super::super::progress::Reporter;
 use super::student::Student;
 use super::worker::{Place, need_leader, peers};
-use super::{run_dir, weights};
+use super::{expect_number, note_divergence, run_dir, weights};
 use crate::serve;
 
 /// Trains its replica, and exchanges after every step.
@@ -37,20 +37,33 @@ pub fn run(args: &TrainArgs, plan: &Plan, place: &Place) -> anyhow::Result<ExitC
         is_cut: None,
     };
     let began = began(&dir)?;
-    let gossip = Gossip::start(config, student.read_all())?;
-    if gossip.joined().is_none()
-        && let Some(left) = left_behind(&dir, place)
-    {
-        // Killed on the last stretch, and nobody is there any more: the end is where they left it.
-        return weights::copy(&left, &weights::path(&dir, place.rank)).map(|()| ExitCode::SUCCESS);
-    }
-    let mut step = gossip.joined().map_or(0, |joined| joined.clock);
     let mut updates = 0;
     let path = RelaxedFolder::updates(&dir, place.rank);
     let mut log = Log::reopen_keeping(path, |record: &UpdateRecord| {
         updates = updates.max(record.update);
         true
     })?;
+    // One that has done nothing yet has all its steps before it, however late it starts and however far
+    // the others are: they are the steps that were asked for.
+    let is_new = updates == 0;
+    let initial = match left_behind(&dir, place) {
+        Some(left) if is_new => weights::read(&left, &lengths)?,
+        _ => student.read_all(),
+    };
+    let gossip = Gossip::start(config, initial)?;
+    if !is_new
+        && gossip.joined().is_none()
+        && let Some(left) = left_behind(&dir, place)
+    {
+        // Killed on the last stretch, and nobody is there any more: the end is where they left it.
+        return weights::copy(&left, &weights::path(&dir, place.rank)).map(|()| ExitCode::SUCCESS);
+    }
+    let mut step = 0;
+    if is_new {
+        gossip.begin_anew();
+    } else {
+        step = gossip.joined().map_or(0, |joined| joined.clock);
+    }
     let mut reporter = (place.rank == 0)
         .then(|| Reporter::new(plan.steps, plan.batch / place.workers, args.as_worker));
     let slowness = plan.slow.filter(|(rank, _)| *rank == place.rank).map_or(1.0, |(_, s)| s);
@@ -63,10 +76,10 @@ pub fn run(args: &TrainArgs, plan: &Plan, place: &Place) -> anyhow::Result<ExitC
             student.write(parameter, 0, buffer)?;
         }
         let computed = student.compute(step, slowness)?;
-        ensure!(
-            computed.loss.is_finite(),
-            "the loss is no longer a number since step {step}; lower --learning-rate"
-        );
+        if let Err(error) = expect_number(&computed, place.rank, step) {
+            note_divergence(plan, None, &error);
+            return Err(error);
+        }
         step += 1;
         gossip.step_with(|parameter, weights| {
             optimizer.update(parameter, step, weights, student.gradient(parameter));

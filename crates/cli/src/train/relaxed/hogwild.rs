@@ -16,8 +16,8 @@ use unisono::sync::shards::Shards;
 use super::super::args::{Plan, TrainArgs};
 use super::super::progress::Reporter;
 use super::home::{Home, describe};
-use super::optimizer;
 use super::student::Student;
+use super::{expect_number, note_divergence, optimizer};
 
 /// Trains with as many threads as there are workers.
 pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
@@ -46,7 +46,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let mut log = UpdateLog::create(RelaxedFolder::updates(home.path(), 0))?;
     let weights = SharedWeights::new(student.read_all());
     let updates = plan.steps.saturating_mul(threads as u64);
-    let mut reporter = Reporter::new(updates, plan.batch / threads, false);
+    let mut reporter = Reporter::new(plan.steps, plan.batch / threads, false);
     let mut unwritten = Ok(());
     let run = Hogwild { weights: &weights, threads, updates, stop: &stop, began: Instant::now() };
     let shards = Shards::new(plan.shards, threads)?;
@@ -63,10 +63,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
                     student.write(parameter, 0, buffer)?;
                 }
                 let computed = student.compute(clock, slow)?;
-                ensure!(
-                    computed.loss.is_finite(),
-                    "the loss is no longer a number since step {clock}; lower --learning-rate"
-                );
+                expect_number(&computed, thread, clock)?;
                 let rate = rate.at(clock * threads as u64 + 1) as f32;
                 for parameter in 0..buffers.len() {
                     weights.update(parameter, student.gradient(parameter), rate);
@@ -76,7 +73,9 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
             })
         },
         |record| {
-            reporter.took(record.update, record.loss, record.compute, 0.0);
+            // A step is an update of every thread, and they compute at the same time.
+            let step = record.update / threads as u64;
+            reporter.took(step, record.loss, record.compute / threads as f64, 0.0);
             if unwritten.is_ok() {
                 unwritten = log.append(&record);
                 if unwritten.is_err() {
@@ -84,7 +83,8 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
                 }
             }
         },
-    )?;
+    );
+    let done = done.inspect_err(|error| note_divergence(&plan, Some(&home), error))?;
     unwritten?;
     if done < updates {
         eprintln!("unisono: stopped after {done} of {updates} updates");

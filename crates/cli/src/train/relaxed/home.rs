@@ -159,7 +159,7 @@ impl Home {
     }
 
     /// Writes the report of a run that was stopped: where it is.
-    pub fn leave(self) -> anyhow::Result<PathBuf> {
+    pub fn leave(&self) -> anyhow::Result<PathBuf> {
         let saved = RelaxedFolder::open(&self.dir)?;
         saved.write()?;
         Ok(saved.report_path())
@@ -185,8 +185,20 @@ impl Home {
         saved.summary = Some(RelaxedSummary::new(&saved.run, outcome, exchanges));
         saved.write()?;
         tell(&saved, restarted, json)?;
+        expect_balanced(&saved)?;
         Ok(saved.run.pushes)
     }
+}
+
+/// Fails if some push is not accounted for exactly once.
+fn expect_balanced(saved: &SavedRun) -> anyhow::Result<()> {
+    let Some(summary) = &saved.summary else { return Ok(()) };
+    ensure!(
+        summary.is_balanced(),
+        "the ledger of pushes does not add up: {}; do not trust the weights",
+        summary.ledger
+    );
+    Ok(())
 }
 
 /// Says what to do about servers that somebody else started, if they have recorded nothing.
@@ -202,7 +214,8 @@ pub fn advise_to_record(pushes: u64, run: &Run) {
 /// Says that there is nothing to do, and what the run came to.
 pub fn tell_complete(saved: &SavedRun, json: bool) -> anyhow::Result<()> {
     eprintln!("unisono: nothing left to do: the run of this journal is complete");
-    tell(saved, 0, json)
+    tell(saved, 0, json)?;
+    expect_balanced(saved)
 }
 
 /// Says how a run went.

@@ -18,7 +18,8 @@ use crate::serve;
 
 /// The shard that lives in this worker.
 pub struct Inside {
-    _shard: Shard,
+    shard: Shard,
+    number: usize,
     end: PathBuf,
 }
 
@@ -42,17 +43,31 @@ impl Inside {
             ..Files::default()
         };
         let shard = Shard::start(listener, ShardOptions { token: serve::token()?, files })?;
-        Ok(Some(Inside { _shard: shard, end }))
+        Ok(Some(Inside { shard, number: place.rank, end }))
+    }
+
+    /// Fails as the shard has, if it cannot go on.
+    pub fn check(&self) -> anyhow::Result<()> {
+        match self.shard.failure() {
+            Some(error) => Err(error).with_context(|| format!("server {}", self.number)),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether the shard cannot go on.
+    pub fn has_failed(&self) -> bool {
+        self.shard.has_failed()
     }
 
     /// Serves until everybody is done.
     pub fn wait_for_all(
-        self,
+        &self,
         run: &Run,
         options: &ClientOptions,
         place: &Place,
     ) -> anyhow::Result<()> {
         while !place.stop.load(Ordering::Relaxed) && !self.end.exists() {
+            self.check()?;
             if place.rank == 0 && is_over(&reports(run, options)?) {
                 return weights::write(&self.end, &look(run, options)?);
             }

@@ -9,6 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, bail, ensure};
 use unisono::cluster::launch::{Ending, Launch, Outcome as Ended, Restarts, Servers};
 use unisono::collective::handshake::Token;
+use unisono::insight::relaxed::RelaxedFolder;
 use unisono::relaxed::server::{ClientOptions, Run, ServerError, Transport, glance, look};
 use unisono::relaxed::spec::Level;
 
@@ -197,7 +198,10 @@ fn explain(
         _ if was_killed => {
             eprintln!("unisono: {outcome}, more often than --restarts allows; {again}");
         }
-        (_, Some(failure)) => eprintln!("unisono: {failure}"),
+        (_, Some(failure)) => match diverged(&home) {
+            Some(report) => eprintln!("unisono: {failure}; report: {}", report.display()),
+            None => eprintln!("unisono: {failure}"),
+        },
         (Ended::ServerFailed(failed), None) => {
             let last = failed.stderr.last().map(|line| line.trim_start_matches("unisono: "));
             eprintln!("unisono: server {}: {}", failed.server, last.unwrap_or("failed"));
@@ -205,6 +209,14 @@ fn explain(
         (other, None) => eprintln!("unisono: {other}; {again}"),
     }
     Ok(())
+}
+
+/// The report of a run that ended because a loss was no number any more; none if that is not why, or if
+/// it cannot be written, which is less to be told than that.
+fn diverged(home: &Home) -> Option<PathBuf> {
+    let saved = RelaxedFolder::open(home.path()).ok()?;
+    saved.run.diverged?;
+    home.leave().ok()
 }
 
 /// The mean of what the workers have left, and how often two averaged.

@@ -15,10 +15,13 @@ mod student;
 mod weights;
 mod worker;
 
+use std::fmt;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use anyhow::ensure;
+use unisono::insight::relaxed::{Diverged, RelaxedFolder};
 use unisono::relaxed::server::Run;
 use unisono::relaxed::spec::Level;
 use unisono::sync::Parameter;
@@ -27,6 +30,8 @@ use unisono::sync::optimizer::{LearningRate, OptimizerSpec};
 use super::args::{Plan, RelaxedPlan, TrainArgs};
 use super::is_launched;
 use super::progress::Failure;
+use home::Home;
+use student::Computed;
 
 /// Leads a run, or is one of its workers.
 pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
@@ -93,6 +98,42 @@ fn optimizer(plan: &Plan, level: Level, workers: usize) -> OptimizerSpec {
         },
     };
     plan.optimizer.with_learning_rate(rate)
+}
+
+/// A loss that was no number any more.
+#[derive(Debug)]
+struct NoNumber(Diverged);
+
+impl std::error::Error for NoNumber {}
+
+impl fmt::Display for NoNumber {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Diverged { worker, step } = self.0;
+        write!(
+            f,
+            "the loss is no longer a number since step {step} of worker {worker}; lower --learning-rate"
+        )
+    }
+}
+
+/// Fails if the loss of a step is no number any more: its gradient would spoil the weights of all.
+fn expect_number(computed: &Computed, worker: usize, step: u64) -> anyhow::Result<()> {
+    ensure!(computed.loss.is_finite(), NoNumber(Diverged { worker: worker as u32, step }));
+    Ok(())
+}
+
+/// Leaves word for the report of a loss that was no number any more, if that is why a worker ends. A
+/// worker that has no folder of its own may share that of the leader.
+fn note_divergence(plan: &Plan, home: Option<&Home>, error: &anyhow::Error) {
+    let Some(NoNumber(diverged)) = error.downcast_ref() else { return };
+    let dir = home.map(Home::path).or(plan.run_dir.as_deref());
+    let Some(dir) = dir.filter(|dir| RelaxedFolder::is_relaxed(dir)) else { return };
+    // The error is told whether or not the report can be written.
+    let written = RelaxedFolder::diverge(dir, diverged).map_err(anyhow::Error::from);
+    let written = written.and_then(|()| home.map_or(Ok(()), |home| home.leave().map(drop)));
+    if let Err(error) = written {
+        log::warn!("no report: {error:#}");
+    }
 }
 
 /// The folder of the run, which the leader made.

@@ -30,6 +30,13 @@ pub fn copy(from: &Path, to: &Path) -> anyhow::Result<()> {
 
 /// Reads weights of these lengths, and removes the file.
 pub fn take(path: &Path, lengths: &[usize]) -> anyhow::Result<Vec<Vec<f32>>> {
+    let weights = read(path, lengths)?;
+    let _ = std::fs::remove_file(path);
+    Ok(weights)
+}
+
+/// Reads weights of these lengths.
+pub fn read(path: &Path, lengths: &[usize]) -> anyhow::Result<Vec<Vec<f32>>> {
     let bytes = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
     ensure!(
         bytes.len() == 4 * lengths.iter().sum::<usize>(),
@@ -38,7 +45,5 @@ pub fn take(path: &Path, lengths: &[usize]) -> anyhow::Result<Vec<Vec<f32>>> {
     );
     let number = |bytes: &[u8]| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
     let mut numbers = bytes.chunks_exact(4).map(number);
-    let weights = lengths.iter().map(|length| numbers.by_ref().take(*length).collect()).collect();
-    let _ = std::fs::remove_file(path);
-    Ok(weights)
+    Ok(lengths.iter().map(|length| numbers.by_ref().take(*length).collect()).collect())
 }

@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, bail};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use unisono::cluster;
 use unisono::relaxed::server::wire::{Measured, Report};
 use unisono::relaxed::server::{
-    Client, ClientOptions, Run, ServerError, Transport, glance, look, reports,
+    Client, ClientOptions, Run, ServerError, Stopper, Transport, glance, look, reports,
 };
 use unisono::relaxed::spec::Level;
 use unisono::sync::optimizer::Optimizer;
@@ -22,7 +22,7 @@ use super::super::progress::Reporter;
 use super::home::{Home, advise_to_record, describe};
 use super::inside::Inside;
 use super::student::{Computed, Student};
-use super::{described, gossip};
+use super::{described, expect_number, gossip, note_divergence};
 use crate::serve;
 
 /// How long a worker looks for servers that are not there: long enough for a restart.
@@ -93,13 +93,29 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
             Some(Home::make_or_go_on(&plan, &info, goes_on)?)
         }
     };
-    let client = Client::join(&run, options.clone(), &|parameter| student.read(parameter))?;
-    let watch = Watch::over(&client, &place.stop);
+    let inside = inside.map(Arc::new);
+    let mut watch = None;
+    let initial = |parameter| student.read(parameter);
+    let joined = Client::join_stoppable(&run, options.clone(), &initial, |stopper| {
+        watch = Some(Watch::over(stopper, &place.stop, inside.clone()));
+    });
+    let client = match joined {
+        Ok(client) => client,
+        Err(ServerError::Stopped) if place.is_told_to_stop() => return Ok(ExitCode::SUCCESS),
+        Err(error) => {
+            check(inside.as_deref())?;
+            return Err(error.into());
+        }
+    };
     let mut work = Work { plan: &plan, level: relaxed.level, place: &place, client };
     let mut reporter = (place.rank == 0)
         .then(|| Reporter::new(plan.steps, plan.batch / place.workers, args.as_worker));
     let outcome = work.train(&mut student, &mut reporter);
     drop(watch);
+    check(inside.as_deref())?;
+    if let Err(error) = &outcome {
+        note_divergence(&plan, home.as_ref(), error);
+    }
     match outcome {
         // Nothing is lost but what was being computed.
         Err(error) if place.is_told_to_stop() && is_stop(&error) => {}
@@ -116,6 +132,12 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         reporter.finish();
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Fails as the server in this worker has, if there is one that cannot go on. What became of the client
+/// is a consequence.
+fn check(inside: Option<&Inside>) -> anyhow::Result<()> {
+    inside.map_or(Ok(()), Inside::check)
 }
 
 /// What to do about something that only the leader of a run provides.
@@ -270,11 +292,7 @@ impl Work<'_> {
     }
 
     fn expect_number(&self, computed: &Computed, step: u64) -> anyhow::Result<()> {
-        ensure!(
-            computed.loss.is_finite(),
-            "the loss is no longer a number since step {step}; lower --learning-rate"
-        );
-        Ok(())
+        expect_number(computed, self.place.rank, step)
     }
 
     fn tell(&self, to: &mut Option<Reporter>, step: u64, computed: &Computed, start: Instant) {
@@ -356,19 +374,20 @@ pub fn peers() -> anyhow::Result<Vec<SocketAddr>> {
     text.split(',').map(parse).collect()
 }
 
-/// Ends the waits of a client when this process is told to stop.
+/// Ends the waits of a client when this process is told to stop, or the server in it cannot go on.
 struct Watch {
     over: Arc<AtomicBool>,
     thread: Option<std::thread::JoinHandle<()>>,
 }
 
 impl Watch {
-    fn over(client: &Client, stop: &Arc<AtomicBool>) -> Watch {
+    fn over(stopper: Stopper, stop: &Arc<AtomicBool>, inside: Option<Arc<Inside>>) -> Watch {
         let over = Arc::new(AtomicBool::new(false));
-        let (stopper, stop, ended) = (client.stopper(), stop.clone(), over.clone());
+        let (stop, ended) = (stop.clone(), over.clone());
         let watch = move || {
             while !ended.load(Ordering::Relaxed) {
-                if stop.load(Ordering::Relaxed) {
+                let has_failed = inside.as_ref().is_some_and(|inside| inside.has_failed());
+                if has_failed || stop.load(Ordering::Relaxed) {
                     return stopper.stop();
                 }
                 std::thread::sleep(GLANCE);

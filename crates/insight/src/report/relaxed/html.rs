@@ -100,11 +100,10 @@ impl Worker {
             compute: duration(stats.median_compute),
             computing: rounded(stats.computing_share),
             blocked: rounded(stats.blocked_share),
-            staleness: format!(
-                "{} / {}",
-                clocks(stats.mean_staleness),
-                clocks(stats.max_staleness)
-            ),
+            staleness: match (stats.mean_staleness, stats.max_staleness) {
+                (Some(mean), Some(most)) => format!("{} / {}", clocks(mean), clocks(most)),
+                _ => "–".into(),
+            },
             lead: stats.max_lead,
             lives: stats.lives,
         }
@@ -128,7 +127,7 @@ fn tiles(report: &RelaxedReport<'_>) -> Vec<Tile> {
     let mut tiles = vec![
         Tile {
             label: "Gradients per second",
-            value: count(run.pushes_per_s),
+            value: count(run.gradients_per_s()),
             note: format!("{} in {}", plural(run.pushes, "push"), duration(run.seconds)),
         },
         Tile {
@@ -148,8 +147,12 @@ fn tiles(report: &RelaxedReport<'_>) -> Vec<Tile> {
         },
         Tile {
             label: "Staleness",
-            value: clocks(run.mean_staleness),
-            note: "clocks, mean over all pushes".into(),
+            value: run.mean_staleness.map_or("not known".into(), clocks),
+            note: match run.mean_staleness {
+                Some(_) => "clocks, mean over all pushes",
+                None => "there are no common weights",
+            }
+            .into(),
         },
         Tile {
             label: "Furthest ahead",

@@ -13,6 +13,10 @@ use crate::verdict::NOTABLE_SHARE;
 /// they need. A larger one would hide much of it, a smaller one let a hiccup flatten the rest.
 const FAR_OUT: f64 = 0.02;
 
+/// What to do about a loss that is no number any more.
+const DIVERGED: &str = "Start again with a lower --learning-rate. A journal of this run would go on with \
+                        its weights: name another, or none.";
+
 /// Everything a report shows. Its size is bounded, whatever the length of the run and the number of
 /// workers.
 #[derive(Clone, Debug)]
@@ -97,6 +101,17 @@ enum Tone {
 
 impl Answer {
     fn of(run: &RelaxedRun, advice: Option<&LevelAdvice>) -> Answer {
+        if let Some(diverged) = run.diverged {
+            return Answer {
+                tone: Tone::Bad,
+                headline: format!(
+                    "The loss of worker {} became NaN at step {}, which ended the run.",
+                    diverged.worker, diverged.step
+                ),
+                findings: findings(run),
+                advice: vec![DIVERGED.to_owned()],
+            };
+        }
         if run.pushes == 0 {
             return Answer {
                 tone: Tone::Unknown,
@@ -135,12 +150,13 @@ fn broken_promise(run: &RelaxedRun) -> Option<String> {
 }
 
 fn headline(run: &RelaxedRun) -> String {
+    let age = run.mean_staleness.map_or_else(String::new, |mean| {
+        format!(", computed on weights that were {} clocks old on average", clocks(mean))
+    });
     format!(
-        "{} gave {} gradients per second, computed on weights that were {} clocks old on average; \
-         workers waited for {} of their time.",
+        "{} gave {} gradients per second{age}; workers waited for {} of their time.",
         run.info.strategy,
-        count(run.pushes_per_s),
-        clocks(run.mean_staleness),
+        count(run.gradients_per_s()),
         percent(run.blocked_share)
     )
 }

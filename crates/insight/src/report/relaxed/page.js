@@ -132,7 +132,11 @@ function fillMoves() {
 }
 
 function drawAll() {
-  const charts = { loss: drawLoss, staleness: drawStaleness, lead: drawLead };
+  const charts = { loss: drawLoss, lead: drawLead };
+  // Where there are no common weights it is not known.
+  const knowsStaleness = data.staleness.length > 0 || data.workers.length === 0;
+  if (knowsStaleness) charts.staleness = drawStaleness;
+  byId("staleness-card").hidden = !knowsStaleness;
   if (data.levels.length > 0) charts.levels = drawLevels;
   byId("levels-card").hidden = data.levels.length === 0;
   for (const [id, chart] of Object.entries(charts)) {

@@ -44,11 +44,16 @@ fn figures(report: &RelaxedReport<'_>, out: &mut Text) {
     let run = report.run;
     out.line("");
     let mut figure = |name: &str, value: String| out.line(&format!("  {name:<24}{value}"));
-    figure("gradients per second", count(run.pushes_per_s));
+    figure("gradients per second", count(run.gradients_per_s()));
+    if run.gradients_per_push() > 1 {
+        let each = plural(run.gradients_per_push(), "gradient");
+        figure("pushes per second", format!("{}, each of {each}", count(run.pushes_per_s)));
+    }
     figure("updates per second", count(run.updates_per_s));
     figure("samples per second", count(run.samples_per_s));
     figure("blocked", format!("{} of the workers' time", percent(run.blocked_share)));
-    figure("staleness", format!("{} clocks, mean", clocks(run.mean_staleness)));
+    let staleness = run.mean_staleness.map(|mean| format!("{} clocks, mean", clocks(mean)));
+    figure("staleness", staleness.unwrap_or("not known".into()));
     let bound = run.bound().map_or("no bound".into(), |bound| format!("bound {bound}"));
     figure("furthest ahead", format!("{}, {bound}", plural(run.max_lead, "clock")));
     if run.dropped > 0 {
@@ -92,7 +97,7 @@ fn workers(report: &RelaxedReport<'_>, out: &mut Text) {
             rate(worker.pushes_per_s),
             duration(worker.median_compute),
             percent(blocked_share),
-            clocks(worker.mean_staleness),
+            worker.mean_staleness.map_or("–".into(), clocks),
             worker.max_lead,
             worker.lives,
             stacked(parts, 1.0, room),
@@ -105,6 +110,9 @@ fn workers(report: &RelaxedReport<'_>, out: &mut Text) {
 }
 
 fn staleness(report: &RelaxedReport<'_>, out: &mut Text) {
+    if report.run.staleness.is_empty() {
+        return;
+    }
     out.line("");
     out.line("How stale gradients were, in clocks:");
     let room = out.width.saturating_sub(30);

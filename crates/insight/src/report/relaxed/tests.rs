@@ -176,3 +176,39 @@ fn a_histogram_is_as_wide_as_its_pushes_need() {
     );
     assert_eq!(drawn(&[(u64::MAX, 9)]).len(), 4);
 }
+
+#[test]
+fn a_loss_that_is_no_number_is_the_verdict() {
+    let mut run = run("ssp:3");
+    run.diverged = Some(crate::relaxed::Diverged { worker: 2, step: 37 });
+    let report = RelaxedReport::new(&run, None);
+    let text = report.terminal(200);
+    assert!(text.contains("Verdict: The loss of worker 2 became NaN at step 37"), "{text}");
+    assert!(text.contains("lower --learning-rate"), "{text}");
+    assert!(!text.contains("suits"), "{text}");
+    assert_eq!(page(&report)["verdict"]["tone"], "bad");
+    run.diverged = None;
+    assert!(!RelaxedReport::new(&run, None).terminal(200).contains("NaN"));
+}
+
+#[test]
+fn figures_say_what_they_count() {
+    let of = |strategy| RelaxedReport::new(&run(strategy), None).terminal(100);
+    let text = of("downpour:2,4");
+    for part in [
+        "gradients per second    59.5",
+        "pushes per second       29.8, each of 2 gradients",
+        "Verdict: downpour:2,4 gave 59.5 gradients per second",
+    ] {
+        assert!(text.contains(part), "{part}\n{text}");
+    }
+    assert!(!of("async").contains("pushes per second"));
+
+    let text = of("gossip");
+    assert!(text.contains("staleness               not known"), "{text}");
+    assert!(!text.contains("clocks old") && !text.contains("How stale"), "{text}");
+    let gossip = run("gossip");
+    let page = page(&RelaxedReport::new(&gossip, None));
+    assert_eq!(page["staleness"].as_array().unwrap().len(), 0);
+    assert!(page["tiles"].to_string().contains("not known"), "{page}");
+}

@@ -31,7 +31,7 @@ use unisono_codec::parcel::Scratch;
 use super::core::{Age, Refusal};
 use super::wire::{Measured, Setup};
 pub use options::{ClientOptions, Run, ServerError, Transport};
-use session::{Fault, Session};
+use session::{Fault, Session, Trouble};
 pub use visit::{glance, look, reports};
 pub use voice::Stopper;
 use voice::Voices;
@@ -42,6 +42,10 @@ const BEATS: u32 = 4;
 /// Pauses between attempts to reach a shard: the first, and the longest.
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
+
+/// How long a shard may be out of reach before that is told; one that is silent has been for long.
+/// Shorter: every restart is told twice, by its launcher as well. Longer: people wonder.
+const TELL_AFTER: Duration = Duration::from_secs(3);
 
 /// How long a worker that leaves waits until a shard has heard it.
 const FAREWELL: Duration = Duration::from_secs(5);
@@ -91,10 +95,21 @@ impl Client {
         options: ClientOptions,
         initial: &dyn Fn(usize) -> Vec<f32>,
     ) -> Result<Client, ServerError> {
-        let life = options.life.map_or_else(|| visit::life(run, &options), Ok)?;
-        let options = ClientOptions { life: Some(life), ..options };
+        Client::join_stoppable(run, options, initial, |_| ())
+    }
+
+    /// As [`Client::join`]. `begins` gets something that ends this wait, and every later one.
+    pub fn join_stoppable(
+        run: &Run,
+        options: ClientOptions,
+        initial: &dyn Fn(usize) -> Vec<f32>,
+        begins: impl FnOnce(Stopper),
+    ) -> Result<Client, ServerError> {
         let setups = run.setups(options.servers.len().max(1));
         let voices = Arc::new(Voices::new(setups.len()));
+        begins(Stopper(voices.clone()));
+        let life = options.life.map_or_else(|| visit::life(run, &options, &voices), Ok)?;
+        let options = ClientOptions { life: Some(life), ..options };
         let session = |(number, setup): (usize, Setup)| Session::new(number, setup, &options);
         let no_thread = |error: io::Error| ServerError::Unreachable {
             server: 0,
@@ -238,10 +253,8 @@ impl Client {
     ) -> Result<Pushed, ServerError> {
         let mut all = Pushed { applied: true, ..Pushed::default() };
         let is_pending = |session: &Session| session.outbox.pending().is_some();
-        while let Some(session) = self.next_event(is_pending) {
-            let of = &mut self.sessions[session];
-            let received = if is_pending(of) { of.receive_pushed() } else { Err(Fault::ended()) };
-            match received {
+        while let Some((session, ready)) = self.next_event(is_pending) {
+            match ready.and_then(|()| self.sessions[session].receive_pushed()) {
                 Ok(settled) => {
                     self.told = self.told.max(settled.clock);
                     self.finished |= settled.pushed.finished;
@@ -294,41 +307,58 @@ impl Client {
                     let _ = session.ask(clock, self.bound, only);
                 }
             }
-            let Some(session) = self.next_event(is_missing) else { return Ok(()) };
-            let received = match is_missing(&self.sessions[session]) {
-                true => self.sessions[session].receive_weights(take),
-                false => Err(Fault::ended()),
-            };
-            match received {
+            let Some((session, ready)) = self.next_event(is_missing) else { return Ok(()) };
+            match ready.and_then(|()| self.sessions[session].receive_weights(take)) {
                 Ok(()) => taken[session] = Some(clock),
                 Err(fault) => self.mend(session, fault)?,
             }
         }
     }
 
-    /// Waits until a shard says something that is waited for, or the connection to any shard is lost:
-    /// which one. `None` if nothing is waited for.
+    /// Waits until a shard says something that is waited for, or is silent for too long, or the
+    /// connection to any shard is lost: which one, and what is wrong with it. `None` if nothing is waited
+    /// for.
     ///
     /// All are watched, since a shard that was restarted may wait for this worker, and another worker
     /// for that shard, and this one for that worker.
-    fn next_event(&self, is_waited_for: impl Fn(&Session) -> bool) -> Option<usize> {
-        let mut waited_for = self.sessions.iter().filter(|session| is_waited_for(session));
-        let first = waited_for.next()?.number;
+    fn next_event(
+        &mut self,
+        is_waited_for: impl Fn(&Session) -> bool,
+    ) -> Option<(usize, Result<(), Fault>)> {
+        let waited_for: Vec<bool> = self.sessions.iter().map(is_waited_for).collect();
+        let first = waited_for.iter().position(|waited_for| *waited_for)?;
         if self.sessions.len() == 1 {
-            return Some(first);
-        }
-        let mut watched = Vec::with_capacity(self.sessions.len());
-        for session in &self.sessions {
-            let Some(socket) = session.socket() else { return Some(session.number) };
-            let flags = if is_waited_for(session) { PollFlags::IN } else { PollFlags::empty() };
-            watched.push(PollFd::new(socket, flags | PollFlags::RDHUP));
+            return Some((first, Ok(())));
         }
         loop {
-            match poll(&mut watched, None) {
-                Err(rustix::io::Errno::INTR) => {}
+            let slice = self.sessions[first].slice().and_then(|slice| slice.try_into().ok());
+            let mut watched = Vec::with_capacity(self.sessions.len());
+            for (session, waited_for) in self.sessions.iter().zip(&waited_for) {
+                let Some(socket) = session.socket() else {
+                    return Some((session.number, Err(Fault::ended())));
+                };
+                let flags = if *waited_for { PollFlags::IN } else { PollFlags::empty() };
+                watched.push(PollFd::new(socket, flags | PollFlags::RDHUP));
+            }
+            let start = Instant::now();
+            match poll(&mut watched, slice.as_ref()) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 // If it cannot be told, the first will do, as long as it takes.
-                Err(_) => return Some(first),
-                Ok(_) => return watched.iter().position(|socket| !socket.revents().is_empty()),
+                Err(_) => return Some((first, Ok(()))),
+            }
+            let events: Vec<bool> = watched.iter().map(|fd| !fd.revents().is_empty()).collect();
+            for (session, (has_event, waited_for)) in
+                self.sessions.iter_mut().zip(events.into_iter().zip(&waited_for))
+            {
+                let heard = match (waited_for, has_event) {
+                    (true, true) if session.has_message() => Some(Ok(())),
+                    (true, true) | (false, false) => None,
+                    (true, false) => session.waited(start.elapsed()).err().map(Err),
+                    (false, true) => Some(Err(Fault::ended())),
+                };
+                if let Some(heard) = heard {
+                    return Some((session.number, heard));
+                }
             }
         }
     }
@@ -388,7 +418,7 @@ impl Client {
         of.connect(&self.options, self.options.worker, opened)?;
         let welcome = of.join(initial)?;
         // It is there. How long to wait for it counts from the next time that it is not.
-        of.trouble = of.trouble.map(|(_, pause)| (Instant::now(), pause));
+        of.trouble.iter_mut().for_each(|trouble| trouble.since = Instant::now());
         self.told = self.told.max(welcome.clock);
         self.finished |= welcome.finished;
         if session == 0 {
@@ -412,22 +442,33 @@ impl Client {
 
     /// Gives a connection up, and waits a little before the next attempt; or gives up altogether.
     fn give_up(&mut self, session: usize, fault: Fault) -> Result<(), ServerError> {
+        let is_silent =
+            matches!(&fault, Fault::Lost(error) if error.kind() == io::ErrorKind::TimedOut);
         let last = match fault {
             _ if self.voices.is_stopped() => return Err(ServerError::Stopped),
             Fault::Fatal(error) => return Err(error),
             Fault::Lost(error) => error.to_string(),
             Fault::Rejoin(refusal) => refusal.to_string(),
         };
-        log::info!("server {session}: {last}; trying again");
         let of = &mut self.sessions[session];
         of.close();
         self.voices.close(session);
-        let (since, pause) = of.trouble.unwrap_or((Instant::now(), FIRST_PAUSE));
-        of.trouble = Some((since, (pause * 2).min(LONGEST_PAUSE)));
-        if since.elapsed() + pause > self.options.patience {
-            let address = self.options.servers.get(session).cloned().unwrap_or_default();
+        let address = self.options.servers.get(session).map_or("", String::as_str);
+        let ClientOptions { worker, patience, .. } = self.options;
+        log::info!("worker {worker}: server {session} at {address}: {last}; trying again");
+        let trouble = of.trouble.get_or_insert_with(Trouble::begin);
+        if trouble.since.elapsed() + trouble.pause > patience {
+            let address = address.to_owned();
             return Err(ServerError::Unreachable { server: session, address, last });
         }
+        if !trouble.is_told && (is_silent || trouble.since.elapsed() > TELL_AFTER) {
+            trouble.is_told = true;
+            log::warn!(
+                "worker {worker} waits for server {session} at {address}, up to {patience:?}: {last}"
+            );
+        }
+        let pause = trouble.pause;
+        trouble.pause = (pause * 2).min(LONGEST_PAUSE);
         self.voices.pause(pause);
         if self.voices.is_stopped() { Err(ServerError::Stopped) } else { Ok(()) }
     }

@@ -14,7 +14,7 @@ use unisono_sync::shards::Shards;
 
 use super::dial::Call;
 use super::options::{ClientOptions, ServerError};
-use super::{Gradient, Pushed, Take};
+use super::{FIRST_PAUSE, Gradient, Pushed, Take};
 use crate::server::core::Refusal;
 use crate::server::job::SLACK;
 use crate::server::layout::Piece;
@@ -36,7 +36,24 @@ pub enum Fault {
 impl Fault {
     /// The other side has ended the connection.
     pub fn ended() -> Fault {
-        Fault::Lost(io::ErrorKind::UnexpectedEof.into())
+        Fault::Lost(io::Error::new(io::ErrorKind::UnexpectedEof, "it has ended the connection"))
+    }
+}
+
+/// Nothing has come of what was tried.
+pub struct Trouble {
+    /// Since when.
+    pub since: Instant,
+    /// How long to wait before the next attempt.
+    pub pause: Duration,
+    /// Whether people were told.
+    pub is_told: bool,
+}
+
+impl Trouble {
+    /// Now.
+    pub fn begin() -> Trouble {
+        Trouble { since: Instant::now(), pause: FIRST_PAUSE, is_told: false }
     }
 }
 
@@ -52,8 +69,7 @@ pub struct Session {
     /// The clock for which weights were asked that have not come yet.
     pub asked: Option<u64>,
     pub outbox: Outbox,
-    /// Since when nothing has come of what was tried, and how long to wait before the next attempt.
-    pub trouble: Option<(Instant, Duration)>,
+    pub trouble: Option<Trouble>,
     /// Encodes each piece, where it is encoded, from a clock on.
     senders: Vec<Option<Sender>>,
     warm_up: u64,
@@ -128,6 +144,22 @@ impl Session {
         self.link.as_ref().map(Link::socket)
     }
 
+    /// How long to wait for the shard at a time.
+    pub fn slice(&mut self) -> Option<Duration> {
+        Some(self.link.as_mut()?.silence()?.slice())
+    }
+
+    /// Whether the shard has said more than that it lives, or never will.
+    pub fn has_message(&mut self) -> bool {
+        self.link.as_mut().is_none_or(Link::has_message)
+    }
+
+    /// Nothing has come from the shard for so long.
+    pub fn waited(&mut self, time: Duration) -> Result<(), Fault> {
+        let silence = self.link.as_mut().and_then(Link::silence);
+        silence.map_or(Ok(()), |silence| silence.waited(time)).map_err(Fault::Lost)
+    }
+
     /// Whether bulk data lies in common memory.
     pub fn is_shared(&self) -> bool {
         self.link.as_ref().is_some_and(Link::is_shared)
@@ -148,7 +180,9 @@ impl Session {
             timeout: Duration::from_millis(self.setup.timeout_ms),
         };
         self.close();
-        self.link = Some(call.dial(opened)?);
+        let mut link = call.dial(opened)?;
+        link.limit_silence(call.timeout).map_err(Fault::Lost)?;
+        self.link = Some(link);
         Ok(())
     }
 
@@ -348,10 +382,12 @@ impl Session {
     /// Says that the worker is done, and waits until the shard knows, though not for long.
     pub fn leave(&mut self, patience: Duration) {
         if let Some(link) = &mut self.link
-            && link.socket().set_read_timeout(Some(patience)).is_ok()
+            && link.limit_silence(patience).is_ok()
+            && link.send(&Request::Leave, &[]).is_ok()
+            && link.await_message(patience)
         {
             // Whoever cannot be told sees the connection end.
-            let _ = link.send(&Request::Leave, &[]).and_then(|()| link.receive::<Reply>());
+            let _ = link.receive::<Reply>();
         }
     }
 

@@ -2,8 +2,11 @@
 
 use std::time::Instant;
 
+use socket2::Socket;
+
 use super::options::{ClientOptions, Run, ServerError, Transport};
 use super::session::{Fault, Session};
+use super::voice::Voices;
 use super::{FIRST_PAUSE, LONGEST_PAUSE};
 use crate::server::wire::{Reply, Report, Request, Setup};
 
@@ -41,17 +44,23 @@ pub fn glance(run: &Run, options: &ClientOptions) -> Result<Vec<Option<Report>>,
 }
 
 /// A number for a new life of the worker, which the first server gives out.
-pub(super) fn life(run: &Run, options: &ClientOptions) -> Result<u64, ServerError> {
+pub(super) fn life(
+    run: &Run,
+    options: &ClientOptions,
+    voices: &Voices,
+) -> Result<u64, ServerError> {
     // So little needs no common memory.
     let options = ClientOptions { transport: Transport::Tcp, ..options.clone() };
     let setup = run.setups(options.servers.len().max(1)).swap_remove(0);
     let mut session = Session::new(0, setup, &options);
     let request = Request::Life { worker: options.worker };
-    ask(&mut session, &options, Instant::now() + options.patience, |session| {
-        match session.call(&request, &[])? {
-            Reply::Life { life } => Ok(life),
-            other => Err(session.unexpected(other)),
-        }
+    ask(&mut session, &options, voices, Instant::now() + options.patience, |session| match session
+        .call(
+        &request,
+        &[],
+    )? {
+        Reply::Life { life } => Ok(life),
+        other => Err(session.unexpected(other)),
     })
 }
 
@@ -62,24 +71,35 @@ fn visit<T>(
     mut question: impl FnMut(&mut Session) -> Result<T, Fault>,
 ) -> Result<Vec<T>, ServerError> {
     let deadline = Instant::now() + options.patience;
+    let setups = run.setups(options.servers.len().max(1));
+    let voices = Voices::new(setups.len());
     let visit = |(server, setup): (usize, Setup)| {
-        ask(&mut Session::new(server, setup, options), options, deadline, &mut question)
+        ask(&mut Session::new(server, setup, options), options, &voices, deadline, &mut question)
     };
-    run.setups(options.servers.len().max(1)).into_iter().enumerate().map(visit).collect()
+    setups.into_iter().enumerate().map(visit).collect()
 }
 
-/// Asks a server something, until it answers.
+/// Asks a server something, until it answers or the client is stopped.
 fn ask<T>(
     session: &mut Session,
     options: &ClientOptions,
+    voices: &Voices,
     deadline: Instant,
     mut question: impl FnMut(&mut Session) -> Result<T, Fault>,
 ) -> Result<T, ServerError> {
     let mut pause = FIRST_PAUSE;
     loop {
-        let connected = session.connect(options, NOBODY, |_| Ok(()));
-        let last = match connected.and_then(|()| question(session)) {
+        let server = session.number;
+        let opened = |socket: &Socket| {
+            let socket = socket.try_clone().map_err(Fault::Lost)?;
+            voices.open(server, socket).map_err(Fault::Fatal)
+        };
+        let connected = session.connect(options, NOBODY, opened);
+        let outcome = connected.and_then(|()| question(session));
+        voices.close(server);
+        let last = match outcome {
             Ok(answer) => return Ok(answer),
+            Err(_) if voices.is_stopped() => return Err(ServerError::Stopped),
             Err(Fault::Fatal(ServerError::Forgotten { .. })) => {
                 "no worker has joined it yet".to_owned()
             }
@@ -88,11 +108,10 @@ fn ask<T>(
             Err(Fault::Rejoin(refusal)) => refusal.to_string(),
         };
         if Instant::now() + pause >= deadline {
-            let server = session.number;
             let address = options.servers.get(server).cloned().unwrap_or_default();
             return Err(ServerError::Unreachable { server, address, last });
         }
-        std::thread::sleep(pause);
+        voices.pause(pause);
         pause = (pause * 2).min(LONGEST_PAUSE);
     }
 }

@@ -136,7 +136,8 @@ impl Voice {
         while sent < text.len() {
             match socket.send_with_flags(&text[sent..], wait.bits() as i32) {
                 Ok(more) if more > 0 => sent += more,
-                _ => return,
+                // Half a message: nothing can follow it.
+                _ => return drop(socket.shutdown(Shutdown::Both)),
             }
         }
     }

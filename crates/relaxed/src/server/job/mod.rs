@@ -22,7 +22,8 @@ mod plan;
 mod round;
 
 use std::collections::BTreeMap;
-use std::sync::{Condvar, Mutex, MutexGuard};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
 use unisono_insight::folder::FolderError;
@@ -68,6 +69,9 @@ pub enum JobError {
     /// The records of the run.
     #[error("the records of the run: {0}")]
     Records(#[from] FolderError),
+    /// One of its threads has panicked.
+    #[error("a thread of this server panicked, which is a bug: {0}")]
+    Panicked(String),
 }
 
 /// Why a request was not carried out.
@@ -111,6 +115,10 @@ pub struct Job {
     /// When this process took it up, and how many seconds after it began.
     awake: Instant,
     awake_at: f64,
+    /// When the process had a turn last, in milliseconds since it took the run up.
+    ticked: AtomicU64,
+    /// When it had none for long before, likewise; 0 if it always had.
+    woke: AtomicU64,
     snapshot_after: u64,
 }
 
@@ -167,6 +175,8 @@ impl Job {
             began,
             awake: Instant::now(),
             awake_at: 0.0,
+            ticked: AtomicU64::new(0),
+            woke: AtomicU64::new(0),
             snapshot_after: files.snapshot_after.unwrap_or((8 * bytes).max(64 << 20)),
         }
     }
@@ -231,6 +241,9 @@ impl Job {
         if state.connections.get(&caller.worker) != Some(&caller.connection) {
             return Ok(());
         }
+        if self.has_slept() && self.plan.level.bound().is_some() {
+            state.gathers_until = Some(self.now() + self.timeout());
+        }
         state.connections.remove(&caller.worker);
         state.core.leave(caller.worker, caller.life);
         state.reads.remove(&caller.worker);
@@ -245,16 +258,48 @@ impl Job {
         }
     }
 
-    /// Takes silent workers for gone, and no longer waits for those who did not come.
-    pub fn expire(&self) -> Result<(), Unserved> {
+    /// Takes silent workers for gone, and no longer waits for those who did not come; unless others are
+    /// busy here: whether it could.
+    pub fn expire(&self) -> Result<bool, Unserved> {
+        let Some(mut state) = self.lock_soon()? else { return Ok(false) };
         let now = self.now();
-        let mut state = self.lock()?;
         for worker in state.core.expire(now) {
             let timeout = self.plan.timeout();
             log::warn!("worker {worker} was silent for {timeout:?}: the others go on without it");
             state.reads.remove(&worker);
         }
-        self.settle_rounds(&mut state)
+        self.settle_rounds(&mut state)?;
+        Ok(true)
+    }
+
+    /// The process has a turn. To be called several times in a timeout, whatever else happens here.
+    pub fn tick(&self) {
+        let now = self.now().as_millis() as u64;
+        let before = self.ticked.swap(now, Ordering::AcqRel);
+        if now.saturating_sub(before) > self.plan.setup.timeout_ms / 2 {
+            self.woke.store(now.max(1), Ordering::Release);
+        }
+    }
+
+    /// Whether the process was stopped, or had no turn, until less than a timeout ago: workers may have
+    /// given their connections up meanwhile, and will come back.
+    fn has_slept(&self) -> bool {
+        let now = self.now().as_millis() as u64;
+        let timeout = self.plan.setup.timeout_ms;
+        let woke = self.woke.load(Ordering::Acquire);
+        let is_asleep = now.saturating_sub(self.ticked.load(Ordering::Acquire)) > timeout / 2;
+        is_asleep || (woke > 0 && now.saturating_sub(woke) < timeout)
+    }
+
+    /// How long a worker may be silent.
+    pub fn timeout(&self) -> Duration {
+        self.plan.timeout()
+    }
+
+    /// A thread has panicked: nobody may wait for what it leaves undone.
+    pub fn abandon(&self) {
+        self.store.abandon();
+        self.changed.notify_all();
     }
 
     /// The weights for a worker at this clock, as soon as they are fresh enough. `asked` is by how much
@@ -411,7 +456,11 @@ impl Job {
         let threads = std::thread::available_parallelism().map_or(1, usize::from).min(threads);
         std::thread::scope(|scope| {
             for updates in all.chunks(all.len().div_ceil(threads)) {
-                scope.spawn(move || apply(updates));
+                let thread = std::thread::Builder::new().name("unisono-update".into());
+                // Where the system has no more threads, this one does it all.
+                if thread.spawn_scoped(scope, move || apply(updates)).is_err() {
+                    apply(updates);
+                }
             }
         });
     }
@@ -471,13 +520,30 @@ impl Job {
 
     /// Waits for a change, though not for long.
     fn wait<'a>(&self, state: MutexGuard<'a, State>) -> Result<MutexGuard<'a, State>, Unserved> {
-        let (state, _) = self.changed.wait_timeout(state, GLANCE).expect("no panic while locked");
-        if state.failed { Err(Unserved::Gone) } else { Ok(state) }
+        // Whoever has panicked while it was locked has said so.
+        let waited = self.changed.wait_timeout(state, GLANCE).map_err(|_| Unserved::Gone)?;
+        if waited.0.failed { Err(Unserved::Gone) } else { Ok(waited.0) }
     }
 
     fn lock(&self) -> Result<MutexGuard<'_, State>, Unserved> {
-        let state = self.state.lock().expect("no panic while locked");
+        let state = self.state.lock().map_err(|_| Unserved::Gone)?;
         if state.failed { Err(Unserved::Gone) } else { Ok(state) }
+    }
+
+    /// Locks it if that does not take long: somebody may be writing down everything.
+    fn lock_soon(&self) -> Result<Option<MutexGuard<'_, State>>, Unserved> {
+        const PAUSE: Duration = Duration::from_millis(1);
+        // A small part of a timeout, so that ticks are not late.
+        let deadline = Instant::now() + (self.timeout() / 16).min(100 * PAUSE);
+        loop {
+            match self.state.try_lock() {
+                Ok(state) if state.failed => return Err(Unserved::Gone),
+                Ok(state) => return Ok(Some(state)),
+                Err(TryLockError::Poisoned(_)) => return Err(Unserved::Gone),
+                Err(TryLockError::WouldBlock) if Instant::now() > deadline => return Ok(None),
+                Err(TryLockError::WouldBlock) => std::thread::sleep(PAUSE),
+            }
+        }
     }
 }
 
@@ -495,5 +561,19 @@ impl State {
             true => Refusal::Superseded.into(),
             false => Refusal::NotPresent.into(),
         }
+    }
+}
+
+#[cfg(test)]
+impl Job {
+    /// What a defect of a server thread would do.
+    pub fn panic_while_locked(&self) {
+        let _state = self.state.lock();
+        panic!("on purpose");
+    }
+
+    /// A wait that only the end of the server ends.
+    pub fn wait_for_a_version_that_never_comes(&self) {
+        self.store.read(0, u64::MAX);
     }
 }
