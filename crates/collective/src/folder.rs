@@ -45,8 +45,8 @@ mod tests {
             synced.clone()
         };
         assert_eq!(make(&folder), [here.join("a"), here.clone(), std::env::temp_dir()]);
-        assert_eq!(make(&folder), [Path::new(""); 0], "none is new");
-        assert_eq!(make(&here.join("c")), [here.clone()]);
+        assert!(make(&folder).is_empty(), "none is new");
+        assert_eq!(make(&here.join("c")), [&*here]);
         fs::remove_dir_all(&here).unwrap();
         super::make(&folder).unwrap();
         assert!(folder.is_dir());
