@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use unisono_codec::{CodecSpec, Rules};
 use unisono_collective::{Error, Group, Op, Reduction, Request};
 
+use super::calls::Calls;
 use super::machine::{cpu_time, processors};
 use super::memory::spread;
 use super::probe::Sample;
@@ -186,10 +187,11 @@ impl Compressed {
         let seconds = |codec: &CodecSpec| {
             speeds.iter().find(|(known, _)| known == codec).map_or(0.0, |(_, seconds)| *seconds)
         };
+        let calls = Calls::new(self.combiner.group());
         let (mut dense, mut candidates) = (Vec::new(), Vec::new());
         for (codec, rules) in rules {
             let assignment = Assignment::new(&rules, &self.parameters, seconds);
-            let volumes = world.volumes(layout, &self.parameters, &assignment);
+            let volumes = world.volumes(layout, &self.parameters, &assignment, &calls)?;
             match codec {
                 None => dense = volumes,
                 Some(codec) => {
