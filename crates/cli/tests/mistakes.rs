@@ -120,6 +120,14 @@ fn numbers_that_do_not_fit_together() {
             ("train --bucket 0", &["--bucket", "4MiB"]),
             ("train --bucket many", &["--bucket", "many"]),
             ("train --slow 2:2", &["--slow 2:2", "below 2"]),
+            (
+                "train --codec int8 --codec-rule embd*=none",
+                &["embd*=none", "fits no parameter", "linear0.weight, linear0.bias"],
+            ),
+            (
+                "train --codec int8 --codec-rule embd*=none --strategy async",
+                &["embd*=none", "fits no parameter", "linear0.weight, linear0.bias"],
+            ),
             ("train --slow 1:0.5", &["--slow", "a factor of 1 to 1000"]),
             ("train --slow 1:1e30", &["--slow", "a factor of 1 to 1000"]),
             ("train --slow fast", &["--slow", "such as 1:2"]),

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use unisono::codec::UnusedRule;
 use unisono::relaxed::spec::Level;
 use unisono::relaxed::stale::Stale;
 use unisono::sync::Settings;
@@ -125,6 +126,14 @@ impl Plan {
             }
         }
         text
+    }
+
+    /// Fails if a rule for codecs fits none of the parameters.
+    pub fn expect_rules_fit<'a>(
+        &self,
+        names: impl Iterator<Item = &'a str> + Clone,
+    ) -> Result<(), UnusedRule> {
+        self.compression.as_ref().map_or(Ok(()), |with| with.rules.expect_fits(names))
     }
 
     /// The model and the data, for people.
