@@ -157,6 +157,9 @@ fn describe(plan: &Plan, job: &Job, trainee: &dyn Trainee) -> RunInfo {
     set("data", data.clone().into());
     set("seed", number(plan.seed));
     set("batch", number(plan.batch as u64));
+    if let Some(usual) = plan.given.instead_of_batch {
+        set("batch_instead_of", number(usual as u64));
+    }
     set("shards", number(plan.shards as u64));
     set("threads", number(plan.threads as u64));
     set("optimizer", plan.optimizer.to_string().into());

@@ -27,6 +27,9 @@ const GRACE: Duration = Duration::from_secs(60);
 pub fn run(args: TrainArgs) -> anyhow::Result<ExitCode> {
     if args.level().is_some() {
         fix_threads(args.threads());
+        if !args.as_worker && !is_launched() {
+            announce(&args)?;
+        }
         return relaxed::run(&args);
     }
     if args.as_worker || std::env::var_os("RANK").is_some() || is_launched() {
@@ -41,6 +44,7 @@ pub fn run(args: TrainArgs) -> anyhow::Result<ExitCode> {
         };
     }
     rehearse(&args)?;
+    announce(&args)?;
     let display = Display::new();
     let mut command = vec![std::env::current_exe()?.into_os_string()];
     command.extend(std::env::args_os().skip(1));
@@ -97,6 +101,14 @@ fn try_out(args: &TrainArgs) -> anyhow::Result<()> {
     if let Some(mut saver) = checkpoint::Saver::open(&plan)? {
         let found = saver.find(&plan)?;
         checkpoint::resume(&mut *trainee, found.as_ref(), &alone)?;
+    }
+    Ok(())
+}
+
+/// Says what the user might not expect of the run.
+fn announce(args: &TrainArgs) -> anyhow::Result<()> {
+    if let Some(notice) = args.plan(args.workers())?.notice() {
+        eprintln!("unisono: {notice}");
     }
     Ok(())
 }

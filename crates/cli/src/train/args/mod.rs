@@ -21,6 +21,7 @@ use super::strategy::Strategy;
 use crate::bench::sizes;
 use choices::Schedule;
 pub use choices::{CodecChoice, ServersChoice};
+use plan::Given;
 pub use plan::{Plan, RelaxedPlan, Work};
 
 /// Shards of a run that does not say how many. Every number of workers up to this one can share
@@ -89,8 +90,8 @@ pub struct TrainArgs {
     /// replayed model and with a codec, which encodes each by itself.
     #[arg(long)]
     shards: Option<usize>,
-    /// Samples per step, over all workers; by default 64, or a few more for a replayed model whose
-    /// shards do not divide them.
+    /// Samples per step, over all workers; by default 64, or a few more if that is no multiple of the
+    /// shards.
     #[arg(long)]
     batch: Option<usize>,
     /// Steps to train for, over all runs that are resumed.
@@ -280,7 +281,11 @@ impl TrainArgs {
             self.accumulate,
         );
         ensure!(count <= MOST, "--shards {count}: use at most {MOST}");
-        let batch = self.batch.unwrap_or(BATCH.next_multiple_of(count));
+        let usual = BATCH.next_multiple_of(count);
+        let batch = self.batch.unwrap_or(usual);
+        // A replayed model has no samples to speak of.
+        let learns = matches!(work, Work::Learn { .. });
+        let instead_of_batch = (learns && self.batch.is_none() && usual != BATCH).then_some(BATCH);
         ensure!(batch <= MOST, "--batch {batch}: use at most {MOST}");
         ensure!(
             batch > 0 && batch.is_multiple_of(count),
@@ -309,6 +314,12 @@ impl TrainArgs {
             measure_scaling: self.measure_scaling,
             slow: self.slow(workers)?,
             accumulate: self.accumulate,
+            given: Given {
+                workers,
+                learning_rate: self.learning_rate.is_some(),
+                shards: self.shards.is_some(),
+                instead_of_batch,
+            },
             work,
         })
     }

@@ -51,6 +51,20 @@ pub struct Plan {
     pub measure_scaling: bool,
     pub slow: Option<(usize, f64)>,
     pub accumulate: usize,
+    /// What it was made from, where that says more than what was made of it.
+    pub given: Given,
+}
+
+/// What the plan was made from.
+#[derive(Clone, Copy, Debug)]
+pub struct Given {
+    pub workers: usize,
+    /// Whether the user chose it.
+    pub learning_rate: bool,
+    /// As above.
+    pub shards: bool,
+    /// The usual size of a batch, if the shards made it another.
+    pub instead_of_batch: Option<usize>,
 }
 
 /// What makes a run relaxed.
@@ -88,6 +102,16 @@ impl Plan {
             ("strategy", self.strategy_name()),
             ("codec", self.describe_codec()),
         ]
+    }
+
+    /// What the user should know before it begins.
+    pub fn notice(&self) -> Option<String> {
+        let usual = self.given.instead_of_batch?;
+        let Plan { batch, shards, .. } = self;
+        Some(format!(
+            "a step has {batch} samples instead of the usual {usual}, which {shards} shards cannot \
+             share evenly; set --batch to choose"
+        ))
     }
 
     /// The strategy, whichever kind it is.
