@@ -25,6 +25,10 @@ struct Trained {
     saved: [Saved; 2],
     /// Bytes that this rank sent in the last step.
     sent: u64,
+    /// And in each.
+    by_step: Vec<u64>,
+    /// Whether a codec was in force.
+    encoded: Vec<Option<bool>>,
 }
 
 fn parameters() -> Vec<Parameter> {
@@ -42,7 +46,7 @@ fn train(workers: usize, compression: Option<&Compression>, from: Option<&Saved>
     train_over(&Options::default(), Duration::ZERO, workers, compression, from)
 }
 
-/// As [`train`], over a transport, with shards that take a while.
+/// As [`train`], in a group with these options, with shards that take a while.
 fn train_over(
     options: &Options,
     compute: Duration,
@@ -81,7 +85,7 @@ fn worker(
     let before = save();
     let mut weights: Vec<Vec<f32>> =
         parameters().iter().map(|parameter| vec![0.5; parameter.elements()]).collect();
-    let (mut advice, mut sent) = (Vec::new(), 0);
+    let (mut advice, mut by_step, mut encoded) = (Vec::new(), Vec::new(), Vec::new());
     for step in 0..STEPS {
         let before = sync.sent();
         for _ in sync.shards() {
@@ -100,12 +104,15 @@ fn worker(
         let outcome = sync.finish(|parameter, mean| {
             weights[parameter].iter_mut().zip(mean).for_each(|(w, g)| *w -= 0.01 * g);
         });
-        advice.extend(outcome.unwrap().advice);
-        sent = sync.sent() - before;
+        let outcome = outcome.unwrap();
+        encoded.push(outcome.encoded);
+        advice.extend(outcome.advice);
+        by_step.push(sync.sent() - before);
     }
     let bits = |weights: &Vec<f32>| weights.iter().map(|w| w.to_bits()).collect();
     let weights = weights.iter().map(bits).collect();
-    Trained { weights, advice, saved: [before, save()], sent }
+    let sent = by_step.last().copied().unwrap_or(0);
+    Trained { weights, advice, saved: [before, save()], sent, by_step, encoded }
 }
 
 #[test]
@@ -199,4 +206,24 @@ fn as_many_bytes_are_sent_as_predicted() {
             );
         }
     }
+}
+
+#[test]
+fn what_deciding_took_is_said_and_counted() {
+    for trained in train(2, Some(&auto()), None) {
+        let cost = trained.advice[0].cost;
+        // Fifteen calls of 16 KiB each, to the other rank and back in halves.
+        assert!(cost.bytes >= 15 * 2 * (16 << 10), "{cost:?}");
+        assert!(cost.steps >= 8 && cost.seconds > 0.0, "{cost:?}");
+        let deciding = trained.advice[0].step as usize;
+        let before = trained.by_step[deciding - 1];
+        // Its rank's half of them belongs to the step that was observed last, not to the next.
+        assert!(trained.by_step[deciding] >= before + 15 * (16 << 10), "{:?}", trained.by_step);
+        assert!(trained.by_step[deciding + 1] <= before, "{:?}", trained.by_step);
+        let encoded: Vec<bool> = trained.encoded.iter().map(|encoded| encoded.unwrap()).collect();
+        assert!(encoded[..=deciding].iter().all(|encoded| !encoded), "{encoded:?}");
+        let chosen = trained.advice[0].chosen.is_some();
+        assert!(encoded[deciding + 1..].iter().all(|encoded| *encoded == chosen), "{encoded:?}");
+    }
+    assert!(train(2, None, None)[0].encoded.iter().all(Option::is_none));
 }

@@ -7,7 +7,7 @@ use anyhow::Context;
 use serde_json::json;
 use unisono::insight::advice::{Advice, Prediction};
 use unisono::insight::folder::{FolderError, RunFolder};
-use unisono::insight::{Outcome, RunInfo, Scaling};
+use unisono::insight::{Outcome, RunInfo, Scaling, units};
 use unisono::sync::local::StrategySpec;
 use unisono::sync::shards::Shards;
 use unisono::sync::{Parameter, advice as sync};
@@ -63,13 +63,23 @@ impl Home {
             wire_bytes: row.wire_bytes,
         };
         let chosen = advice.chosen.as_ref().map_or("none".to_owned(), ToString::to_string);
-        eprintln!("unisono: codec {chosen}: {}", advice.reason);
+        let sync::Cost { steps, bytes, seconds } = advice.cost;
+        eprintln!(
+            "unisono: codec {chosen}: {} (to decide, {} were sent in {}, after {steps} steps without \
+             a codec)",
+            advice.reason,
+            units::bytes(bytes as f64),
+            units::duration(seconds),
+        );
         let advice = Advice {
             step,
             rows: advice.rows.iter().map(prediction).collect(),
             chosen,
             measured_dense_seconds: advice.measured_dense_seconds,
             reason: advice.reason.clone(),
+            observed_steps: steps,
+            deciding_bytes: bytes,
+            deciding_seconds: seconds,
         };
         Ok(self.folder().advise(&advice)?)
     }

@@ -87,6 +87,10 @@ fn figures(report: &Report, out: &mut Text) {
     if let Some(sent) = report.sent() {
         figure("sent by all ranks", sent);
     }
+    if let Some((with, before)) = report.sent_by_codec() {
+        figure("  with the codec", with);
+        figure("  before it", before);
+    }
     if run.has_local_steps() {
         figure("agreed", format!("in {} of {} steps", run.agreed, run.recorded));
     }
