@@ -114,8 +114,8 @@ pub struct RunInfo {
     /// named when it is later than that.
     #[serde(default)]
     pub clock_error: f64,
-    /// Every setting of the run, as it took effect, defaults included. `overlap = false` and
-    /// `framework` are understood by the verdict; all others are only shown.
+    /// Every setting of the run, as it took effect, defaults included. `overlap = false`, `optimizer`,
+    /// `checkpoint_dir` and `framework` are understood by the verdict; all others are only shown.
     #[serde(default)]
     pub settings: toml::Table,
 }
@@ -135,6 +135,11 @@ impl RunInfo {
     /// in its words.
     pub fn framework(&self) -> Option<&str> {
         self.settings.get("framework").and_then(toml::Value::as_str)
+    }
+
+    /// The learning rates that the run had before it was resumed with another: "0.1 until step 300".
+    pub fn earlier_rates(&self) -> Option<&str> {
+        self.settings.get("earlier_learning_rates").and_then(toml::Value::as_str)
     }
 
     /// What gradients were compressed with, if with anything.
@@ -206,6 +211,9 @@ pub struct Summary {
     /// Loss of the last step.
     #[serde(deserialize_with = "number")]
     pub final_loss: f64,
+    /// See [`RunBreakdown::diverged`].
+    #[serde(default)]
+    pub diverged_at: Option<u64>,
     /// See [`Outcome::accuracy`].
     pub accuracy: Option<f64>,
     /// See [`Outcome::held_out_loss`].
@@ -284,6 +292,7 @@ impl Summary {
         Summary {
             steps: run.recorded as u64,
             final_loss: run.final_loss.unwrap_or(f64::NAN),
+            diverged_at: run.diverged,
             accuracy: outcome.accuracy,
             held_out_loss: outcome.held_out_loss,
             weights_hash: outcome.weights_hash,

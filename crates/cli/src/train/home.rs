@@ -45,7 +45,10 @@ impl Home {
         hosts: Vec<String>,
         clock_error: f64,
     ) -> anyhow::Result<()> {
-        let info = RunInfo { hosts, clock_error, ..describe(plan, job, trainee) };
+        let mut info = RunInfo { hosts, clock_error, ..describe(plan, job, trainee) };
+        if let Some(rates) = self.saver.as_ref().and_then(|saver| saver.earlier_rates.clone()) {
+            info.settings.insert("earlier_learning_rates".to_owned(), rates.into());
+        }
         let folder = match &self.run_dir {
             Some(dir) => RunFolder::create(dir, &info).context("--run-dir")?,
             None => create_in_runs(&info)?,
@@ -112,6 +115,8 @@ impl Home {
             let mut object = serde_json::to_value(summary)?;
             object["step"] = json!(trainee.steps());
             object["interrupted"] = json!(interrupted);
+            object["batch"] = json!(plan.batch);
+            object["earlier_learning_rates"] = json!(run.info.earlier_rates());
             object["report"] = json!(run.report_path());
             return writeln!(out, "{object}").context("writing the result");
         }
@@ -128,10 +133,11 @@ impl Home {
                 "nothing left to do: the run was complete after step {}",
                 trainee.steps()
             )?;
-        } else {
+        } else if summary.final_loss.is_finite() {
             write!(out, "loss {:.4}, ", summary.final_loss)?;
         }
-        if let Some(accuracy) = summary.accuracy {
+        // Of weights that are no numbers, what they answer is chance.
+        if let (Some(accuracy), None) = (summary.accuracy, summary.diverged_at) {
             write!(out, "held-out accuracy {:.1} %, ", accuracy * 100.0)?;
         }
         writeln!(out, "weights {}", summary.weights_hash)?;

@@ -99,7 +99,7 @@ fn try_out(args: &TrainArgs) -> anyhow::Result<()> {
     let alone = Group::local(1, &Options::default())?.remove(0);
     let mut trainee = trainee::build(&plan, &alone)?;
     if let Some(mut saver) = checkpoint::Saver::open(&plan)? {
-        let found = saver.find(&plan)?;
+        let found = saver.find(&plan)?.map(|found| found.checkpoint);
         checkpoint::resume(&mut *trainee, found.as_ref(), &alone)?;
     }
     Ok(())

@@ -214,11 +214,11 @@ fn tiles(report: &Report) -> Vec<Tile> {
             note: format!("in {} of {} steps", run.agreed, run.recorded),
         });
     }
-    if let Some(loss) = run.final_loss {
+    if let Some(value) = report.final_loss() {
         let accuracy = report.summary.as_ref().and_then(|summary| summary.accuracy);
         tiles.push(Tile {
             label: "Final loss",
-            value: if loss.is_finite() { format!("{loss:.4}") } else { "diverged".into() },
+            value,
             note: match accuracy {
                 Some(accuracy) => format!("held-out accuracy {:.2} %", accuracy * 100.0),
                 None => format!("after {} steps", count(run.recorded as f64)),

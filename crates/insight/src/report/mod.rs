@@ -64,6 +64,14 @@ impl Report {
         html::render(self)
     }
 
+    /// The loss of the last step; none where nobody said it.
+    fn final_loss(&self) -> Option<String> {
+        match (self.run.final_loss?, self.run.diverged) {
+            (_, Some(step)) => Some(format!("no number since step {step}")),
+            (loss, None) => loss.is_finite().then(|| format!("{loss:.4}")),
+        }
+    }
+
     /// What a step sends, in comparison with one without codec and local steps: "1.2 MB a step, 30×
     /// less than without a codec".
     fn sent(&self) -> Option<String> {

@@ -47,6 +47,9 @@ fn title(report: &Report, out: &mut Text) {
         count(run.recorded as f64),
         run.warm_up
     ));
+    if let Some(rates) = report.info.earlier_rates() {
+        out.wrapped("", &format!("learning rate: {rates}"));
+    }
 }
 
 fn typical_step(report: &Report, out: &mut Text) {
@@ -94,8 +97,8 @@ fn figures(report: &Report, out: &mut Text) {
     if run.has_local_steps() {
         figure("agreed", format!("in {} of {} steps", run.agreed, run.recorded));
     }
-    if let Some(loss) = run.final_loss {
-        figure("final loss", format!("{loss:.4}"));
+    if let Some(loss) = report.final_loss() {
+        figure("final loss", loss);
     }
     if let Some(summary) = &report.summary {
         if let Some(accuracy) = summary.accuracy {

@@ -189,3 +189,29 @@ fn a_run_without_codec_claims_no_saving() {
     assert!(!report.terminal(100).contains("less than"));
     assert_eq!(tile(&page(&report), "Sent per step"), Some("by all ranks together"));
 }
+
+#[test]
+fn a_run_whose_loss_is_lost_has_a_verdict_that_says_so() {
+    let mut lost = steps(60, |_| true);
+    lost[10].loss = f64::NAN;
+    lost[55..].iter_mut().for_each(|step| step.loss = f64::INFINITY);
+    let mut info = info();
+    info.settings.insert("optimizer".into(), "sgd, learning rate 0.5, weight decay 0".into());
+    let report = Report::new(&info, &lost, None, None);
+    let text = report.terminal(200);
+    assert!(text.contains("no longer a number since step 55"), "{text}");
+    assert!(text.contains("lower learning rate (it was 0.5)"), "{text}");
+    assert!(
+        !text.contains("bottleneck") && !text.contains("NaN") && !text.contains("inf"),
+        "{text}"
+    );
+    assert_eq!(page(&report)["verdict"]["headline"], report.verdict.headline);
+    // Of a framework's program nobody may have said the loss.
+    info.settings.insert("framework".into(), "torch 2.15.0".into());
+    let text = Report::new(&info, &lost, None, None).terminal(200);
+    assert!(text.contains("bottleneck") && !text.contains("final loss"), "{text}");
+    // One bad batch is not the end.
+    lost.truncate(50);
+    info.settings.remove("framework");
+    assert!(Report::new(&info, &lost, None, None).verdict.headline.contains("bottleneck"));
+}

@@ -105,7 +105,8 @@ pub struct TrainArgs {
     /// with hogwild, which can do no other.
     #[arg(long)]
     optimizer: Option<OptimizerSpec>,
-    /// The learning rate; by default one that suits the optimizer.
+    /// The learning rate; by default one that suits the optimizer. With --resume, it may be another
+    /// than before, from there on.
     #[arg(long, value_name = "RATE")]
     learning_rate: Option<f64>,
     /// How the learning rate goes on.
