@@ -112,7 +112,7 @@ pub struct TrainArgs {
     /// How the learning rate goes on.
     #[arg(long, value_enum, default_value = "constant")]
     schedule: Schedule,
-    /// The weight decay; by default one that suits the optimizer.
+    /// The weight decay; by default one that suits the optimizer and the model.
     #[arg(long)]
     weight_decay: Option<f64>,
     /// Decides about initial weights and the order of samples.
