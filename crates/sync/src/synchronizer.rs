@@ -172,9 +172,6 @@ impl Synchronizer {
     ) -> Result<Synchronizer, SyncError> {
         let (rank, workers) = group.map_or((0, 1), |group| (group.rank(), group.size()));
         let shards = Shards::new(settings.shards, workers)?;
-        if let Some(Compression { rules, .. }) = &settings.compression {
-            rules.expect_fits(parameters.iter().map(|parameter| parameter.name.as_str()))?;
-        }
         if let Some(group) = group {
             expect_equal_models(group, &parameters)?;
         }
