@@ -391,6 +391,21 @@ fn what_was_sent_is_the_sum_of_all_steps() {
     }
 }
 
+/// The usual warm-up is longer than a short run, in which the codec would do nothing without a word.
+#[test]
+fn a_codec_that_will_not_begin_is_said() {
+    let desk = Desk::new();
+    let run = |flags: &str| desk.run(&format!("train --json --steps 20 --codec topk {flags}"));
+    let ended = run("--run-dir run");
+    assert_eq!(ended.summary().count("codec_steps"), 0);
+    let words = "nothing will be encoded: the codec begins after 300 steps, and the run has 20";
+    assert_eq!(ended.stderr.matches(words).count(), 1, "{}", ended.stderr);
+    assert!(desk.run("report run").expect_success().contains("no step was encoded"));
+    let ended = run("--codec-warmup 10");
+    assert_eq!(ended.summary().count("codec_steps"), 10);
+    assert!(!ended.stderr.contains("nothing will"), "{}", ended.stderr);
+}
+
 #[test]
 fn a_codec_that_goes_on_with_other_workers_says_what_to_set() {
     let desk = Desk::new();

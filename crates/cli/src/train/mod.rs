@@ -107,7 +107,7 @@ fn try_out(args: &TrainArgs) -> anyhow::Result<()> {
 
 /// Says what the user might not expect of the run.
 fn announce(args: &TrainArgs) -> anyhow::Result<()> {
-    if let Some(notice) = args.plan(args.workers())?.notice() {
+    for notice in args.plan(args.workers())?.notices() {
         eprintln!("unisono: {notice}");
     }
     Ok(())

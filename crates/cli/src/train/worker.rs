@@ -32,8 +32,8 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let group = job.world();
     let plan = args.plan(group.size())?;
     expect_equal_plans(&plan, group)?;
-    if let (0, false, Some(notice)) = (group.rank(), args.as_worker, plan.notice()) {
-        eprintln!("unisono: {notice}");
+    if group.rank() == 0 && !args.as_worker {
+        plan.notices().iter().for_each(|notice| eprintln!("unisono: {notice}"));
     }
     let scaling = match plan.measure_scaling {
         true => measure_alone(&plan, group)?,

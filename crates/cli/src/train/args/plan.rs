@@ -105,13 +105,22 @@ impl Plan {
     }
 
     /// What the user should know before it begins.
-    pub fn notice(&self) -> Option<String> {
-        let usual = self.given.instead_of_batch?;
-        let Plan { batch, shards, .. } = self;
-        Some(format!(
-            "a step has {batch} samples instead of the usual {usual}, which {shards} shards cannot \
-             share evenly; set --batch to choose"
-        ))
+    pub fn notices(&self) -> Vec<String> {
+        let Plan { batch, shards, steps, .. } = self;
+        let batch = self.given.instead_of_batch.map(|usual| {
+            format!(
+                "a step has {batch} samples instead of the usual {usual}, which {shards} shards cannot \
+                 share evenly; set --batch to choose"
+            )
+        });
+        let warm_up = self.compression.as_ref().map(|compression| compression.warm_up);
+        let never = warm_up.filter(|warm_up| *warm_up >= self.steps).map(|warm_up| {
+            format!(
+                "nothing will be encoded: the codec begins after {warm_up} steps, and the run has \
+                 {steps}; set --codec-warmup"
+            )
+        });
+        batch.into_iter().chain(never).collect()
     }
 
     /// The strategy, whichever kind it is.
