@@ -216,6 +216,7 @@ fn tiles(report: &Report) -> Vec<Tile> {
     }
     if let Some(value) = report.final_loss() {
         let accuracy = report.summary.as_ref().and_then(|summary| summary.accuracy);
+        let accuracy = accuracy.filter(|_| run.diverged.is_none());
         tiles.push(Tile {
             label: "Final loss",
             value,

@@ -101,7 +101,8 @@ fn figures(report: &Report, out: &mut Text) {
         figure("final loss", loss);
     }
     if let Some(summary) = &report.summary {
-        if let Some(accuracy) = summary.accuracy {
+        // Of weights that are no numbers, what they answer is chance.
+        if let (Some(accuracy), None) = (summary.accuracy, run.diverged) {
             figure("held-out accuracy", format!("{:.2} %", accuracy * 100.0));
         }
         if let Some(efficiency) = summary.scaling_efficiency {
