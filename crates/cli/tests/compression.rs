@@ -347,6 +347,86 @@ fn sparse_codecs_send_as_little_of_a_real_gradient() {
     );
 }
 
+/// The records of the steps have the last word, warm-up and all.
+#[test]
+fn what_was_sent_is_the_sum_of_all_steps() {
+    const WARM_UP: usize = 25;
+    let desk = Desk::new();
+    let flags = "--hidden 512,256 --batch 16 --workers 2 --transport tcp --steps 40";
+    for codec in ["topk", "powersgd:4", "auto --codec-rule linear1*=int8"] {
+        let run = format!("run-{}", desk.count());
+        let flags = format!("{flags} --codec-warmup {WARM_UP} --run-dir {run} --codec {codec}");
+        let summary = desk.train(&flags);
+        let records: Vec<Value> = desk
+            .read(&format!("{run}/steps.jsonl"))
+            .lines()
+            .map(|line| serde_json::from_str(line).unwrap())
+            .collect();
+        let sent = |records: &[Value]| {
+            records.iter().map(|record| record["wire_bytes"].as_u64().unwrap()).sum::<u64>() as f64
+        };
+        let is = |key: &str, expected: f64| {
+            let told = summary.number(key);
+            assert!((told / expected - 1.0).abs() < 1e-6, "{codec}: {key} {told}, not {expected}");
+        };
+        let (all, steps) = (sent(&records), records.len() as f64);
+        is("wire_bytes_per_step", all / steps);
+        is("wire_bytes", all);
+        let info: toml::Table = desk.read(&format!("{run}/run.toml")).parse().unwrap();
+        let dense = info["dense_bytes_per_step"].as_integer().unwrap() as f64;
+        is("wire_ratio", dense * steps / all);
+        let (before, with) = records.split_at(WARM_UP);
+        assert!(before.iter().all(|record| record["encoded"] == false), "{codec}");
+        assert!(with.iter().all(|record| record["encoded"] == true), "{codec}");
+        is("codec_steps", with.len() as f64);
+        is("codec_warmup_steps", before.len() as f64);
+        is("codec_wire_bytes_per_step", sent(with) / with.len() as f64);
+        is("codec_wire_ratio", dense * with.len() as f64 / sent(with));
+        is("codec_warmup_wire_bytes_per_step", sent(before) / before.len() as f64);
+        let report = desk.run(&format!("report {run}"));
+        for steps in [with.len(), before.len()] {
+            let words = format!(", in {steps} steps\n");
+            assert!(report.expect_success().contains(&words), "{}", report.stdout);
+        }
+    }
+}
+
+/// The usual warm-up is longer than a short run, in which the codec would do nothing without a word.
+#[test]
+fn a_codec_that_will_not_begin_is_said() {
+    let desk = Desk::new();
+    let run = |flags: &str| desk.run(&format!("train --json --steps 20 --codec topk {flags}"));
+    let ended = run("--run-dir run");
+    assert_eq!(ended.summary().count("codec_steps"), 0);
+    let words = "nothing will be encoded: the codec begins after 300 steps, and the run has 20";
+    assert_eq!(ended.stderr.matches(words).count(), 1, "{}", ended.stderr);
+    assert!(desk.run("report run").expect_success().contains("no step was encoded"));
+    let ended = run("--codec-warmup 10");
+    assert_eq!(ended.summary().count("codec_steps"), 10);
+    assert!(!ended.stderr.contains("nothing will"), "{}", ended.stderr);
+}
+
+#[test]
+fn a_codec_that_goes_on_with_other_workers_says_what_to_set() {
+    let desk = Desk::new();
+    let flags = format!("--hidden 48,24 --codec int8 --checkpoint-dir {FOLDER}");
+    desk.train(&format!("{flags} --steps 5 --workers 2 --batch 16"));
+    let resume = |batch: u32, more: &str| {
+        desk.run(&format!("train --json {flags} --steps 9 --resume --batch {batch} {more}"))
+    };
+    let ended = resume(16, "--workers 4");
+    let complaint = ended.complaint();
+    assert!(complaint.contains("shards 2, not 4 (with a codec, one per worker"), "{complaint}");
+    assert!(complaint.contains("add --shards 2 --workers 2"), "{complaint}");
+    let ended = resume(16, "--workers 1");
+    assert!(ended.complaint().contains("; add --shards 2, or"), "{}", ended.stderr);
+    // All that differs is named at once.
+    let ended = resume(32, "--workers 1 --seed 9");
+    let remedy = "add --seed 1 --batch 16 --shards 2, or";
+    assert!(ended.complaint().contains(remedy), "{}", ended.stderr);
+    resume(16, "--workers 1 --shards 2").summary();
+}
+
 #[test]
 fn nothing_is_encoded_where_that_would_take_longer() {
     let desk = Desk::new();

@@ -120,6 +120,14 @@ fn numbers_that_do_not_fit_together() {
             ("train --bucket 0", &["--bucket", "4MiB"]),
             ("train --bucket many", &["--bucket", "many"]),
             ("train --slow 2:2", &["--slow 2:2", "below 2"]),
+            (
+                "train --codec int8 --codec-rule embd*=none",
+                &["embd*=none", "fits no parameter", "linear0.weight, linear0.bias"],
+            ),
+            (
+                "train --codec int8 --codec-rule embd*=none --strategy async",
+                &["embd*=none", "fits no parameter", "linear0.weight, linear0.bias"],
+            ),
             ("train --slow 1:0.5", &["--slow", "a factor of 1 to 1000"]),
             ("train --slow 1:1e30", &["--slow", "a factor of 1 to 1000"]),
             ("train --slow fast", &["--slow", "such as 1:2"]),
@@ -345,6 +353,34 @@ fn a_learning_rate_that_is_too_high() {
     assert!(last.contains("no longer a number") && last.contains("--learning-rate"), "{last}");
     assert!(desk.path("run/report.html").exists(), "there is something to look at");
     assert_eq!(checkpoints(&desk.path("saved")), [] as [u64; 0], "nothing to go on from");
+    assert_verdict_is_lost(&desk, last);
+}
+
+/// The report says the same as the complaint: since when, and what to change.
+fn assert_verdict_is_lost(desk: &Desk, complaint: &str) {
+    let (_, since) = complaint.split_once("no longer a number since step ").expect("since when");
+    let step: u64 = since.split([';', ' ']).next().unwrap().parse().unwrap();
+    let report = desk.run("report run --width 110");
+    let report = report.expect_success();
+    let (_, verdict) = report.rsplit_once("\nVerdict: ").expect("a report ends in a verdict");
+    let words = format!("The run is lost: its loss is no longer a number since step {step}.");
+    assert!(verdict.contains(&words), "{verdict}");
+    assert!(report.contains("lower learning rate"), "{report}");
+    assert!(desk.read("run/report.html").contains(&words));
+}
+
+/// Between two agreements a worker knows its own loss only, and the others do not wait for it.
+#[test]
+fn a_learning_rate_that_is_too_high_for_local_steps() {
+    for period in [5, 120] {
+        let desk = Desk::new();
+        let settings = "--optimizer sgd --learning-rate 1e9 --steps 200 --run-dir run \
+                        --checkpoint-dir saved --checkpoint-every 10";
+        let ended = desk.run(&format!("train --strategy local:{period} {settings}"));
+        assert!(!ended.status.success());
+        assert_verdict_is_lost(&desk, ended.stderr.lines().last().unwrap_or_default());
+        assert_eq!(checkpoints(&desk.path("saved")), [] as [u64; 0], "they would be lost, too");
+    }
 }
 
 #[test]

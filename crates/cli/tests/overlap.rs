@@ -14,8 +14,28 @@ const LAYER_BYTES: usize = 512 << 10;
 
 const STEPS: usize = 30;
 
+/// Runs with and without overlap, in turns, of the benchmark.
+const RUNS: usize = 3;
+
+/// What must hide of what can, by the measurements of one and the same run. The first bucket is ready
+/// when a sixteenth of the backward pass is over, the last when all of it is, and every thread that is
+/// not given a processor in time costs a little more.
+const HIDDEN: f64 = 0.65;
+
+/// Without overlap, nothing does.
+const HIDDEN_WITHOUT: f64 = 0.05;
+
+/// What the documentation promises of a machine that does nothing else: how much shorter steps are than
+/// without overlap, of how much shorter they could be.
+const PROMISED: f64 = 0.80;
+
+/// Communication and backward pass are measured in the same steps, so whatever else the machine does
+/// makes both longer. Steps of different runs are only compared by `bench/links`, which sets
+/// `BENCH_LINKS`.
 #[test]
 fn communication_hides_behind_backward() {
+    let is_bench = std::env::var_os("BENCH_LINKS").is_some();
+    let mut savings = Vec::new();
     for hosts in [2, 4] {
         let Some(lab) = lab_or_skip(hosts, Link::new(RATE)) else { return };
         let folder = tempfile::tempdir().unwrap();
@@ -25,23 +45,39 @@ fn communication_hides_behind_backward() {
         let model = folder.path().join("model");
         std::fs::write(&model, layers(backward / LAYERS as f64)).unwrap();
 
-        let off = train(&lab, &model, &folder.path().join("off"), &["--no-overlap"]);
-        let on = train(&lab, &model, &folder.path().join("on"), &[]);
-        let hideable = off.comm_ms.min(off.backward_ms);
-        let hidden = (off.step_ms - on.step_ms) / hideable;
+        let (mut without, mut with) = (Vec::new(), Vec::new());
+        for run in 0..if is_bench { RUNS } else { 1 } {
+            let into = |name: &str| folder.path().join(format!("{name}-{run}"));
+            without.push(train(&lab, &model, &into("off"), &["--no-overlap"]));
+            with.push(train(&lab, &model, &into("on"), &[]));
+        }
+        let median = |runs: &[Summary], of: fn(&Summary) -> f64| {
+            let mut values: Vec<f64> = runs.iter().map(of).collect();
+            values.sort_by(f64::total_cmp);
+            values[values.len() / 2]
+        };
+        let hidden = median(&with, |run| run.hidden_of_hideable);
+        let hidden_without = median(&without, |run| run.hidden_of_hideable);
+        let hideable = median(&without, |run| run.comm_ms.min(run.backward_ms));
+        let step = |runs: &[Summary]| median(runs, |run| run.step_ms);
+        let saved = (step(&without) - step(&with)) / hideable;
         println!(
             "{hosts} hosts: a step takes {:.0} ms without overlap ({:.0} backward, {:.0} \
-             communication), {:.0} ms with: {:.0} % of what can be hidden is",
-            off.step_ms,
-            off.backward_ms,
-            off.comm_ms,
-            on.step_ms,
+             communication), {:.0} ms with: {:.0} % of what can be hidden is, by its own measurements \
+             {:.0} %",
+            step(&without),
+            median(&without, |run| run.backward_ms),
+            median(&without, |run| run.comm_ms),
+            step(&with),
+            saved * 100.0,
             hidden * 100.0
         );
-        // A quiet machine hides 80 % and more. Less than half would be a mistake in the order of
-        // things, whatever else the machine has to do.
-        assert!(hidden > 0.5, "{hidden}");
+        assert!(hidden >= HIDDEN, "{hosts} hosts: {hidden} is hidden");
+        assert!(hidden_without <= HIDDEN_WITHOUT, "{hosts} hosts: {hidden_without} is hidden");
+        savings.push(saved);
     }
+    let kept = !is_bench || savings.iter().all(|saved| *saved >= PROMISED);
+    assert!(kept, "{savings:?} with 2 and 4 hosts, where {PROMISED} are promised");
 }
 
 /// A file for `--model replay:`.
@@ -59,6 +95,7 @@ struct Summary {
     step_ms: f64,
     backward_ms: f64,
     comm_ms: f64,
+    hidden_of_hideable: f64,
 }
 
 /// Trains with one worker on each host.

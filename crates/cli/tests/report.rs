@@ -193,3 +193,19 @@ fn without_json_the_report_is_printed() {
     let summary: Value = serde_json::from_str(&desk.read("runs/mlp-1/summary.json")).unwrap();
     assert!(summary["accuracy"].as_f64().unwrap() >= 0.97, "{summary}");
 }
+
+/// More shards than the usual batch can be cut into make it larger, and that is said.
+#[test]
+fn a_batch_that_is_not_the_usual_one_is_said() {
+    let desk = Desk::new();
+    let ended = desk.run("train --json --workers 9 --steps 2 --run-dir run");
+    assert_eq!(ended.summary().count("batch"), 72);
+    let words = "72 samples instead of the usual 64, which 9 shards cannot share evenly";
+    assert_eq!(ended.stderr.matches(words).count(), 1, "{}", ended.stderr);
+    assert!(desk.read("run/run.toml").contains("batch_instead_of = 64"));
+    for flags in ["--workers 2", "--workers 1 --accumulate 9 --batch 72"] {
+        let ended = desk.run(&format!("train --json --steps 2 {flags}"));
+        ended.summary();
+        assert!(!ended.stderr.contains("instead of"), "{}", ended.stderr);
+    }
+}

@@ -219,3 +219,55 @@ fn a_folder_without_checkpoints_is_begun() {
     assert_eq!(begun.count("steps"), 20);
     begun.assert_same_weights(&desk.train(&format!("{MODEL} --steps 20")));
 }
+
+/// Nothing but the learning rate may change, and only on purpose; the run says so ever after.
+#[test]
+fn another_learning_rate_is_used_from_there_on() {
+    let desk = with_checkpoints();
+    let copy = |name: &str| {
+        fs::create_dir(desk.path(name)).unwrap();
+        for (file, content) in contents(&desk.path(FOLDER)) {
+            fs::write(desk.path(name).join(file), content).unwrap();
+        }
+    };
+    copy("other");
+    let resume = |folder: &str, steps: u64, flags: &str| {
+        desk.run(&format!(
+            "train --json {MODEL} --steps {steps} --checkpoint-dir {folder} --resume {flags}"
+        ))
+    };
+    let changed = resume(FOLDER, 100, "--learning-rate 0.0005 --workers 3 --run-dir changed");
+    let words = "learning rate 0.0005 instead of 0.001 from step 91 on";
+    assert!(changed.stderr.contains(words), "{}", changed.stderr);
+    let summary = changed.summary();
+    assert_eq!(summary.object["earlier_learning_rates"], "0.001 until step 90");
+    summary.assert_same_weights(&resume("other", 100, "--learning-rate 0.0005").summary());
+    assert_ne!(summary.hash(), desk.train(&format!("{MODEL} --steps 100")).hash());
+    let report = desk.run("report changed");
+    assert!(report.expect_success().contains("learning rate: 0.001 until step 90"));
+
+    // It is what the run has now.
+    let complaint = resume(FOLDER, 110, "");
+    assert!(complaint.complaint().contains("add --learning-rate 0.0005"), "{}", complaint.stderr);
+    let again = resume(FOLDER, 110, "--learning-rate 0.0005").summary();
+    assert_eq!(again.object["earlier_learning_rates"], "0.001 until step 90");
+    for flags in ["--learning-rate 0.0001 --weight-decay 0.1", "--learning-rate 1 --optimizer sgd"]
+    {
+        let ended = resume(FOLDER, 120, flags);
+        assert!(ended.complaint().contains("of a run with optimizer"), "{}", ended.stderr);
+    }
+}
+
+/// What the program advises when the loss is no longer a number is possible.
+#[test]
+fn a_run_that_was_lost_goes_on_with_a_lower_rate() {
+    let desk = with_checkpoints();
+    let flags = format!("{MODEL} --steps 200 --checkpoint-dir {FOLDER} --resume");
+    let ended = desk.run(&format!("train {flags} --learning-rate 1e30"));
+    let last = ended.stderr.lines().last().unwrap_or_default();
+    assert!(last.contains("by --resume with a lower --learning-rate"), "{last}");
+    assert_eq!(checkpoints(&desk.path(FOLDER)), [30, 60, 90], "weights that are lost");
+    let summary = desk.train(&format!("{flags} --learning-rate 0.0005"));
+    assert_eq!((summary.count("steps"), summary.count("step")), (110, 200));
+    assert!(summary.number("final_loss").is_finite() && summary.object["diverged_at"].is_null());
+}

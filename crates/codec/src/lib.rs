@@ -43,7 +43,7 @@ use std::fmt;
 pub use parcel::Sender;
 pub use random::Key;
 pub use round_trip::RoundTrip;
-pub use rules::{Rule, Rules};
+pub use rules::{Rule, Rules, UnusedRule};
 pub use spec::{BadCodec, CodecSpec};
 
 /// A way to encode gradients.

@@ -38,6 +38,18 @@ impl Rules {
         codec.filter(|codec| codec.build().suits(shape))
     }
 
+    /// Fails if a rule fits none of these parameters: somebody meant others.
+    pub fn expect_fits<'a>(
+        &self,
+        names: impl Iterator<Item = &'a str> + Clone,
+    ) -> Result<(), UnusedRule> {
+        let fits_none = |rule: &&Rule| !names.clone().any(|name| rule.fits(name));
+        match self.exceptions.iter().find(fits_none) {
+            None => Ok(()),
+            Some(rule) => Err(UnusedRule::new(rule, names)),
+        }
+    }
+
     /// Whether no parameter can be compressed.
     pub fn are_none(&self) -> bool {
         self.codec.is_none() && self.exceptions.iter().all(|rule| rule.codec.is_none())
@@ -102,6 +114,61 @@ impl fmt::Display for Rule {
     }
 }
 
+/// A rule fits no parameter of the model.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[error("the codec rule {rule} fits no parameter; {}", self.parameters())]
+pub struct UnusedRule {
+    /// The rule.
+    pub rule: Rule,
+    /// The names that are most like its pattern, the likest first: all of them, if they are few.
+    pub nearest: Vec<String>,
+    /// How many parameters there are.
+    pub count: usize,
+}
+
+impl UnusedRule {
+    /// Names in an error. More are not read; fewer may leave out the one that was meant.
+    const NAMES: usize = 8;
+
+    fn new<'a>(rule: &Rule, names: impl Iterator<Item = &'a str>) -> UnusedRule {
+        let plain = rule.pattern.replace('*', "");
+        let mut names: Vec<&str> = names.collect();
+        let count = names.len();
+        if count > UnusedRule::NAMES {
+            names.sort_by_cached_key(|name| distance(&plain, name));
+            names.truncate(UnusedRule::NAMES);
+        }
+        let nearest = names.into_iter().map(str::to_owned).collect();
+        UnusedRule { rule: rule.clone(), nearest, count }
+    }
+
+    fn parameters(&self) -> String {
+        let names = self.nearest.join(", ");
+        match self.count {
+            0 => "there is none".to_owned(),
+            count if count > self.nearest.len() => {
+                format!("of {count} parameters, the names most like it are {names}")
+            }
+            _ => format!("the parameters are {names}"),
+        }
+    }
+}
+
+/// Letters to insert, remove or replace to make one text of the other.
+fn distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, letter) in a.chars().enumerate() {
+        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
+        for (j, other) in b.iter().enumerate() {
+            let replaced = diagonal + usize::from(letter != *other);
+            diagonal = row[j + 1];
+            row[j + 1] = replaced.min(diagonal + 1).min(row[j] + 1);
+        }
+    }
+    row[b.len()]
+}
+
 /// Whether a tensor is neither a bias nor the parameter of a norm, and large enough.
 fn is_worth_it(shape: &[usize]) -> bool {
     let dimensions = shape.iter().filter(|size| **size > 1).count();
@@ -141,6 +208,28 @@ mod tests {
         assert!(fits("a", "a") && fits("*", "") && fits("a*", "a") && fits("a*c", "abc"));
         assert!(fits("*b*", "abc") && fits("a*b*c", "a-b-b-c") && fits("**", "x"));
         assert!(!fits("a", "ab") && !fits("a*c", "abd") && !fits("ab*ba", "aba"));
+    }
+
+    #[test]
+    fn a_rule_that_fits_nothing_is_refused_by_the_names_it_may_have_meant() {
+        let rules = Rules { codec: None, exceptions: vec!["*=none".parse().unwrap()] };
+        assert_eq!(rules.expect_fits(["a"].into_iter()), Ok(()));
+        let exceptions = ["linear1*=none", "embd.*=int8"].map(|rule| rule.parse().unwrap()).into();
+        let rules = Rules { codec: None, exceptions };
+        let few = ["linear1.weight", "embed.weight"];
+        let error = rules.expect_fits(few.into_iter()).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "the codec rule embd.*=int8 fits no parameter; the parameters are linear1.weight, \
+             embed.weight"
+        );
+        let mut many: Vec<String> = (0..100).map(|i| format!("linear{i}.weight")).collect();
+        many.push("embed.bias".to_owned());
+        let error = rules.expect_fits(many.iter().map(String::as_str)).unwrap_err();
+        assert_eq!((error.nearest[0].as_str(), error.nearest.len()), ("embed.bias", 8));
+        assert!(error.to_string().contains("of 101 parameters"), "{error}");
+        let error = rules.expect_fits(std::iter::empty()).unwrap_err();
+        assert!(error.to_string().ends_with("there is none"), "{error}");
     }
 
     #[test]

@@ -102,6 +102,9 @@ fn advice(ranks: usize) -> Advice {
         reason: "int8 would save 50 % of a step over this link of 1.1 GB/s; stronger codecs take \
                  longer to encode than the rest of the transfer."
             .into(),
+        observed_steps: DENSE_UNTIL,
+        deciding_bytes: 2_400_000,
+        deciding_seconds: 0.9,
     }
 }
 
@@ -167,6 +170,7 @@ fn measure(step: u64, steps: u64, begins: &[f64], noise: &mut Noise) -> StepReco
         wire_bytes: dense_bytes(begins.len()) / less,
         ranks: begins.iter().zip(&passes).map(rank).collect(),
         agreed: true,
+        encoded: Some(step > DENSE_UNTIL),
     }
 }
 

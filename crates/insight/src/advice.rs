@@ -42,6 +42,15 @@ pub struct Advice {
     pub measured_dense_seconds: f64,
     /// Why, in a sentence.
     pub reason: String,
+    /// Steps without a codec that it rests on; 0 if that is not known.
+    #[serde(default)]
+    pub observed_steps: u64,
+    /// Bytes that all ranks together sent to decide, besides those steps.
+    #[serde(default)]
+    pub deciding_bytes: u64,
+    /// Seconds that deciding took.
+    #[serde(default)]
+    pub deciding_seconds: f64,
 }
 
 impl Advice {
@@ -96,6 +105,9 @@ mod tests {
             chosen: chosen.into(),
             measured_dense_seconds: 8.0,
             reason: String::new(),
+            observed_steps: 8,
+            deciding_bytes: 100,
+            deciding_seconds: 0.5,
         }
     }
 
@@ -116,6 +128,7 @@ mod tests {
                 buckets: Vec::new(),
             }],
             agreed: true,
+            encoded: None,
         };
         [8.0; 10].into_iter().chain(after.iter().copied()).enumerate().map(step).collect()
     }

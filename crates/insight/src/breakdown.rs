@@ -16,7 +16,7 @@
 //! whose communication it is.
 //!
 //! A run is summed up by its **typical step**: the mean over the middle half of its steps, ordered by
-//! duration, after warm-up. Like a median it ignores outliers; unlike medians of the parts, its parts
+//! duration, after warm-up, its codec's included. Like a median it ignores outliers; unlike medians of the parts, its parts
 //! add up. With local steps there are two kinds of steps, and those in which ranks agree, few and long,
 //! would be ignored like outliers. So each kind has its own middle half, and both are weighed by how
 //! many steps are of that kind: what is done every twentieth step counts as a twentieth. Where ranks do
@@ -37,6 +37,10 @@ const WARM_UP_AT_MOST: usize = 20;
 
 /// Warm-up is at most one step in this many, so that a short run keeps most of its data.
 const WARM_UP_ONE_IN: usize = 5;
+
+/// Steps with a codec that make those before it warm-up. With fewer, one hiccup would decide the
+/// figures; with more, those of short runs would be of a mixture.
+const ENOUGH_ENCODED: usize = 5;
 
 /// A rank is a straggler if it was last in at least this share of the steps. Of two equal ranks one is
 /// last in more than half by chance; a lower share would name it. A higher one would miss a rank
@@ -253,16 +257,65 @@ pub struct RunBreakdown {
     pub straggler: Option<Straggler>,
     /// Throughput.
     pub samples_per_s: f64,
-    /// Sent by all ranks together.
-    pub wire_bytes_per_step: f64,
+    /// Sent in all steps recorded. Bytes are counted, not measured: no step is an outlier.
+    pub sent: Traffic,
+    /// The same by whether a codec was in force; absent if that is known of no step.
+    pub by_codec: Option<ByCodec>,
     /// The loss of the last step recorded.
     pub final_loss: Option<f64>,
+    /// The first of the steps up to the last whose losses are no numbers; none if the last one is, or
+    /// where a [framework](RunInfo::framework) may just not have said it.
+    pub diverged: Option<u64>,
+}
+
+/// What all ranks together sent in some steps.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// How many steps.
+    pub steps: u64,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
+impl Traffic {
+    /// What these steps sent.
+    pub fn of<'a>(steps: impl IntoIterator<Item = &'a StepRecord>) -> Traffic {
+        steps.into_iter().fold(Traffic::default(), |sum, step| Traffic {
+            steps: sum.steps + 1,
+            bytes: sum.bytes.saturating_add(step.wire_bytes),
+        })
+    }
+
+    /// The mean of a step; none of none.
+    pub fn per_step(&self) -> Option<f64> {
+        (self.steps > 0).then(|| self.bytes as f64 / self.steps as f64)
+    }
+}
+
+/// What was sent before a codec was in force, and since.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ByCodec {
+    /// In the codec's warm-up, or before one was chosen.
+    pub plain: Traffic,
+    /// While it was in force.
+    pub encoded: Traffic,
+}
+
+impl ByCodec {
+    fn of(records: &[StepRecord]) -> Option<ByCodec> {
+        let with = |encoded| {
+            Traffic::of(records.iter().filter(move |record| record.encoded == Some(encoded)))
+        };
+        let by = ByCodec { plain: with(false), encoded: with(true) };
+        (by != ByCodec::default()).then_some(by)
+    }
 }
 
 impl RunBreakdown {
     /// Breaks down a run.
     pub fn of(info: &RunInfo, records: &[StepRecord]) -> RunBreakdown {
-        let warm_up = WARM_UP_AT_MOST.min(records.len() / WARM_UP_ONE_IN);
+        let warm_up =
+            WARM_UP_AT_MOST.min(records.len() / WARM_UP_ONE_IN).max(before_codec(records));
         let measured = &records[warm_up..];
         let mut steps: Vec<(StepBreakdown, &StepRecord)> =
             measured.iter().map(|record| (StepBreakdown::of(record), record)).collect();
@@ -273,13 +326,10 @@ impl RunBreakdown {
         let over_typical = |f: &dyn Fn(&StepBreakdown) -> f64| {
             weighted_mean(typical.iter().map(|t| (t.weight, f(t.step))))
         };
-        let over_records = |f: &dyn Fn(&StepRecord) -> u64| {
-            weighted_mean(typical.iter().map(|t| (t.weight, f(t.record) as f64)))
-        };
         let parts = Parts::weighted(typical.iter().map(|t| (t.weight, &t.step.parts)));
         let ranks = rank_stats(&steps, &typical);
         let threshold = (STRAGGLER_COST_SHARE * parts.total()).max(info.clock_error);
-        let samples = over_records(&|record| record.samples);
+        let samples = weighted_mean(typical.iter().map(|t| (t.weight, t.record.samples as f64)));
         RunBreakdown {
             recorded: records.len(),
             warm_up,
@@ -297,8 +347,10 @@ impl RunBreakdown {
                 .map_or(0, |r| r.buckets.len()),
             ranks,
             samples_per_s: if parts.total() > 0.0 { samples / parts.total() } else { 0.0 },
-            wire_bytes_per_step: over_records(&|record| record.wire_bytes),
+            sent: Traffic::of(records),
+            by_codec: ByCodec::of(records).filter(|_| info.codec().is_some()),
             final_loss: records.last().map(|record| record.loss),
+            diverged: diverged(records).filter(|_| info.framework().is_none()),
             parts,
         }
     }
@@ -327,6 +379,20 @@ impl RunBreakdown {
     pub fn hidden_of_hideable(&self) -> Option<f64> {
         (self.hideable > 0.0).then(|| (self.hidden / self.hideable).min(1.0))
     }
+}
+
+/// Steps at the start that were not encoded, if enough were afterwards. They are another kind of step,
+/// and which of the two is in the middle by duration would be chance.
+fn before_codec(records: &[StepRecord]) -> usize {
+    let plain = records.iter().take_while(|record| record.encoded == Some(false)).count();
+    let with = records[plain..].iter().take_while(|record| record.encoded == Some(true)).count();
+    if with >= ENOUGH_ENCODED { plain } else { 0 }
+}
+
+/// Since which step the loss is no number, if it is none in the end.
+fn diverged(records: &[StepRecord]) -> Option<u64> {
+    let lost = records.iter().rev().take_while(|record| !record.loss.is_finite());
+    lost.last().map(|record| record.step)
 }
 
 /// A rank's step with its instants in order and its lengths in bounds, relative to `begin`: the

@@ -28,6 +28,7 @@
 //!     samples: 64,
 //!     wire_bytes: 0,
 //!     agreed: true,
+//!     encoded: None,
 //!     ranks: vec![rank(0.010), rank(0.013)],
 //! };
 //! let step = StepBreakdown::of(&record);

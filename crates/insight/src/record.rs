@@ -5,7 +5,7 @@
 
 use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::breakdown::RunBreakdown;
+use crate::breakdown::{RunBreakdown, Traffic};
 
 /// The life of one bucket on one rank.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -75,6 +75,10 @@ pub struct StepRecord {
     /// then, and in the others nobody waits for anybody.
     #[serde(default = "always")]
     pub agreed: bool,
+    /// Whether a codec was in force: not in its warm-up, nor before one was chosen. Absent where that
+    /// is not known, and without a codec.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub encoded: Option<bool>,
 }
 
 /// What was run, and how: `run.toml`.
@@ -110,8 +114,8 @@ pub struct RunInfo {
     /// named when it is later than that.
     #[serde(default)]
     pub clock_error: f64,
-    /// Every setting of the run, as it took effect, defaults included. `overlap = false` and
-    /// `framework` are understood by the verdict; all others are only shown.
+    /// Every setting of the run, as it took effect, defaults included. `overlap = false`, `optimizer`,
+    /// `checkpoint_dir` and `framework` are understood by the verdict; all others are only shown.
     #[serde(default)]
     pub settings: toml::Table,
 }
@@ -133,6 +137,11 @@ impl RunInfo {
         self.settings.get("framework").and_then(toml::Value::as_str)
     }
 
+    /// The learning rates that the run had before it was resumed with another: "0.1 until step 300".
+    pub fn earlier_rates(&self) -> Option<&str> {
+        self.settings.get("earlier_learning_rates").and_then(toml::Value::as_str)
+    }
+
     /// What gradients were compressed with, if with anything.
     pub fn codec(&self) -> Option<&str> {
         Some(self.codec.as_str()).filter(|codec| !codec.is_empty() && *codec != NO_CODEC)
@@ -140,9 +149,9 @@ impl RunInfo {
 
     /// How many times less than without codec and local steps was sent, if that is known: below 1
     /// it was more.
-    pub fn wire_ratio(&self, wire_bytes_per_step: f64) -> Option<f64> {
-        (self.dense_bytes_per_step > 0 && wire_bytes_per_step > 0.0)
-            .then(|| self.dense_bytes_per_step as f64 / wire_bytes_per_step)
+    pub fn wire_ratio(&self, sent: &Traffic) -> Option<f64> {
+        let per_step = sent.per_step().filter(|bytes| *bytes > 0.0)?;
+        (self.dense_bytes_per_step > 0).then(|| self.dense_bytes_per_step as f64 / per_step)
     }
 
     /// One line for a headline: "mlp on digits, all-reduce (auto) with codec int8 over shm, 4
@@ -202,6 +211,9 @@ pub struct Summary {
     /// Loss of the last step.
     #[serde(deserialize_with = "number")]
     pub final_loss: f64,
+    /// See [`RunBreakdown::diverged`].
+    #[serde(default)]
+    pub diverged_at: Option<u64>,
     /// See [`Outcome::accuracy`].
     pub accuracy: Option<f64>,
     /// See [`Outcome::held_out_loss`].
@@ -233,13 +245,31 @@ pub struct Summary {
     pub hidden_of_hideable: Option<f64>,
     /// The rank the others wait for, if there is one.
     pub straggler_rank: Option<usize>,
-    /// Sent by all ranks together.
+    /// Sent by all ranks together in all steps, warm-up included.
+    #[serde(default)]
+    pub wire_bytes: u64,
+    /// Their mean over all steps.
     pub wire_bytes_per_step: f64,
     /// See [`RunInfo::codec`]; "none" without one.
     #[serde(default = "no_codec")]
     pub codec: String,
-    /// See [`RunInfo::wire_ratio`].
+    /// See [`RunInfo::wire_ratio`]; over all steps.
     pub wire_ratio: Option<f64>,
+    /// Steps in which the codec was in force; absent without a codec.
+    #[serde(default)]
+    pub codec_steps: Option<u64>,
+    /// Sent per step in those.
+    #[serde(default)]
+    pub codec_wire_bytes_per_step: Option<f64>,
+    /// The ratio of those.
+    #[serde(default)]
+    pub codec_wire_ratio: Option<f64>,
+    /// Steps before: its warm-up, or those that a choice was made from.
+    #[serde(default)]
+    pub codec_warmup_steps: Option<u64>,
+    /// Sent per step in those.
+    #[serde(default)]
+    pub codec_warmup_wire_bytes_per_step: Option<f64>,
     /// Number of ranks.
     pub workers: usize,
     /// Number of shards.
@@ -262,6 +292,7 @@ impl Summary {
         Summary {
             steps: run.recorded as u64,
             final_loss: run.final_loss.unwrap_or(f64::NAN),
+            diverged_at: run.diverged,
             accuracy: outcome.accuracy,
             held_out_loss: outcome.held_out_loss,
             weights_hash: outcome.weights_hash,
@@ -277,9 +308,15 @@ impl Summary {
             overlap: run.overlap(),
             hidden_of_hideable: run.hidden_of_hideable(),
             straggler_rank: run.straggler.as_ref().map(|straggler| straggler.rank),
-            wire_bytes_per_step: run.wire_bytes_per_step,
+            wire_bytes: run.sent.bytes,
+            wire_bytes_per_step: run.sent.per_step().unwrap_or(0.0),
             codec: info.codec().unwrap_or(NO_CODEC).to_owned(),
-            wire_ratio: info.wire_ratio(run.wire_bytes_per_step),
+            wire_ratio: info.wire_ratio(&run.sent),
+            codec_steps: run.by_codec.map(|by| by.encoded.steps),
+            codec_wire_bytes_per_step: run.by_codec.and_then(|by| by.encoded.per_step()),
+            codec_wire_ratio: run.by_codec.and_then(|by| info.wire_ratio(&by.encoded)),
+            codec_warmup_steps: run.by_codec.map(|by| by.plain.steps),
+            codec_warmup_wire_bytes_per_step: run.by_codec.and_then(|by| by.plain.per_step()),
             workers: info.workers,
             shards: info.shards,
             one_worker_samples_per_s: scaling.map(|s| s.one_worker_samples_per_s),
@@ -323,6 +360,7 @@ mod tests {
             wire_bytes: 10,
             ranks: Vec::new(),
             agreed: true,
+            encoded: None,
         };
         let read: StepRecord =
             serde_json::from_str(&serde_json::to_string(&record).unwrap()).unwrap();
@@ -337,12 +375,13 @@ mod tests {
             "buckets":[{"bytes":4,"ready":0.5,"started":0.5,"ended":1.0}]}]}"#;
         let step: StepRecord = serde_json::from_str(step).unwrap();
         assert!(step.agreed);
+        assert_eq!(step.encoded, None);
         assert_eq!(step.ranks[0].buckets[0].coding, 0.0);
         let info = "name='a'\nmodel=''\ndata=''\nstrategy=''\ntransport=''\nalgorithm=''\n\
                     workers=1\nshards=1\nhosts=[]";
         let info: RunInfo = toml::from_str(info).unwrap();
         assert_eq!((info.codec(), info.dense_bytes_per_step), (None, 0));
-        assert_eq!(info.wire_ratio(10.0), None);
+        assert_eq!(info.wire_ratio(&Traffic { steps: 1, bytes: 10 }), None);
     }
 
     #[test]
@@ -356,8 +395,9 @@ mod tests {
     #[test]
     fn the_wire_ratio_compares_with_what_would_have_been_sent() {
         let info = RunInfo { dense_bytes_per_step: 400, ..RunInfo::default() };
-        assert_eq!(info.wire_ratio(100.0), Some(4.0));
-        assert_eq!(info.wire_ratio(0.0), None);
+        assert_eq!(info.wire_ratio(&Traffic { steps: 3, bytes: 300 }), Some(4.0));
+        assert_eq!(info.wire_ratio(&Traffic { steps: 3, bytes: 0 }), None);
+        assert_eq!(info.wire_ratio(&Traffic::default()), None);
     }
 
     #[test]

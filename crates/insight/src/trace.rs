@@ -292,7 +292,15 @@ mod tests {
             .map(|step| {
                 let begin = 1e9 + step as f64;
                 let ranks = vec![rank(begin, 0.0), rank(begin, 0.2)];
-                StepRecord { step, loss: 1.0, samples: 1, wire_bytes: 1, ranks, agreed: true }
+                StepRecord {
+                    step,
+                    loss: 1.0,
+                    samples: 1,
+                    wire_bytes: 1,
+                    ranks,
+                    agreed: true,
+                    encoded: None,
+                }
             })
             .collect()
     }
@@ -401,7 +409,7 @@ mod tests {
             });
             let ranks: Vec<_> = ranks.collect();
             let step = |step| StepRecord {
-                step, loss: 1.0, samples: 1, wire_bytes: 1, ranks: ranks.clone(), agreed: true,
+                step, loss: 1.0, samples: 1, wire_bytes: 1, ranks: ranks.clone(), agreed: true, encoded: None,
             };
             let events = trace(&RunInfo::default(), &[step(0), step(1)], 10);
             for event in events.iter().filter(|event| event["ph"] == "X") {

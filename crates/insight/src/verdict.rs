@@ -3,7 +3,10 @@
 //! A step can lose time to three things besides computing: exposed communication, waiting for a
 //! straggler, and the rest. The one that takes the largest share of a typical step is the bottleneck
 //! if that share is worth acting on; if none is, computing itself is. The verdict says so in words,
-//! always with the figures it rests on, and gives advice only where following it could matter.
+//! always with the figures it rests on, and gives advice only where following it could matter. Of a run
+//! whose loss is no longer a number it says [that](diverged) instead.
+
+pub mod diverged;
 
 use serde::Serialize;
 
@@ -43,7 +46,7 @@ pub const UNEXPLAINED_SHARE: f64 = 0.10;
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum Bottleneck {
-    /// There are too few steps to tell.
+    /// There are too few steps to tell; or the run is lost, and it does not matter.
     Unknown,
     /// Nothing but the computation.
     Compute,
@@ -73,6 +76,14 @@ impl Verdict {
     /// Judges a run.
     pub fn of(run: &RunBreakdown, info: &RunInfo, scaling: Option<&Scaling>) -> Verdict {
         let case = Case { run, info, scaling };
+        if let Some(step) = run.diverged {
+            return Verdict {
+                bottleneck: Bottleneck::Unknown,
+                headline: diverged::headline(step),
+                findings: case.findings(),
+                advice: diverged::advice(info),
+            };
+        }
         let bottleneck = case.bottleneck();
         Verdict {
             bottleneck,

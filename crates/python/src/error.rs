@@ -110,7 +110,7 @@ impl Site {
             SyncError::DifferentModels { rank, .. } => {
                 self.raise(py, "InvalidCall", Some(*rank), &error)
             }
-            SyncError::Shards(_) | SyncError::MissingState { .. } => {
+            SyncError::Shards(_) | SyncError::Rule(_) | SyncError::MissingState { .. } => {
                 self.raise(py, "InvalidCall", None, &error)
             }
             _ => self.raise(py, "Error", None, &error),

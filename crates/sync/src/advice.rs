@@ -49,6 +49,19 @@ pub struct Advice {
     pub measured_dense_seconds: f64,
     /// Why, in a sentence.
     pub reason: String,
+    /// What the decision itself took, besides the steps without a codec that it rests on.
+    pub cost: Cost,
+}
+
+/// What a decision took: calls that are timed, and codecs that are tried out. Of no use to training.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Cost {
+    /// Steps without a codec that were observed, those that did not count included.
+    pub steps: u64,
+    /// Bytes that all ranks together sent for it.
+    pub bytes: u64,
+    /// Seconds that it took, on the slowest rank.
+    pub seconds: f64,
 }
 
 /// What a step would take.
@@ -301,6 +314,7 @@ pub fn advise(observed: &Observed, dense: &[Volume], candidates: &[Candidate]) -
         chosen: chosen.map(|chosen| candidates[chosen].codec.clone()),
         measured_dense_seconds: observed.seconds,
         reason,
+        cost: Cost::default(),
         rows: std::iter::once(none).chain(predictions).collect(),
     }
 }

@@ -58,7 +58,8 @@ pub fn alignment(shards: Shards, workers: usize) -> usize {
     if is_all_reduce(shards, workers) { 1 } else { workers }
 }
 
-fn is_all_reduce(shards: Shards, workers: usize) -> bool {
+/// Whether the sums of the workers are those of an all-reduce.
+pub fn is_all_reduce(shards: Shards, workers: usize) -> bool {
     let singles = shards.subtrees(workers).iter().all(|subtrees| subtrees.len() == 1);
     singles && shards.tree(workers).nodes() == Tree::canonical(workers).nodes()
 }

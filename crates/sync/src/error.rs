@@ -2,7 +2,7 @@
 
 use unisono_collective::{Error, FormError};
 
-use unisono_codec::BadEncoding;
+use unisono_codec::{BadEncoding, UnusedRule};
 
 use crate::shards::TooFewShards;
 
@@ -20,6 +20,9 @@ pub enum SyncError {
     /// Use more shards or fewer workers.
     #[error(transparent)]
     Shards(#[from] TooFewShards),
+    /// A codec's rule fits no parameter of the model. Write another pattern, or leave the rule out.
+    #[error(transparent)]
+    Rule(#[from] UnusedRule),
     /// The ranks registered different parameters. Build the same model everywhere.
     #[error(
         "rank {rank} has another model than rank 0: its parameter {parameter} differs in name or \

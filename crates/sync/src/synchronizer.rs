@@ -90,6 +90,8 @@ pub struct StepOutcome {
     pub stop: bool,
     /// When things happened on this rank.
     pub times: StepTimes,
+    /// With a codec, whether it was in force: not in its warm-up, nor before one was chosen.
+    pub encoded: Option<bool>,
     /// Whether a codec was chosen after this step, and why.
     pub advice: Option<Arc<Advice>>,
 }
@@ -114,6 +116,10 @@ struct Step {
     local: Option<LocalSteps>,
     /// The step's number in the run, from 0.
     number: u64,
+    has_codec: bool,
+    /// With local steps, the step from which on what travels is encoded. The strategy cannot be
+    /// asked: something may be under way.
+    codec_from: Option<u64>,
     accumulation: Accumulation,
     /// Whether the gradients of the shards are kept apart.
     apart: bool,
@@ -171,6 +177,9 @@ impl Synchronizer {
         }
         let own = shards.of(rank, workers);
         let compression = settings.compression;
+        let has_codec = compression.is_some();
+        let warm_up = compression.as_ref().map_or(0, |compression| compression.warm_up);
+        let mut codec_from = None;
         let plan = settings.strategy.plan();
         let alone = workers == 1 || plan.is_some();
         let (strategy, local, shards, leaves) = match plan {
@@ -181,6 +190,8 @@ impl Synchronizer {
             Some(plan) => {
                 let replicas = Shards::new(workers, workers)?;
                 let outer = strategy::build(group, replicas, true, &parameters, compression)?;
+                let encodes = outer.wants_leaves(u64::MAX);
+                codec_from = Some(if encodes { warm_up } else { u64::MAX });
                 let local = LocalSteps::new(outer, workers, &parameters, plan);
                 // By itself, a worker steps by the mean of its own shards.
                 let shards = Shards::new(own.len(), 1)?;
@@ -200,6 +211,8 @@ impl Synchronizer {
             strategy,
             local,
             number: 0,
+            has_codec,
+            codec_from,
             apart: false,
             accumulation: Accumulation::new(shards.count(), leaves.clone()),
             layout: Arc::new(Layout::new(&[], sizes, align)),
@@ -383,6 +396,7 @@ impl Synchronizer {
             blocked,
             buckets,
         };
+        let encoded = step.encoded();
         let advice = step.strategy.observe(step.number, &step.layout, &times)?;
         if advice.is_some() {
             // What it took to decide is part of no step.
@@ -405,7 +419,8 @@ impl Synchronizer {
         }
         step.start_over();
         let (agreed, stop) = (step.local.is_none(), scalars[STOP] > 0.0);
-        Ok(StepOutcome { agreed, loss: scalars[LOSS] / shards, stop, times, advice })
+        let loss = scalars[LOSS] / shards;
+        Ok(StepOutcome { agreed, loss, stop, times, encoded, advice })
     }
 
     /// The next step is this one of the run, counted from 0.
@@ -553,6 +568,15 @@ impl Synchronizer {
 }
 
 impl Step {
+    /// See [`StepOutcome::encoded`].
+    fn encoded(&self) -> Option<bool> {
+        let in_force = match self.codec_from {
+            Some(from) => self.number >= from,
+            None => self.apart,
+        };
+        self.has_codec.then_some(in_force)
+    }
+
     /// Ready for the first shard of a step.
     fn start_over(&mut self) {
         self.begun = 0;

@@ -296,3 +296,37 @@ fn fewer_bytes_are_sent_and_exceptions_hold() {
     assert!(sent(&["b*=none"], Some("sign")) as f64 >= dense);
     assert!(dense / (sent(&["b*=int8"], None) as f64) >= 3.9);
 }
+
+/// Somebody misspelt a name, and would go on in the belief that it is sent as it is.
+#[test]
+fn a_rule_that_fits_no_parameter_is_refused() {
+    let mut compression = compression("sign");
+    compression.rules.exceptions = vec!["p1=none".parse().unwrap(), "q*=none".parse().unwrap()];
+    for strategy in ["all-reduce", "local:4"] {
+        let mut settings = Settings::new(SHARDS);
+        settings.strategy = strategy.parse().unwrap();
+        settings.compression = Some(compression.clone());
+        let refused = Synchronizer::new(None, parameters(), settings).err().expect("refused");
+        let words = "the codec rule q*=none fits no parameter; the parameters are p0, p1, p2";
+        assert!(refused.to_string().starts_with(words), "{refused}");
+    }
+}
+
+#[test]
+fn a_step_says_whether_its_codec_was_in_force() {
+    for strategy in ["all-reduce", "local:4"] {
+        let mut settings = Settings::new(2);
+        settings.strategy = strategy.parse().unwrap();
+        settings.compression = Some(Compression { warm_up: 2, ..compression("sign") });
+        let sync = Synchronizer::new(None, parameters(), settings).unwrap();
+        let encoded = [(); 4].map(|()| {
+            for _ in sync.shards() {
+                sync.begin_shard();
+                sync.begin_backward(0.0);
+                sync.end_shard();
+            }
+            sync.finish(|_, _| ()).unwrap().encoded
+        });
+        assert_eq!(encoded, [Some(false), Some(false), Some(true), Some(true)], "{strategy}");
+    }
+}

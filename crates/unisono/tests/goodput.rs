@@ -1,11 +1,17 @@
 //! An all-reduce fills the links between hosts. In a test binary of its own, so that no other test
 //! competes with it for the processor.
+//!
+//! What a machine that does other things as well can be held to: nobody sends more than an all-reduce
+//! must, and it takes hardly longer than as much data that is only passed on, in turns with it. The
+//! algorithm is given, for on such a machine a group may measure links that suit another. With
+//! `BENCH_LINKS` set, as `bench/links` does, the group chooses, and must also reach the share of the
+//! links' rate that the documentation promises.
 
 mod common;
 
-use common::protocol::{Command, Reply, Settings};
+use common::protocol::{Command, Reply, Settings, Timed};
 use common::{World, serve_if_rank};
-use unisono::Transport;
+use unisono::{Algorithm, Transport};
 use unisono_netlab::{Host, Lab, Link, Rate, lab_or_skip};
 
 /// A rank in a process of its own; see [`common`].
@@ -21,39 +27,90 @@ const BYTES: usize = 16 << 20;
 const REPEATS: usize = 7;
 const WARM_UP: usize = 3;
 
+/// What headers may add to what must be sent.
+const HEADERS: f64 = 0.005;
+
+/// How much of the speed of passing on an all-reduce has at least, at its best. It also adds up.
+const OF_PASSING_ON: f64 = 0.7;
+
+/// The share of the links' rate that the documentation promises, as a median on an idle machine.
+const PROMISED: f64 = 0.80;
+
 #[test]
 fn all_reduce_fills_the_links() {
+    let mut medians = Vec::new();
     for hosts in [2, 3, 4] {
         let Some(lab) = lab_or_skip(hosts, Link::new(RATE)) else { return };
-        let shares = shares_of_rate(&lab);
-        let (median, best) = (shares[shares.len() / 2], shares[shares.len() - 1]);
-        let percent = |share: f64| share * 100.0;
+        let measured = measure(&lab);
+        let must_send = BYTES as f64 * 2.0 * (hosts as f64 - 1.0) / hosts as f64;
+        let limit = must_send * 8.0 / RATE.as_bits_per_second() as f64;
+        let (median, best) = (limit / measured.all_reduce.median, limit / measured.all_reduce.best);
+        let of_passing_on = measured.passing_on.best / measured.all_reduce.best;
         println!(
-            "{hosts} hosts: {:.1} % of the links' rate, at best {:.1} %",
-            percent(median),
-            percent(best)
+            "{hosts} hosts: {:.1} % of the links' rate, at best {:.1} %, which is {:.1} % of the speed \
+             of passing on",
+            median * 100.0,
+            best * 100.0,
+            of_passing_on * 100.0
         );
-        // More than all would be a mistake in the measurement. Less than half would be one in the
-        // schedule, whatever else the machine has to do.
-        assert!((0.5..=1.0).contains(&best), "{hosts} hosts: {shares:?}");
+        let sent = measured.most_sent / must_send;
+        assert!(
+            (1.0..=1.0 + HEADERS).contains(&sent),
+            "{hosts} hosts: {sent} of what must be sent"
+        );
+        assert!(best <= 1.0, "more than the links can carry: {best}");
+        assert!(of_passing_on >= OF_PASSING_ON, "{hosts} hosts: {of_passing_on}");
+        medians.push(median);
+    }
+    let kept = !is_bench() || medians.iter().all(|median| *median >= PROMISED);
+    assert!(kept, "{medians:?} with 2, 3 and 4 hosts, where {PROMISED} are promised");
+}
+
+fn is_bench() -> bool {
+    std::env::var_os("BENCH_LINKS").is_some()
+}
+
+struct Measured {
+    all_reduce: Seconds,
+    passing_on: Seconds,
+    /// By the rank that sent most, for one all-reduce.
+    most_sent: f64,
+}
+
+/// Of the slowest rank in each repetition.
+struct Seconds {
+    median: f64,
+    best: f64,
+}
+
+impl Seconds {
+    fn of_slowest(ranks: &[Timed], of: fn(&Timed) -> &Vec<f64>) -> Seconds {
+        let slowest =
+            |i: usize| ranks.iter().map(|rank| of(rank)[i]).fold(f64::NEG_INFINITY, f64::max);
+        let mut seconds: Vec<f64> = (WARM_UP..WARM_UP + REPEATS).map(slowest).collect();
+        seconds.sort_by(f64::total_cmp);
+        Seconds { median: seconds[REPEATS / 2], best: seconds[0] }
     }
 }
 
-/// What must travel over what could have travelled meanwhile, for each repetition, in ascending
-/// order.
-fn shares_of_rate(lab: &Lab) -> Vec<f64> {
+fn measure(lab: &Lab) -> Measured {
     let mut world = World::in_lab(lab, 1, Host::address);
-    world.form(&Settings::new(Transport::Auto));
-    let mut slowest = [0f64; WARM_UP + REPEATS];
-    for reply in world.all(&Command::Time { bytes: BYTES, repeats: slowest.len() }) {
-        let Reply::Timed(seconds) = reply else { panic!("{reply:?}") };
-        slowest.iter_mut().zip(seconds).for_each(|(slowest, s)| *slowest = slowest.max(s));
-    }
+    let mut settings = Settings::new(Transport::Auto);
+    settings.algorithm = (!is_bench()).then(|| Algorithm::Pairwise.name().to_owned());
+    world.form(&settings);
+    let repeats = WARM_UP + REPEATS;
+    let ranks: Vec<Timed> = world
+        .all(&Command::Time { bytes: BYTES, repeats })
+        .into_iter()
+        .map(|reply| match reply {
+            Reply::Timed(timed) => timed,
+            other => panic!("{other:?}"),
+        })
+        .collect();
     world.end();
-    let hosts = lab.hosts().len() as f64;
-    let must_travel = BYTES as f64 * 2.0 * (hosts - 1.0) / hosts;
-    let limit = must_travel * 8.0 / RATE.as_bits_per_second() as f64;
-    let mut shares: Vec<f64> = slowest[WARM_UP..].iter().map(|seconds| limit / seconds).collect();
-    shares.sort_by(f64::total_cmp);
-    shares
+    Measured {
+        all_reduce: Seconds::of_slowest(&ranks, |timed| &timed.all_reduce),
+        passing_on: Seconds::of_slowest(&ranks, |timed| &timed.passing_on),
+        most_sent: ranks.iter().map(|timed| timed.sent).max().unwrap_or(0) as f64 / repeats as f64,
+    }
 }

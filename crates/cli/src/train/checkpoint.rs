@@ -10,10 +10,22 @@ use super::trainee::Trainee;
 /// Checkpoints that are kept.
 const KEPT: usize = 3;
 
+/// The name of the metadata that has the learning rates of before.
+const EARLIER_RATES: &str = "earlier_learning_rates";
+
 /// The checkpoints of a run, at rank 0.
 pub struct Saver {
     checkpoints: Checkpoints,
     saved: Option<u64>,
+    /// The learning rates that the run had before, and until when: "0.1 until step 300".
+    pub earlier_rates: Option<String>,
+}
+
+/// A checkpoint to go on from.
+pub struct Found {
+    pub checkpoint: Loaded,
+    /// The learning rate that it was written with, if the run goes on with another.
+    pub other_rate: Option<String>,
 }
 
 impl Saver {
@@ -28,26 +40,50 @@ impl Saver {
              choose another folder",
             folder.display()
         );
-        Ok(Some(Saver { checkpoints, saved: None }))
+        Ok(Some(Saver { checkpoints, saved: None, earlier_rates: None }))
     }
 
     /// The checkpoint to go on from, if the plan asks for it and there is one; an error if it is
     /// one of another run.
-    pub fn find(&mut self, plan: &Plan) -> anyhow::Result<Option<Loaded>> {
+    pub fn find(&mut self, plan: &Plan) -> anyhow::Result<Option<Found>> {
         if !plan.resume {
             return Ok(None);
         }
         let Some(latest) = self.checkpoints.latest().context("--resume")? else { return Ok(None) };
         let checkpoint = latest.checkpoint;
+        let (mut differences, mut remedies) = (Vec::new(), Vec::new());
+        let mut other_rate = None;
         for (key, ours) in plan.identity() {
             let theirs: String = checkpoint.value(key)?;
-            if theirs != ours {
-                bail!(
-                    "--resume: {} is of a run with {key} {theirs}, not {ours}; use the settings of \
-                     that run, or another --checkpoint-dir",
-                    checkpoint.path().display()
-                );
+            if theirs == ours {
+                continue;
             }
+            let rate = plan.optimizer.rate_in(&theirs).filter(|_| key == "optimizer");
+            match rate {
+                // The user said so.
+                Some(rate) if plan.given.learning_rate => other_rate = Some(rate.to_owned()),
+                _ => {
+                    remedies.extend(remedy(key, &theirs, rate, plan));
+                    let reason = match key {
+                        "shards" if !plan.given.shards && plan.compression.is_some() => {
+                            " (with a codec, one per worker unless --shards is set)"
+                        }
+                        _ => "",
+                    };
+                    differences.push(format!("{key} {theirs}, not {ours}{reason}"));
+                }
+            }
+        }
+        if !differences.is_empty() {
+            let remedy = match remedies.len() == differences.len() {
+                true => format!("add {}", remedies.join(" ")),
+                false => "use the settings of that run".to_owned(),
+            };
+            bail!(
+                "--resume: {} is of a run with {}; {remedy}, or use another --checkpoint-dir",
+                checkpoint.path().display(),
+                differences.join("; ")
+            );
         }
         if checkpoint.step() > plan.steps {
             bail!(
@@ -56,13 +92,21 @@ impl Saver {
                 checkpoint.step()
             );
         }
-        Ok(Some(checkpoint))
+        let before = checkpoint.metadata().get(EARLIER_RATES).cloned();
+        let until =
+            other_rate.as_ref().map(|rate| format!("{rate} until step {}", checkpoint.step()));
+        let all: Vec<String> = before.into_iter().chain(until).collect();
+        self.earlier_rates = (!all.is_empty()).then(|| all.join(", "));
+        Ok(Some(Found { checkpoint, other_rate }))
     }
 
     /// Writes a checkpoint.
     fn write(&mut self, plan: &Plan, step: u64, mut snapshot: Snapshot<'_>) -> anyhow::Result<()> {
         for (key, value) in plan.identity() {
             snapshot.set(key, value);
+        }
+        if let Some(rates) = &self.earlier_rates {
+            snapshot.set(EARLIER_RATES, rates);
         }
         snapshot.set("position", step * plan.batch as u64);
         self.checkpoints.save(step, &snapshot).context("writing a checkpoint")?;
@@ -74,6 +118,29 @@ impl Saver {
     pub fn resumed(&mut self, step: u64) {
         self.saved = Some(step);
     }
+}
+
+/// The flag that makes a setting what it was in the run that wrote a checkpoint, if there is one.
+fn remedy(key: &str, theirs: &str, rate: Option<&str>, plan: &Plan) -> Option<String> {
+    match key {
+        // There is one shard per worker at least.
+        "shards" if theirs.parse().is_ok_and(|shards: usize| shards < plan.given.workers) => {
+            Some(format!("--shards {theirs} --workers {theirs}"))
+        }
+        "seed" | "batch" | "shards" | "threads" => Some(format!("--{key} {theirs}")),
+        "optimizer" => {
+            let rate = rate.filter(|_| !plan.given.learning_rate)?;
+            // A schedule follows from its height.
+            Some(format!("--learning-rate {}", height(rate)))
+        }
+        _ => None,
+    }
+}
+
+/// The height of a learning rate: "0.5" of "cosine(0.5 to 0.05, ...)".
+fn height(rate: &str) -> &str {
+    let rate = rate.strip_prefix("cosine(").unwrap_or(rate);
+    rate.split(' ').next().unwrap_or(rate)
 }
 
 /// Writes a checkpoint at rank 0, which has the saver, unless this step has one. All ranks must call

@@ -7,7 +7,7 @@ use anyhow::Context;
 use serde_json::json;
 use unisono::insight::advice::{Advice, Prediction};
 use unisono::insight::folder::{FolderError, RunFolder};
-use unisono::insight::{Outcome, RunInfo, Scaling};
+use unisono::insight::{Outcome, RunInfo, Scaling, units};
 use unisono::sync::local::StrategySpec;
 use unisono::sync::shards::Shards;
 use unisono::sync::{Parameter, advice as sync};
@@ -45,7 +45,10 @@ impl Home {
         hosts: Vec<String>,
         clock_error: f64,
     ) -> anyhow::Result<()> {
-        let info = RunInfo { hosts, clock_error, ..describe(plan, job, trainee) };
+        let mut info = RunInfo { hosts, clock_error, ..describe(plan, job, trainee) };
+        if let Some(rates) = self.saver.as_ref().and_then(|saver| saver.earlier_rates.clone()) {
+            info.settings.insert("earlier_learning_rates".to_owned(), rates.into());
+        }
         let folder = match &self.run_dir {
             Some(dir) => RunFolder::create(dir, &info).context("--run-dir")?,
             None => create_in_runs(&info)?,
@@ -63,13 +66,23 @@ impl Home {
             wire_bytes: row.wire_bytes,
         };
         let chosen = advice.chosen.as_ref().map_or("none".to_owned(), ToString::to_string);
-        eprintln!("unisono: codec {chosen}: {}", advice.reason);
+        let sync::Cost { steps, bytes, seconds } = advice.cost;
+        eprintln!(
+            "unisono: codec {chosen}: {} (to decide, {} were sent in {}, after {steps} steps without \
+             a codec)",
+            advice.reason,
+            units::bytes(bytes as f64),
+            units::duration(seconds),
+        );
         let advice = Advice {
             step,
             rows: advice.rows.iter().map(prediction).collect(),
             chosen,
             measured_dense_seconds: advice.measured_dense_seconds,
             reason: advice.reason.clone(),
+            observed_steps: steps,
+            deciding_bytes: bytes,
+            deciding_seconds: seconds,
         };
         Ok(self.folder().advise(&advice)?)
     }
@@ -102,6 +115,8 @@ impl Home {
             let mut object = serde_json::to_value(summary)?;
             object["step"] = json!(trainee.steps());
             object["interrupted"] = json!(interrupted);
+            object["batch"] = json!(plan.batch);
+            object["earlier_learning_rates"] = json!(run.info.earlier_rates());
             object["report"] = json!(run.report_path());
             return writeln!(out, "{object}").context("writing the result");
         }
@@ -118,10 +133,11 @@ impl Home {
                 "nothing left to do: the run was complete after step {}",
                 trainee.steps()
             )?;
-        } else {
+        } else if summary.final_loss.is_finite() {
             write!(out, "loss {:.4}, ", summary.final_loss)?;
         }
-        if let Some(accuracy) = summary.accuracy {
+        // Of weights that are no numbers, what they answer is chance.
+        if let (Some(accuracy), None) = (summary.accuracy, summary.diverged_at) {
             write!(out, "held-out accuracy {:.1} %, ", accuracy * 100.0)?;
         }
         writeln!(out, "weights {}", summary.weights_hash)?;
@@ -157,6 +173,9 @@ fn describe(plan: &Plan, job: &Job, trainee: &dyn Trainee) -> RunInfo {
     set("data", data.clone().into());
     set("seed", number(plan.seed));
     set("batch", number(plan.batch as u64));
+    if let Some(usual) = plan.given.instead_of_batch {
+        set("batch_instead_of", number(usual as u64));
+    }
     set("shards", number(plan.shards as u64));
     set("threads", number(plan.threads as u64));
     set("optimizer", plan.optimizer.to_string().into());

@@ -27,6 +27,9 @@ const GRACE: Duration = Duration::from_secs(60);
 pub fn run(args: TrainArgs) -> anyhow::Result<ExitCode> {
     if args.level().is_some() {
         fix_threads(args.threads());
+        if !args.as_worker && !is_launched() {
+            announce(&args)?;
+        }
         return relaxed::run(&args);
     }
     if args.as_worker || std::env::var_os("RANK").is_some() || is_launched() {
@@ -41,6 +44,7 @@ pub fn run(args: TrainArgs) -> anyhow::Result<ExitCode> {
         };
     }
     rehearse(&args)?;
+    announce(&args)?;
     let display = Display::new();
     let mut command = vec![std::env::current_exe()?.into_os_string()];
     command.extend(std::env::args_os().skip(1));
@@ -95,8 +99,16 @@ fn try_out(args: &TrainArgs) -> anyhow::Result<()> {
     let alone = Group::local(1, &Options::default())?.remove(0);
     let mut trainee = trainee::build(&plan, &alone)?;
     if let Some(mut saver) = checkpoint::Saver::open(&plan)? {
-        let found = saver.find(&plan)?;
+        let found = saver.find(&plan)?.map(|found| found.checkpoint);
         checkpoint::resume(&mut *trainee, found.as_ref(), &alone)?;
+    }
+    Ok(())
+}
+
+/// Says what the user might not expect of the run.
+fn announce(args: &TrainArgs) -> anyhow::Result<()> {
+    for notice in args.plan(args.workers())?.notices() {
+        eprintln!("unisono: {notice}");
     }
     Ok(())
 }

@@ -42,6 +42,7 @@ struct Kept {
     loss: Option<f64>,
     sent: u64,
     agreed: bool,
+    encoded: Option<bool>,
     times: RankStep,
 }
 
@@ -62,7 +63,8 @@ impl Recorder {
         let since = sent - self.sent;
         self.sent = sent;
         let loss = Some(f64::from(outcome.loss)).filter(|loss| loss.is_finite());
-        self.kept.push(Kept { step, loss, sent: since, agreed: outcome.agreed, times });
+        let StepOutcome { agreed, encoded, .. } = *outcome;
+        self.kept.push(Kept { step, loss, sent: since, agreed, encoded, times });
     }
 
     /// Whether it is time to [hand in](Recorder::hand_in) the records; the same on all ranks.
@@ -105,6 +107,7 @@ impl Recorder {
                 step: first.step,
                 loss,
                 agreed: first.agreed,
+                encoded: first.encoded,
                 samples: self.samples,
                 wire_bytes: all.iter().map(|kept| kept.sent).sum(),
                 ranks: all.into_iter().map(|kept| kept.times).collect(),

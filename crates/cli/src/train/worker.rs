@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, bail};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use unisono::candle::ReplicaError;
 use unisono::insight::Scaling;
 use unisono::sync::SyncError;
-use unisono::{Error, Group, Job, Options};
+use unisono::{Error, Group, Job, Options, Reduction};
 
 use super::args::{Plan, TrainArgs};
 use super::checkpoint::{resume, save};
@@ -32,6 +32,9 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let group = job.world();
     let plan = args.plan(group.size())?;
     expect_equal_plans(&plan, group)?;
+    if group.rank() == 0 && !args.as_worker {
+        plan.notices().iter().for_each(|notice| eprintln!("unisono: {notice}"));
+    }
     let scaling = match plan.measure_scaling {
         true => measure_alone(&plan, group)?,
         false => None,
@@ -41,16 +44,24 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         0 => Some(Home::open(&plan, args)?),
         _ => None,
     };
-    let checkpoint = match &mut home {
+    let found = match &mut home {
         Some(Home { saver: Some(saver), .. }) => saver.find(&plan)?,
         _ => None,
     };
-    resume(&mut *trainee, checkpoint.as_ref(), group)?;
-    if let (Some(Home { saver: Some(saver), .. }), Some(checkpoint)) = (&mut home, &checkpoint) {
-        eprintln!("unisono: going on from {}", checkpoint.path().display());
-        saver.resumed(checkpoint.step());
+    resume(&mut *trainee, found.as_ref().map(|found| &found.checkpoint), group)?;
+    if let (Some(Home { saver: Some(saver), .. }), Some(found)) = (&mut home, &found) {
+        eprintln!("unisono: going on from {}", found.checkpoint.path().display());
+        let step = found.checkpoint.step();
+        if let Some(rate) = &found.other_rate {
+            eprintln!(
+                "unisono: learning rate {} instead of {rate} from step {} on",
+                plan.optimizer.learning_rate(),
+                step + 1
+            );
+        }
+        saver.resumed(step);
     }
-    drop(checkpoint);
+    drop(found);
     let mut recorder = Recorder::new(group, plan.batch)?;
     let hosts = host_names(group)?;
     if let Some(home) = &mut home {
@@ -59,6 +70,8 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let slowness = plan.slow.filter(|(rank, _)| *rank == group.rank()).map_or(1.0, |(_, s)| s);
 
     let (mut interrupted, mut diverged) = (false, false);
+    // The step since which this worker's loss, as far as it knows it, is no number.
+    let mut lost_since = None;
     trainee.synchronizer().begin_step();
     while trainee.steps() < plan.steps && !interrupted && !diverged {
         let step = trainee.steps();
@@ -70,13 +83,10 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         // The same on all ranks, as the loss is if they have agreed on it.
         interrupted = outcome.agreed && outcome.stop;
         diverged = outcome.agreed && !outcome.loss.is_finite();
-        // A worker by itself cannot tell the others but by giving up.
-        ensure!(
-            outcome.agreed || outcome.loss.is_finite(),
-            "the loss is no longer a number since step {}; lower --learning-rate, or resume from an \
-             earlier checkpoint with other data",
-            trainee.steps()
-        );
+        lost_since = match outcome.loss.is_finite() {
+            true => None,
+            false => lost_since.or(Some(trainee.steps())),
+        };
         recorder.note(trainee.steps(), &outcome, trainee.synchronizer().sent());
         if let (Some(home), Some(advice)) = (&mut home, &outcome.advice) {
             home.advise(trainee.steps(), advice)?;
@@ -84,14 +94,19 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         if let Some(home) = &mut home {
             home.reporter.step(trainee.steps(), &outcome);
         }
-        let over = trainee.steps() == plan.steps || interrupted || diverged;
+        let mut over = trainee.steps() == plan.steps || interrupted || diverged;
         let due = |every: u64| every > 0 && trainee.steps().is_multiple_of(every);
         // Decided alike on all ranks, for they must all take part in what follows.
         let checks = plan.check_every > 0 && (due(plan.check_every) || over);
-        // A checkpoint of a run that is lost would only push out a good one.
-        let saves =
-            plan.checkpoint_dir.is_some() && !diverged && (due(plan.checkpoint_every) || over);
+        let saves = plan.checkpoint_dir.is_some() && (due(plan.checkpoint_every) || over);
         let hands_in = recorder.is_due() || over;
+        if !outcome.agreed && (checks || saves || hands_in) {
+            // A worker that steps by itself cannot tell the others before they talk anyway.
+            diverged = earliest(lost_since, group)?.is_some();
+            over |= diverged;
+        }
+        // A checkpoint of a run that is lost would only push out a good one.
+        let (saves, hands_in) = (saves && !diverged, hands_in || over);
         if checks {
             trainee.check(group)?;
         }
@@ -119,13 +134,27 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     }
     // The others stay until rank 0 has written all.
     group.barrier()?;
-    ensure!(
-        !diverged,
-        "the loss is no longer a number since step {}; lower --learning-rate, or resume from an \
-         earlier checkpoint with other data",
-        trainee.steps()
-    );
+    if diverged {
+        let step = earliest(lost_since, group)?.unwrap_or(trainee.steps());
+        let (rate, by) = (
+            plan.optimizer.learning_rate(),
+            match plan.checkpoint_dir {
+                Some(_) => {
+                    "go on from the last checkpoint by --resume with a lower --learning-rate"
+                }
+                None => "start again with a lower --learning-rate",
+            },
+        );
+        bail!("the loss is no longer a number since step {step}; {by} (it was {rate})");
+    }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The earliest step that any rank names. All ranks must call it.
+fn earliest(step: Option<u64>, group: &Group) -> anyhow::Result<Option<u64>> {
+    let mut first = [step.map_or(i64::MAX, |step| step as i64)];
+    group.all_reduce(&mut first, Reduction::Min)?;
+    Ok((first[0] < i64::MAX).then_some(first[0] as u64))
 }
 
 /// Whether a worker failed only because another one was gone.

@@ -9,7 +9,15 @@ fn rank(begin: f64, computed: f64, reduced: f64, end: f64) -> RankStep {
 }
 
 fn record(step: u64, ranks: Vec<RankStep>) -> StepRecord {
-    StepRecord { step, loss: 1.0, samples: 32, wire_bytes: 1000, ranks, agreed: true }
+    StepRecord {
+        step,
+        loss: 1.0,
+        samples: 32,
+        wire_bytes: 1000,
+        ranks,
+        agreed: true,
+        encoded: None,
+    }
 }
 
 fn bucket(started: f64, ended: f64) -> BucketSpan {
@@ -194,7 +202,7 @@ fn agreements_count_by_how_rare_they_are() {
     assert!(close(run.parts.total(), 5.0 + 1.5));
     assert!(close(run.comm, 1.5) && close(run.coding, 0.3), "{} {}", run.comm, run.coding);
     assert!(close(run.coding_share().unwrap(), 0.2));
-    assert!(close(run.wire_bytes_per_step, 100.0));
+    assert!(close(run.sent.per_step().unwrap(), 100.0));
     assert_eq!(run.buckets, 2);
 }
 

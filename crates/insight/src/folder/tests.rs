@@ -25,7 +25,7 @@ fn step(step: u64) -> StepRecord {
         buckets: vec![],
     };
     let ranks = vec![rank.clone(), rank];
-    StepRecord { step, loss: 1.0, samples: 8, wire_bytes: 16, ranks, agreed: true }
+    StepRecord { step, loss: 1.0, samples: 8, wire_bytes: 16, ranks, agreed: true, encoded: None }
 }
 
 fn run_of(steps: u64) -> (TempDir, RunFolder) {
@@ -83,6 +83,9 @@ fn advice_is_read_back_and_may_change() {
         chosen: "none".into(),
         measured_dense_seconds: 1.0,
         reason: "too little to gain".into(),
+        observed_steps: 8,
+        deciding_bytes: 16,
+        deciding_seconds: 0.5,
     };
     assert_eq!(RunFolder::open(folder.path()).unwrap().advice, None);
     folder.advise(&advice).unwrap();

@@ -152,6 +152,7 @@ mod tests {
                     wire_bytes: 1,
                     ranks,
                     agreed: true,
+                    encoded: None,
                 }
             })
             .collect()

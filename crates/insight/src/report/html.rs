@@ -187,11 +187,24 @@ fn tiles(report: &Report) -> Vec<Tile> {
             note: format!("{} workers against one", scaling.workers),
         });
     }
-    if run.wire_bytes_per_step > 0.0 {
+    if let Some(sent) = run.sent.per_step().filter(|sent| *sent > 0.0) {
         tiles.push(Tile {
             label: "Sent per step",
-            value: bytes(run.wire_bytes_per_step),
+            value: bytes(sent),
             note: report.saving().unwrap_or("by all ranks together".into()),
+        });
+    }
+    if let (Some(by), Some((with, before))) = (run.by_codec, report.sent_by_codec()) {
+        let amount = |sent: Option<f64>| sent.map_or("-".into(), bytes);
+        tiles.push(Tile {
+            label: "Sent with the codec",
+            value: amount(by.encoded.per_step()),
+            note: with,
+        });
+        tiles.push(Tile {
+            label: "Sent before it",
+            value: amount(by.plain.per_step()),
+            note: before,
         });
     }
     if run.has_local_steps() {
@@ -201,11 +214,12 @@ fn tiles(report: &Report) -> Vec<Tile> {
             note: format!("in {} of {} steps", run.agreed, run.recorded),
         });
     }
-    if let Some(loss) = run.final_loss {
+    if let Some(value) = report.final_loss() {
         let accuracy = report.summary.as_ref().and_then(|summary| summary.accuracy);
+        let accuracy = accuracy.filter(|_| run.diverged.is_none());
         tiles.push(Tile {
             label: "Final loss",
-            value: if loss.is_finite() { format!("{loss:.4}") } else { "diverged".into() },
+            value,
             note: match accuracy {
                 Some(accuracy) => format!("held-out accuracy {:.2} %", accuracy * 100.0),
                 None => format!("after {} steps", count(run.recorded as f64)),

@@ -9,9 +9,9 @@ mod text;
 use serde::Serialize;
 
 use crate::advice::{Advice, Measured, Prediction};
-use crate::breakdown::RunBreakdown;
+use crate::breakdown::{ByCodec, RunBreakdown, Traffic};
 use crate::record::{RunInfo, StepRecord, Summary};
-use crate::units::{bytes, duration, percent, times_less};
+use crate::units::{bytes, count, duration, percent, times_less};
 use crate::verdict::Verdict;
 use bins::{Curves, HeatMap};
 pub use relaxed::RelaxedReport;
@@ -64,27 +64,58 @@ impl Report {
         html::render(self)
     }
 
+    /// The loss of the last step; none where nobody said it.
+    fn final_loss(&self) -> Option<String> {
+        match (self.run.final_loss?, self.run.diverged) {
+            (_, Some(step)) => Some(format!("no number since step {step}")),
+            (loss, None) => loss.is_finite().then(|| format!("{loss:.4}")),
+        }
+    }
+
     /// What a step sends, in comparison with one without codec and local steps: "1.2 MB a step, 30×
     /// less than without a codec".
     fn sent(&self) -> Option<String> {
-        let sent = self.run.wire_bytes_per_step;
-        (sent > 0.0).then(|| match self.saving() {
+        let sent = self.run.sent.per_step().filter(|sent| *sent > 0.0)?;
+        Some(match self.saving() {
             Some(saving) => format!("{} a step, {saving}", bytes(sent)),
             None => format!("{} a step", bytes(sent)),
         })
     }
 
     fn saving(&self) -> Option<String> {
-        let ratio = match self.info.wire_ratio(self.run.wire_bytes_per_step)? {
-            // The counts and numbers of a step come on top of its gradients.
-            ratio if (0.98..1.02).contains(&ratio) => "no less".to_owned(),
-            ratio => times_less(ratio),
-        };
+        let ratio = self.less(&self.run.sent)?;
         match (self.run.has_local_steps(), self.info.codec()) {
             (true, _) => Some(format!("{ratio} than a full exchange in every step")),
             (false, Some(_)) => Some(format!("{ratio} than without a codec")),
             (false, None) => None,
         }
+    }
+
+    /// What was sent while the codec was in force, and before, where there were such steps: "90 kB a
+    /// step, 40× less, in 700 steps", and "3.60 MB a step, no less, in 300 steps".
+    fn sent_by_codec(&self) -> Option<(String, String)> {
+        let ByCodec { plain, encoded } =
+            self.run.by_codec.filter(|by| by.plain.steps > 0 && self.run.sent.bytes > 0)?;
+        let phase = |sent: &Traffic| {
+            let amount = bytes(sent.per_step().unwrap_or(0.0));
+            let less = self.less(sent).map_or(String::new(), |less| format!(", {less}"));
+            let plural = if sent.steps == 1 { "" } else { "s" };
+            format!("{amount} a step{less}, in {} step{plural}", count(sent.steps as f64))
+        };
+        let with = match encoded.steps {
+            0 => "no step was encoded".to_owned(),
+            _ => phase(&encoded),
+        };
+        Some((with, phase(&plain)))
+    }
+
+    /// "30× less" than without codec and local steps.
+    fn less(&self, sent: &Traffic) -> Option<String> {
+        Some(match self.info.wire_ratio(sent)? {
+            // The counts and numbers of a step come on top of its gradients.
+            ratio if (0.98..1.02).contains(&ratio) => "no less".to_owned(),
+            ratio => times_less(ratio),
+        })
     }
 
     /// The ranks worth showing one by one, in order: all of them, or the `at_most` latest ones.
@@ -142,15 +173,29 @@ impl Choice {
         };
         Choice {
             basis: format!(
-                "decided at step {}, where a step without a codec took {}",
+                "decided at step {}, where a step without a codec took {}{}",
                 advice.step,
-                duration(advice.measured_dense_seconds)
+                duration(advice.measured_dense_seconds),
+                cost(advice),
             ),
             rows: advice.rows.iter().take(CANDIDATES).map(candidate).collect(),
             result: result(advice, measured),
             reason: advice.reason.clone(),
         }
     }
+}
+
+/// What deciding took, if that is known.
+fn cost(advice: &Advice) -> String {
+    if advice.observed_steps == 0 {
+        return String::new();
+    }
+    format!(
+        "; {} sent to decide, in {}, after {} steps without a codec",
+        bytes(advice.deciding_bytes as f64),
+        duration(advice.deciding_seconds),
+        advice.observed_steps,
+    )
 }
 
 fn result(advice: &Advice, measured: Option<Measured>) -> String {

@@ -47,6 +47,9 @@ fn title(report: &Report, out: &mut Text) {
         count(run.recorded as f64),
         run.warm_up
     ));
+    if let Some(rates) = report.info.earlier_rates() {
+        out.wrapped("", &format!("learning rate: {rates}"));
+    }
 }
 
 fn typical_step(report: &Report, out: &mut Text) {
@@ -87,14 +90,19 @@ fn figures(report: &Report, out: &mut Text) {
     if let Some(sent) = report.sent() {
         figure("sent by all ranks", sent);
     }
+    if let Some((with, before)) = report.sent_by_codec() {
+        figure("  with the codec", with);
+        figure("  before it", before);
+    }
     if run.has_local_steps() {
         figure("agreed", format!("in {} of {} steps", run.agreed, run.recorded));
     }
-    if let Some(loss) = run.final_loss {
-        figure("final loss", format!("{loss:.4}"));
+    if let Some(loss) = report.final_loss() {
+        figure("final loss", loss);
     }
     if let Some(summary) = &report.summary {
-        if let Some(accuracy) = summary.accuracy {
+        // Of weights that are no numbers, what they answer is chance.
+        if let (Some(accuracy), None) = (summary.accuracy, run.diverged) {
             figure("held-out accuracy", format!("{:.2} %", accuracy * 100.0));
         }
         if let Some(efficiency) = summary.scaling_efficiency {

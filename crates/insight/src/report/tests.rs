@@ -24,7 +24,8 @@ fn steps(n: u64, agreed: impl Fn(u64) -> bool) -> Vec<StepRecord> {
             buckets: if agreed { vec![bucket] } else { Vec::new() },
         };
         let wire_bytes = if agreed { 400 } else { 0 };
-        StepRecord { step, loss: 1.0, samples: 1, wire_bytes, ranks: vec![rank; 2], agreed }
+        let (ranks, encoded) = (vec![rank; 2], None);
+        StepRecord { step, loss: 1.0, samples: 1, wire_bytes, ranks, agreed, encoded }
     };
     (0..n).map(step).collect()
 }
@@ -46,6 +47,9 @@ fn advice(chosen: &str) -> Advice {
         chosen: chosen.into(),
         measured_dense_seconds: 2.0,
         reason: "The link is <slow>.".into(),
+        observed_steps: 8,
+        deciding_bytes: 12_000,
+        deciding_seconds: 0.25,
     }
 }
 
@@ -80,6 +84,8 @@ fn a_choice_is_shown_beside_what_came_of_it() {
     assert!(text.contains("The link is <slow>."), "{text}");
 
     let choice = &page(&report)["choice"];
+    let basis = choice["basis"].as_str().unwrap();
+    assert!(basis.contains("12.0 kB sent to decide, in 250 ms, after 8 steps"), "{basis}");
     assert_eq!(choice["rows"][1]["measured"], "1.00 s");
     assert_eq!(choice["rows"][1]["error"], "5.0 % too short");
     assert_eq!(
@@ -122,6 +128,51 @@ fn coding_and_what_it_saves_are_shown() {
     assert_eq!(tile(&page, "Agreed"), None);
 }
 
+/// Warm-up steps are among the shortest or the longest, as it happens; the figure is of all of them.
+#[test]
+fn what_is_sent_is_counted_over_all_steps_and_apart_before_the_codec() {
+    for slow_warm_up in [true, false] {
+        let mut steps = steps(60, |_| true);
+        for step in &mut steps[..40] {
+            step.encoded = Some(false);
+            step.wire_bytes = 1600;
+            if slow_warm_up {
+                step.ranks.iter_mut().for_each(|rank| rank.end += 1.0);
+            }
+        }
+        steps[40..].iter_mut().for_each(|step| step.encoded = Some(true));
+        let report = Report::new(&info(), &steps, None, None);
+        let text = report.terminal(100);
+        // (40 · 1600 + 20 · 400) / 60, of 1600.
+        assert!(text.contains("1.20 kB a step, 1.33× less than without a codec"), "{text}");
+        let with = "400 B a step, 4.00× less, in 20 steps";
+        let before = "1.60 kB a step, no less, in 40 steps";
+        assert!(text.contains(with) && text.contains(before), "{text}");
+        let page = page(&report);
+        assert_eq!(tile(&page, "Sent per step"), Some("1.33× less than without a codec"));
+        assert_eq!(tile(&page, "Sent with the codec"), Some(with));
+        assert_eq!(tile(&page, "Sent before it"), Some(before));
+        // A typical step is one with the codec.
+        assert_eq!(report.run.warm_up, 40);
+        assert!((report.run.parts.total() - 1.0).abs() < 1e-9, "{:?}", report.run.parts);
+        let summary = Summary::new(&info(), &report.run, Default::default(), None);
+        assert_eq!(summary.wire_bytes, 40 * 1600 + 20 * 400);
+        assert_eq!((summary.wire_bytes_per_step, summary.wire_ratio), (1200.0, Some(4.0 / 3.0)));
+        assert_eq!((summary.codec_steps, summary.codec_warmup_steps), (Some(20), Some(40)));
+        assert_eq!(summary.codec_wire_bytes_per_step, Some(400.0));
+        assert_eq!(summary.codec_wire_ratio, Some(4.0));
+        assert_eq!(summary.codec_warmup_wire_bytes_per_step, Some(1600.0));
+    }
+}
+
+#[test]
+fn a_codec_that_never_came_into_force_is_said() {
+    let mut steps = steps(60, |_| true);
+    steps.iter_mut().for_each(|step| step.encoded = Some(false));
+    let text = Report::new(&info(), &steps, None, None).terminal(100);
+    assert!(text.contains("no step was encoded"), "{text}");
+}
+
 #[test]
 fn local_steps_are_counted() {
     let report = Report::new(&info(), &steps(60, |step| step % 10 == 9), None, None);
@@ -137,4 +188,30 @@ fn a_run_without_codec_claims_no_saving() {
     let report = Report::new(&dense, &steps(60, |_| true), None, None);
     assert!(!report.terminal(100).contains("less than"));
     assert_eq!(tile(&page(&report), "Sent per step"), Some("by all ranks together"));
+}
+
+#[test]
+fn a_run_whose_loss_is_lost_has_a_verdict_that_says_so() {
+    let mut lost = steps(60, |_| true);
+    lost[10].loss = f64::NAN;
+    lost[55..].iter_mut().for_each(|step| step.loss = f64::INFINITY);
+    let mut info = info();
+    info.settings.insert("optimizer".into(), "sgd, learning rate 0.5, weight decay 0".into());
+    let report = Report::new(&info, &lost, None, None);
+    let text = report.terminal(200);
+    assert!(text.contains("no longer a number since step 55"), "{text}");
+    assert!(text.contains("lower learning rate (it was 0.5)"), "{text}");
+    assert!(
+        !text.contains("bottleneck") && !text.contains("NaN") && !text.contains("inf"),
+        "{text}"
+    );
+    assert_eq!(page(&report)["verdict"]["headline"], report.verdict.headline);
+    // Of a framework's program nobody may have said the loss.
+    info.settings.insert("framework".into(), "torch 2.15.0".into());
+    let text = Report::new(&info, &lost, None, None).terminal(200);
+    assert!(text.contains("bottleneck") && !text.contains("final loss"), "{text}");
+    // One bad batch is not the end.
+    lost.truncate(50);
+    info.settings.remove("framework");
+    assert!(Report::new(&info, &lost, None, None).verdict.headline.contains("bottleneck"));
 }

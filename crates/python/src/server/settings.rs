@@ -95,6 +95,8 @@ impl Settings {
         for rule in &self.codec_rules {
             rules.exceptions.push(rule.parse().map_err(|error| format!("{error}"))?);
         }
+        let fits = rules.expect_fits(self.names.iter().map(String::as_str));
+        fits.map_err(|error| error.to_string())?;
         let parameters = self.names.iter().zip(&self.shapes);
         Ok(parameters.map(|(name, shape)| rules.codec(name, shape).cloned()).collect())
     }

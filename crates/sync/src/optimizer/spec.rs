@@ -88,6 +88,18 @@ impl OptimizerSpec {
         self
     }
 
+    /// The learning rate in the text of another optimizer, if that differs from this one in nothing
+    /// but how high it is: the same schedule, and all other settings equal.
+    pub fn rate_in<'a>(&self, text: &'a str) -> Option<&'a str> {
+        let (own, rate) = (self.to_string(), self.learning_rate().to_string());
+        let before = format!("{}, learning rate ", self.name());
+        let after = &own[before.len() + rate.len()..];
+        let theirs = text.strip_prefix(&before)?.strip_suffix(after)?;
+        // What follows the height of a schedule; nothing if there is none.
+        let schedule = |rate: &str| rate.find(", warm-up").map(|at| rate[at..].to_owned());
+        (schedule(theirs) == schedule(&rate)).then_some(theirs)
+    }
+
     /// The same with another weight decay.
     #[must_use]
     pub fn with_weight_decay(mut self, decay: f64) -> OptimizerSpec {
@@ -264,6 +276,26 @@ mod tests {
             "adamw, learning rate cosine(0.5 to 0.125, warm-up 3 of 20 steps), \
              betas 0.9 and 0.999, epsilon 1e-8, weight decay 0.5"
         );
+    }
+
+    #[test]
+    fn the_rate_of_another_is_known_if_nothing_else_differs() {
+        let sgd: OptimizerSpec = "sgd".parse().unwrap();
+        let adamw: OptimizerSpec = "adamw".parse().unwrap();
+        let rate = LearningRate::Constant;
+        let cosine =
+            |peak, steps| LearningRate::Cosine { peak, floor: peak / 10.0, warm_up: 1, steps };
+        let other = |of: OptimizerSpec, rate| of.with_learning_rate(rate).to_string();
+        assert_eq!(sgd.rate_in(&other(sgd, rate(0.5))), Some("0.5"));
+        assert_eq!(adamw.rate_in(&other(adamw, rate(0.5))), Some("0.5"));
+        assert_eq!(sgd.rate_in(&other(adamw, rate(0.1))), None);
+        assert_eq!(sgd.rate_in(&sgd.with_weight_decay(0.5).to_string()), None);
+        assert_eq!(sgd.rate_in(&other(sgd, cosine(0.5, 9))), None);
+        let planned = adamw.with_learning_rate(cosine(1.0, 9));
+        assert_eq!(planned.rate_in(&other(adamw, rate(0.5))), None);
+        assert_eq!(planned.rate_in(&other(adamw, cosine(0.5, 8))), None);
+        let theirs = other(adamw, cosine(0.5, 9));
+        assert_eq!(planned.rate_in(&theirs), Some("cosine(0.5 to 0.05, warm-up 1 of 9 steps)"));
     }
 
     #[test]

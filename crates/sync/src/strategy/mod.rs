@@ -96,6 +96,9 @@ pub fn build(
     parameters: &[Parameter],
     compression: Option<Compression>,
 ) -> Result<Box<dyn Strategy>, SyncError> {
+    if let Some(Compression { rules, .. }) = &compression {
+        rules.expect_fits(parameters.iter().map(|parameter| parameter.name.as_str()))?;
+    }
     let workers = group.map_or(1, Group::size);
     if workers == 1 && compression.is_none() {
         return Ok(Box::new(Alone::default()));

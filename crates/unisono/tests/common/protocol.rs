@@ -58,12 +58,15 @@ pub struct Settings {
     pub timeout: Duration,
     pub stall_after: Duration,
     pub staging: usize,
+    /// The algorithm, by name; otherwise the group chooses by what it measures.
+    pub algorithm: Option<String>,
 }
 
 impl Settings {
     pub fn new(transport: Transport) -> Settings {
         let Options { timeout, stall_after, staging, .. } = Options::default();
-        Settings { transport: transport.name().into(), timeout, stall_after, staging }
+        let (transport, algorithm) = (transport.name().into(), None);
+        Settings { transport, timeout, stall_after, staging, algorithm }
     }
 
     pub fn options(&self) -> Options {
@@ -72,6 +75,8 @@ impl Settings {
         options.timeout = self.timeout;
         options.stall_after = self.stall_after;
         options.staging = self.staging;
+        let parse = |name: &String| name.parse().expect("made from an algorithm");
+        options.algorithm = self.algorithm.as_ref().map(parse);
         options
     }
 }
@@ -99,8 +104,19 @@ pub enum Reply {
     Failed(Failed),
     Digest(u64),
     /// Seconds of each repetition, in order.
-    Timed(Vec<f64>),
+    Timed(Timed),
     Residue(Residue),
+}
+
+/// What all-reduces took, and as much data that only passes from every rank to the next, in turns.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Timed {
+    /// Seconds of each all-reduce.
+    pub all_reduce: Vec<f64>,
+    /// Seconds of each passing on of what an all-reduce must send at least.
+    pub passing_on: Vec<f64>,
+    /// Bytes that this rank sent for all all-reduces.
+    pub sent: u64,
 }
 
 /// An operation ended in an error.

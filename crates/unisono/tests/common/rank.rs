@@ -11,7 +11,7 @@ use unisono::{Dtype, Element, Epoch, Error, Group, Reduction};
 
 use super::churn::{self, churn};
 use super::machine;
-use super::protocol::{Call, Command, Failed, Failure, Formation, Reply};
+use super::protocol::{Call, Command, Failed, Failure, Formation, Reply, Timed};
 use super::random::Random;
 
 /// How a rank meets the others.
@@ -79,7 +79,7 @@ impl Rank {
                 Err(error) => failed(error.into(), 0),
             },
             Command::Time { bytes, repeats } => match time(self.group(), bytes, repeats) {
-                Ok(seconds) => Reply::Timed(seconds),
+                Ok(timed) => Reply::Timed(timed),
                 Err(error) => failed(error.into(), 0),
             },
             Command::EndEpoch => {
@@ -187,17 +187,31 @@ fn digest(group: &Group, dtype: Dtype, count: usize) -> Result<u64, Error> {
     }
 }
 
-fn time(group: &Group, bytes: usize, repeats: usize) -> Result<Vec<f64>, Error> {
+/// Of an all-reduce between `n` ranks each must send `2(n − 1)/n` of its bytes.
+fn time(group: &Group, bytes: usize, repeats: usize) -> Result<Timed, Error> {
+    let (rank, world) = (group.rank(), group.size());
     let mut buffer = vec![0f32; bytes / size_of::<f32>()];
-    let mut seconds = Vec::with_capacity(repeats);
+    let least = 2 * buffer.len() * (world - 1) / world;
+    let (passed, mut received) = (vec![rank as f32; least], vec![0f32; least]);
+    let only = |to: usize| -> Vec<usize> {
+        (0..world).map(|other| if other == to { least } else { 0 }).collect()
+    };
+    let (next, previous) = ((rank + 1) % world, (rank + world - 1) % world);
+    let mut timed = Timed { all_reduce: Vec::new(), passing_on: Vec::new(), sent: 0 };
     for _ in 0..repeats {
-        buffer.fill(group.rank() as f32 + 1.0);
+        buffer.fill(rank as f32 + 1.0);
+        group.barrier()?;
+        let (start, before) = (Instant::now(), group.traffic().total());
+        group.all_reduce(&mut buffer, Reduction::Sum)?;
+        timed.all_reduce.push(start.elapsed().as_secs_f64());
+        timed.sent += group.traffic().total() - before;
+        let sum = (world * (world + 1) / 2) as f32;
+        assert!(buffer.iter().all(|&value| value == sum), "what was timed was wrong");
         group.barrier()?;
         let start = Instant::now();
-        group.all_reduce(&mut buffer, Reduction::Sum)?;
-        seconds.push(start.elapsed().as_secs_f64());
-        let sum = (group.size() * (group.size() + 1) / 2) as f32;
-        assert!(buffer.iter().all(|&value| value == sum), "what was timed was wrong");
+        group.all_to_all_unequal(&passed, &only(next), &mut received, &only(previous))?;
+        timed.passing_on.push(start.elapsed().as_secs_f64());
+        assert!(received.iter().all(|&value| value == previous as f32), "wrong, as above");
     }
-    Ok(seconds)
+    Ok(timed)
 }

@@ -21,6 +21,7 @@ use super::strategy::Strategy;
 use crate::bench::sizes;
 use choices::Schedule;
 pub use choices::{CodecChoice, ServersChoice};
+use plan::Given;
 pub use plan::{Plan, RelaxedPlan, Work};
 
 /// Shards of a run that does not say how many. Every number of workers up to this one can share
@@ -89,8 +90,8 @@ pub struct TrainArgs {
     /// replayed model and with a codec, which encodes each by itself.
     #[arg(long)]
     shards: Option<usize>,
-    /// Samples per step, over all workers; by default 64, or a few more for a replayed model whose
-    /// shards do not divide them.
+    /// Samples per step, over all workers; by default 64, or a few more if that is no multiple of the
+    /// shards.
     #[arg(long)]
     batch: Option<usize>,
     /// Steps to train for, over all runs that are resumed.
@@ -104,13 +105,14 @@ pub struct TrainArgs {
     /// with hogwild, which can do no other.
     #[arg(long)]
     optimizer: Option<OptimizerSpec>,
-    /// The learning rate; by default one that suits the optimizer.
+    /// The learning rate; by default one that suits the optimizer. With --resume, it may be another
+    /// than before, from there on.
     #[arg(long, value_name = "RATE")]
     learning_rate: Option<f64>,
     /// How the learning rate goes on.
     #[arg(long, value_enum, default_value = "constant")]
     schedule: Schedule,
-    /// The weight decay; by default one that suits the optimizer.
+    /// The weight decay; by default one that suits the optimizer and the model.
     #[arg(long)]
     weight_decay: Option<f64>,
     /// Decides about initial weights and the order of samples.
@@ -280,7 +282,11 @@ impl TrainArgs {
             self.accumulate,
         );
         ensure!(count <= MOST, "--shards {count}: use at most {MOST}");
-        let batch = self.batch.unwrap_or(BATCH.next_multiple_of(count));
+        let usual = BATCH.next_multiple_of(count);
+        let batch = self.batch.unwrap_or(usual);
+        // A replayed model has no samples to speak of.
+        let learns = matches!(work, Work::Learn { .. });
+        let instead_of_batch = (learns && self.batch.is_none() && usual != BATCH).then_some(BATCH);
         ensure!(batch <= MOST, "--batch {batch}: use at most {MOST}");
         ensure!(
             batch > 0 && batch.is_multiple_of(count),
@@ -309,6 +315,12 @@ impl TrainArgs {
             measure_scaling: self.measure_scaling,
             slow: self.slow(workers)?,
             accumulate: self.accumulate,
+            given: Given {
+                workers,
+                learning_rate: self.learning_rate.is_some(),
+                shards: self.shards.is_some(),
+                instead_of_batch,
+            },
             work,
         })
     }

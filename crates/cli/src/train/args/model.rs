@@ -143,3 +143,70 @@ impl TrainArgs {
         self.weight_decay.or(usual).map_or(spec, |decay| spec.with_weight_decay(decay))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Program {
+        #[command(flatten)]
+        args: TrainArgs,
+    }
+
+    fn optimizer(flags: &str) -> String {
+        let flags = std::iter::once("unisono").chain(flags.split_whitespace());
+        let args = Program::parse_from(flags).args;
+        args.optimizer(&args.work().unwrap()).to_string()
+    }
+
+    /// The rows of a table of the documentation, after its head.
+    fn rows(head: &str) -> Vec<Vec<&'static str>> {
+        let page = include_str!("../../../../../docs/training.md");
+        let (_, table) = page.split_once(head).expect("the documentation has this table");
+        let lines = table.lines().skip(2).take_while(|line| line.starts_with('|'));
+        lines.map(|line| line.trim_matches('|').split('|').map(str::trim).collect()).collect()
+    }
+
+    #[test]
+    fn the_documented_settings_of_optimizers_are_the_defaults() {
+        let rows = rows("| `--optimizer` | learning rate |");
+        assert_eq!(rows.len(), OptimizerSpec::NAMES.len());
+        for row in rows {
+            let [name, rate, others, decay] = row[..] else { panic!("{row:?}") };
+            let name = name.trim_matches('`');
+            let others = if others.is_empty() { String::new() } else { format!(", {others}") };
+            for model in ["mlp", "conv"] {
+                let decay = match decay.split_once(", with `mlp` ") {
+                    Some((_, of_mlp)) if model == "mlp" => of_mlp,
+                    Some((usual, _)) => usual,
+                    None => decay,
+                };
+                assert_eq!(
+                    optimizer(&format!("--optimizer {name} --model {model}")),
+                    format!("{name}, learning rate {rate}{others}, weight decay {decay}")
+                );
+            }
+        }
+        assert!(optimizer("").starts_with("adamw, "));
+        assert!(optimizer("--strategy downpour:1,1").starts_with("adagrad, "));
+        assert!(optimizer("--strategy hogwild").starts_with("sgd, "));
+    }
+
+    #[test]
+    fn the_documented_sizes_of_models_are_the_defaults() {
+        for row in rows("| `--model` | flags for its size |") {
+            let model = row[0].trim_matches('`');
+            let Some(flags) = row[1].split('`').nth(1).filter(|_| !model.contains(':')) else {
+                continue;
+            };
+            let built = |flags: &str| {
+                let flags = format!("unisono --data text:f --model {model} {flags}");
+                format!("{:?}", Program::parse_from(flags.split_whitespace()).args.work().unwrap())
+            };
+            assert_eq!(built(""), built(flags), "{model}");
+        }
+    }
+}

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use unisono::codec::UnusedRule;
 use unisono::relaxed::spec::Level;
 use unisono::relaxed::stale::Stale;
 use unisono::sync::Settings;
@@ -50,6 +51,20 @@ pub struct Plan {
     pub measure_scaling: bool,
     pub slow: Option<(usize, f64)>,
     pub accumulate: usize,
+    /// What it was made from, where that says more than what was made of it.
+    pub given: Given,
+}
+
+/// What the plan was made from.
+#[derive(Clone, Copy, Debug)]
+pub struct Given {
+    pub workers: usize,
+    /// Whether the user chose it.
+    pub learning_rate: bool,
+    /// As above.
+    pub shards: bool,
+    /// The usual size of a batch, if the shards made it another.
+    pub instead_of_batch: Option<usize>,
 }
 
 /// What makes a run relaxed.
@@ -89,6 +104,25 @@ impl Plan {
         ]
     }
 
+    /// What the user should know before it begins.
+    pub fn notices(&self) -> Vec<String> {
+        let Plan { batch, shards, steps, .. } = self;
+        let batch = self.given.instead_of_batch.map(|usual| {
+            format!(
+                "a step has {batch} samples instead of the usual {usual}, which {shards} shards cannot \
+                 share evenly; set --batch to choose"
+            )
+        });
+        let warm_up = self.compression.as_ref().map(|compression| compression.warm_up);
+        let never = warm_up.filter(|warm_up| *warm_up >= self.steps).map(|warm_up| {
+            format!(
+                "nothing will be encoded: the codec begins after {warm_up} steps, and the run has \
+                 {steps}; set --codec-warmup"
+            )
+        });
+        batch.into_iter().chain(never).collect()
+    }
+
     /// The strategy, whichever kind it is.
     pub fn strategy_name(&self) -> String {
         let relaxed = self.relaxed.as_ref().map(|relaxed| relaxed.level.to_string());
@@ -125,6 +159,14 @@ impl Plan {
             }
         }
         text
+    }
+
+    /// Fails if a rule for codecs fits none of the parameters.
+    pub fn expect_rules_fit<'a>(
+        &self,
+        names: impl Iterator<Item = &'a str> + Clone,
+    ) -> Result<(), UnusedRule> {
+        self.compression.as_ref().map_or(Ok(()), |with| with.rules.expect_fits(names))
     }
 
     /// The model and the data, for people.

@@ -64,6 +64,7 @@ impl Student {
         let model = model.build(data.kind(), builder).context("--model")?;
         let weights = Standalone::new(&parameters);
         let parameters = weights.parameters();
+        plan.expect_rules_fit(parameters.iter().map(|parameter| parameter.name.as_str()))?;
         let accumulation = match lockstep {
             true => Accumulation::new(plan.shards, own.clone()),
             false => Accumulation::new(own.len(), 0..own.len()),

@@ -112,6 +112,12 @@ impl Trainee for Learner {
         if group.rank() != 0 {
             return Ok(());
         }
+        // The loss of a step is known before what the step makes of the weights.
+        let is_lost = |values: &[f32]| values.iter().any(|value| !value.is_finite());
+        if let Some((name, ..)) = tensors.iter().find(|(.., values)| is_lost(values)) {
+            log::warn!("no checkpoint after step {}: {name} is no longer a number", self.steps());
+            return Ok(());
+        }
         let mut snapshot = Snapshot::new();
         for (name, shape, values) in &tensors {
             snapshot.tensors.push(Tensor::from_f32(name.as_str(), shape.as_slice(), values));

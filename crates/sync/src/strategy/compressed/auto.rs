@@ -12,12 +12,13 @@ use std::time::{Duration, Instant};
 use unisono_codec::{CodecSpec, Rules};
 use unisono_collective::{Error, Group, Op, Reduction, Request};
 
+use super::calls::Calls;
 use super::machine::{cpu_time, processors};
 use super::memory::spread;
 use super::probe::Sample;
 use super::volume::{Assignment, World};
 use super::{Compressed, Find, Save};
-use crate::advice::{self, Advice, CANDIDATES, Candidate, Observed, ObservedBucket, Short};
+use crate::advice::{self, Advice, CANDIDATES, Candidate, Cost, Observed, ObservedBucket, Short};
 use crate::bucket::Layout;
 use crate::error::SyncError;
 use crate::times::StepTimes;
@@ -60,6 +61,8 @@ pub enum Choice {
 /// Takes note of steps.
 #[derive(Default)]
 pub struct Observer {
+    /// Steps that it has seen.
+    observed: u64,
     skipped: usize,
     layout: Option<Arc<Layout>>,
     steps: Vec<Noted>,
@@ -90,6 +93,7 @@ struct Noted {
 impl Observer {
     /// Takes note of a step; whether these are enough.
     fn note(&mut self, layout: &Arc<Layout>, times: &StepTimes, now: Counters) -> bool {
+        self.observed += 1;
         if self.layout.as_ref() != Some(layout) {
             self.layout = Some(layout.clone());
             self.steps.clear();
@@ -144,20 +148,29 @@ impl Compressed {
             return Ok(None);
         }
         let observer = std::mem::take(observer);
+        let start = Instant::now();
         let observed = self.agree(step, layout, &observer, now)?;
-        self.choose_for(&observed, layout).map(Some)
+        let mut advice = self.choose_for(&observed, layout)?;
+        advice.cost = self.cost(observer.observed, now.sent, start)?;
+        Ok(Some(Arc::new(advice)))
+    }
+
+    /// What deciding took since then, as all ranks together see it.
+    fn cost(&self, steps: u64, sent: u64, start: Instant) -> Result<Cost, Error> {
+        let group = self.combiner.group();
+        let mut bytes = [(self.combiner.sent() - sent) as i64];
+        let mut seconds = [start.elapsed().as_secs_f64()];
+        group.all_reduce(&mut bytes, Reduction::Sum)?;
+        group.all_reduce(&mut seconds, Reduction::Max)?;
+        Ok(Cost { steps, bytes: bytes[0] as u64, seconds: seconds[0] })
     }
 
     /// Chooses what suits the observed steps.
-    fn choose_for(
-        &mut self,
-        observed: &Observed,
-        layout: &Layout,
-    ) -> Result<Arc<Advice>, SyncError> {
+    fn choose_for(&mut self, observed: &Observed, layout: &Layout) -> Result<Advice, SyncError> {
         let advice = self.advise(observed, layout)?;
         let place = |chosen: &CodecSpec| candidates().iter().position(|codec| codec == chosen);
         self.decide(advice.chosen.as_ref().and_then(place));
-        Ok(Arc::new(advice))
+        Ok(advice)
     }
 
     /// Uses one of the candidates from now on, or none.
@@ -186,10 +199,11 @@ impl Compressed {
         let seconds = |codec: &CodecSpec| {
             speeds.iter().find(|(known, _)| known == codec).map_or(0.0, |(_, seconds)| *seconds)
         };
+        let calls = Calls::new(self.combiner.group());
         let (mut dense, mut candidates) = (Vec::new(), Vec::new());
         for (codec, rules) in rules {
             let assignment = Assignment::new(&rules, &self.parameters, seconds);
-            let volumes = world.volumes(layout, &self.parameters, &assignment);
+            let volumes = world.volumes(layout, &self.parameters, &assignment, &calls)?;
             match codec {
                 None => dense = volumes,
                 Some(codec) => {

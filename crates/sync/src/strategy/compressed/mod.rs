@@ -11,6 +11,7 @@
 //! anywhere is left out of the rest, and its residuals stay as they are.
 
 mod auto;
+mod calls;
 mod gathered;
 mod machine;
 mod memory;
