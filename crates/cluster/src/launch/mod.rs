@@ -100,6 +100,8 @@ pub struct Launch {
     /// keeps its caches, and waits by spinning; but two jobs on one machine would get the same
     /// cores.
     pub bind: bool,
+    /// Whether it goes without saying that a member is started again.
+    pub quiet: bool,
     /// Where the members' stdout goes.
     pub stdout: Sink,
     /// Where the members' stderr, and what the launcher has to say, goes.
@@ -210,6 +212,7 @@ impl Launch {
             timeout: Duration::from_secs(300),
             label_stdout: false,
             bind: false,
+            quiet: false,
             stdout: Arc::new(Mutex::new(io::stdout())),
             stderr: Arc::new(Mutex::new(io::stderr())),
         }
@@ -265,7 +268,11 @@ impl Launch {
     }
 
     /// Whether the request makes sense.
-    fn check(&self) -> Result<(), LaunchError> {
+    ///
+    /// # Errors
+    ///
+    /// [`LaunchError::Usage`] if not, as [`Launch::run`] would say.
+    pub fn check(&self) -> Result<(), LaunchError> {
         if self.command.is_empty() {
             return Err(LaunchError::Usage("no command to run"));
         }

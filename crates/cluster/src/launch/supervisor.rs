@@ -136,7 +136,14 @@ impl<'a> Supervisor<'a> {
                     self.decide(Outcome::NodeLost { node });
                 }
             }
-            Event::OutputLost(error) => self.decide(output_lost(&error)),
+            Event::OutputLost(error) => {
+                let lost = output_lost(&error);
+                match &mut self.verdict {
+                    // Servers are being ended; what was lost is the end of the ranks' output.
+                    Some(verdict) if *verdict == Outcome::Success => *verdict = lost,
+                    _ => self.decide(lost),
+                }
+            }
             Event::GuardEnded(guard) => self.members.replace_guard(guard),
         }
     }
@@ -172,8 +179,10 @@ impl<'a> Supervisor<'a> {
             return false;
         }
         let Some(pause) = self.restarts.spend(life, ending) else { return false };
-        let (name, (nth, limit)) = (self.members.name(member), self.restarts.spent());
-        self.say(&format!("{name} {ending}; starting it again (restart {nth} of {limit})"));
+        if !self.launch.quiet {
+            let (name, (nth, limit)) = (self.members.name(member), self.restarts.spent());
+            self.say(&format!("{name} {ending}; starting it again (restart {nth} of {limit})"));
+        }
         self.members.start_later(member, life, pause);
         true
     }
