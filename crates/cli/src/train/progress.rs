@@ -14,6 +14,8 @@ use serde::{Deserialize, Serialize};
 use unisono::cluster::launch::Sink;
 use unisono::sync::StepOutcome;
 
+use crate::output;
+
 /// Begins a line that is for the launcher: ASCII's record separator.
 const MARK: u8 = 0x1e;
 
@@ -113,8 +115,7 @@ impl Reporter {
         if self.marked {
             tell(&Message::Progress(progress));
         } else {
-            // Whoever closed the pipe does not want to know.
-            let _ = writeln!(std::io::stderr(), "{}", progress.line());
+            remark!("{}", progress.line());
         }
     }
 
@@ -131,7 +132,7 @@ fn tell(message: &Message) {
     line.extend(serde_json::to_vec(message).unwrap_or_default());
     line.push(b'\n');
     let mut out = std::io::stdout().lock();
-    // As above.
+    // Whoever closed the pipe does not want to know.
     let _ = out.write_all(&line).and_then(|()| out.flush());
 }
 
@@ -158,13 +159,15 @@ pub struct Heard {
     pub finished: bool,
     /// Why they gave up: the cause, if one of them told it.
     pub failure: Option<Failure>,
-    /// Some of their output could not be passed on.
-    pub unwritten: bool,
 }
 
 impl Display {
     pub fn new() -> Display {
-        let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
+        let target = match output::is_quiet() {
+            true => ProgressDrawTarget::hidden(),
+            false => ProgressDrawTarget::stderr(),
+        };
+        let bar = ProgressBar::with_draw_target(None, target);
         let style = ProgressStyle::with_template("{bar:30.cyan/dim} {msg}  eta {eta}")
             .expect("the template is right")
             .progress_chars("━╸─");
@@ -207,13 +210,11 @@ struct Output {
 impl Output {
     fn line(&mut self, line: &[u8]) -> std::io::Result<()> {
         let Some(message) = line.strip_prefix(&[MARK]) else {
-            let written = self.bar.suspend(|| {
+            return self.bar.suspend(|| {
                 let mut out = std::io::stdout().lock();
                 out.write_all(line)?;
                 out.flush()
             });
-            lock(&self.heard).unwritten |= written.is_err();
-            return written;
         };
         match serde_json::from_slice(message) {
             Ok(Message::Progress(progress)) => return self.draw(&progress),
@@ -235,7 +236,7 @@ impl Output {
         self.bar.set_position(progress.step);
         self.bar.set_message(progress.line());
         let due = progress.step == progress.steps || self.told.elapsed() >= LINES;
-        if !std::io::stderr().is_terminal() && due {
+        if !std::io::stderr().is_terminal() && due && !output::is_quiet() {
             self.told = Instant::now();
             writeln!(std::io::stderr(), "{}", progress.line())?;
         }

@@ -10,7 +10,7 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use unisono::candle::ReplicaError;
 use unisono::insight::Scaling;
 use unisono::sync::SyncError;
-use unisono::{Error, Group, Job, Options};
+use unisono::{Error, Group, Job, JoinError, Options};
 
 use super::args::{Plan, TrainArgs};
 use super::checkpoint::{resume, save};
@@ -23,12 +23,12 @@ const SCALING_STEPS: u64 = 10;
 
 /// Joins the job and trains.
 pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
-    let options = args.options()?;
+    let job = Job::join_with(args.options()?).context("joining the job")?;
+    // Only now: before workers have met there is nothing to finish, and a signal may end them at once.
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
         signal_hook::flag::register(signal, stop.clone()).context("listening for signals")?;
     }
-    let job = Job::join_with(options).context("joining the job")?;
     let group = job.world();
     let plan = args.plan(group.size())?;
     expect_equal_plans(&plan, group)?;
@@ -47,7 +47,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     };
     resume(&mut *trainee, checkpoint.as_ref(), group)?;
     if let (Some(Home { saver: Some(saver), .. }), Some(checkpoint)) = (&mut home, &checkpoint) {
-        eprintln!("unisono: going on from {}", checkpoint.path().display());
+        remark!("unisono: going on from {}", checkpoint.path().display());
         saver.resumed(checkpoint.step());
     }
     drop(checkpoint);
@@ -79,7 +79,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         );
         recorder.note(trainee.steps(), &outcome, trainee.synchronizer().sent());
         if let (Some(home), Some(advice)) = (&mut home, &outcome.advice) {
-            home.advise(trainee.steps(), advice)?;
+            home.advise(trainee.steps(), advice);
         }
         if let Some(home) = &mut home {
             home.reporter.step(trainee.steps(), &outcome);
@@ -102,9 +102,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         if hands_in {
             let records = recorder.hand_in(group)?;
             if let Some(home) = &mut home {
-                for record in &records {
-                    home.folder().append(record)?;
-                }
+                home.record(records);
             }
         }
         if checks || saves || hands_in {
@@ -114,11 +112,13 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         }
     }
     trainee.settle()?;
-    if let Some(home) = home {
-        home.end(&plan, &*trainee, scaling, interrupted, args.json)?;
-    }
-    // The others stay until rank 0 has written all.
+    let told = match home {
+        Some(home) => home.end(&plan, &*trainee, scaling, interrupted, args.json),
+        None => Ok(()),
+    };
+    // The others stay until rank 0 has written all, and do not lose it if nobody reads its result.
     group.barrier()?;
+    told?;
     ensure!(
         !diverged,
         "the loss is no longer a number since step {}; lower --learning-rate, or resume from an \
@@ -139,6 +139,7 @@ pub fn is_consequence(error: &anyhow::Error) -> bool {
         _ => error.downcast_ref(),
     };
     matches!(group, Some(Error::PeerLost { .. } | Error::Aborted { .. } | Error::EpochEnded { .. }))
+        || matches!(error.downcast_ref(), Some(JoinError::Rendezvous(_) | JoinError::Form(_)))
 }
 
 /// Fails on all ranks if one was started with other settings than rank 0.

@@ -11,7 +11,7 @@ mod hogwild;
 mod home;
 mod inside;
 mod lead;
-mod student;
+pub mod student;
 mod weights;
 mod worker;
 
@@ -27,6 +27,7 @@ use unisono::sync::optimizer::{LearningRate, OptimizerSpec};
 use super::args::{Plan, RelaxedPlan, TrainArgs};
 use super::is_launched;
 use super::progress::Failure;
+use crate::exit;
 
 /// Leads a run, or is one of its workers.
 pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
@@ -39,7 +40,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     match worker::run(args) {
         Err(error) if args.as_worker => {
             Failure { reason: crate::one_line(&error), consequence: false }.tell();
-            Ok(ExitCode::FAILURE)
+            Ok(ExitCode::from(exit::code(&error)))
         }
         outcome => outcome,
     }
