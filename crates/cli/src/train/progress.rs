@@ -9,6 +9,7 @@ use std::io::{IsTerminal, Write};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use console::Term;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::{Deserialize, Serialize};
 use unisono::cluster::launch::Sink;
@@ -168,7 +169,7 @@ impl Display {
             false => ProgressDrawTarget::stderr(),
         };
         let bar = ProgressBar::with_draw_target(None, target);
-        let style = ProgressStyle::with_template("{bar:30.cyan/dim} {msg}  eta {eta}")
+        let style = ProgressStyle::with_template(&template(Term::stderr().size().1.into()))
             .expect("the template is right")
             .progress_chars("━╸─");
         bar.set_style(style);
@@ -191,6 +192,17 @@ impl Display {
     pub fn close(&self) -> Heard {
         self.bar.finish_and_clear();
         lock(&self.heard).clone()
+    }
+}
+
+/// A bar in one line of a terminal with so many columns. What has no room is cut off: a line that wraps
+/// could not be drawn over.
+fn template(columns: usize) -> String {
+    /// Columns of the usual words and the time that is left.
+    const WORDS: usize = 72;
+    match columns.saturating_sub(WORDS).min(30) {
+        0..5 => "{wide_msg} eta {eta}".to_owned(),
+        bar => format!("{{bar:{bar}.cyan/dim}} {{wide_msg}} eta {{eta}}"),
     }
 }
 
@@ -218,7 +230,11 @@ impl Output {
         };
         match serde_json::from_slice(message) {
             Ok(Message::Progress(progress)) => return self.draw(&progress),
-            Ok(Message::Finished) => lock(&self.heard).finished = true,
+            Ok(Message::Finished) => {
+                lock(&self.heard).finished = true;
+                // What follows is the result, which no bar needs to stand beside.
+                self.bar.finish_and_clear();
+            }
             Ok(Message::Failure(failure)) => {
                 let mut heard = lock(&self.heard);
                 let better = |known: &Failure| known.consequence && !failure.consequence;
@@ -282,5 +298,76 @@ impl Write for Beside {
 
     fn flush(&mut self) -> std::io::Result<()> {
         std::io::stderr().flush()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use indicatif::TermLike;
+
+    use super::*;
+
+    /// A terminal that remembers what was drawn.
+    #[derive(Clone, Debug)]
+    struct Paper {
+        columns: u16,
+        drawn: Arc<Mutex<Vec<String>>>,
+    }
+
+    impl TermLike for Paper {
+        fn width(&self) -> u16 {
+            self.columns
+        }
+        fn move_cursor_up(&self, _: usize) -> std::io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_down(&self, _: usize) -> std::io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_right(&self, _: usize) -> std::io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_left(&self, _: usize) -> std::io::Result<()> {
+            Ok(())
+        }
+        fn write_line(&self, text: &str) -> std::io::Result<()> {
+            self.write_str(text)
+        }
+        fn write_str(&self, text: &str) -> std::io::Result<()> {
+            self.drawn.lock().unwrap().push(text.to_owned());
+            Ok(())
+        }
+        fn clear_line(&self) -> std::io::Result<()> {
+            Ok(())
+        }
+        fn flush(&self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn the_bar_takes_one_line_of_any_terminal() {
+        for columns in [30, 60, 80, 100, 200] {
+            let paper = Paper { columns, drawn: Arc::default() };
+            let target = ProgressDrawTarget::term_like(Box::new(paper.clone()));
+            let bar = ProgressBar::with_draw_target(Some(1_000_000), target);
+            bar.set_style(ProgressStyle::with_template(&template(columns.into())).unwrap());
+            let progress = Progress {
+                step: 999_999,
+                steps: 1_000_000,
+                loss: 1234.5,
+                samples_per_s: 1e6,
+                exposed: 0.99,
+            };
+            bar.set_message(progress.line());
+            bar.set_position(999_999);
+            bar.force_draw();
+            let drawn = paper.drawn.lock().unwrap();
+            assert!(drawn.iter().any(|text| text.contains("step 999999")), "{drawn:?}");
+            for text in drawn.iter() {
+                let width = console::measure_text_width(text);
+                assert!(width <= columns.into(), "{width} in {columns} columns: {text:?}");
+            }
+        }
     }
 }

@@ -189,6 +189,8 @@ fn explain(
         _ => false,
     };
     match (outcome, failure) {
+        // Whoever closed the pipe knows.
+        (Ended::OutputLost { closed: true, .. }, _) => {}
         (Ended::Interrupted { .. }, _) => {
             let report = home.leave()?;
             // That it was stopped, the launcher has said.
