@@ -1,13 +1,13 @@
 //! `unisono report`: what a run was spent on.
 
-use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::Context;
 use clap::Args;
 use unisono::insight::folder::RunFolder;
 use unisono::insight::relaxed::RelaxedFolder;
+
+use crate::output;
 
 /// What `unisono report` takes.
 #[derive(Args)]
@@ -17,26 +17,39 @@ pub struct ReportArgs {
     /// Write report.html and the rest again, for a run that was killed before it could.
     #[arg(long)]
     rewrite: bool,
-    /// Columns of the terminal.
-    #[arg(long, default_value_t = 100)]
-    width: usize,
+    /// Columns to fit it into; by default those of the terminal, and as many as it takes where there is
+    /// none.
+    #[arg(long, value_name = "COLUMNS")]
+    width: Option<usize>,
 }
 
 /// Prints the report.
 pub fn run(args: ReportArgs) -> anyhow::Result<ExitCode> {
+    let width = args.width.unwrap_or_else(output::columns);
     let text = if RelaxedFolder::is_relaxed(&args.dir) {
         let saved = RelaxedFolder::open(&args.dir)?;
         if args.rewrite {
             saved.write()?;
         }
-        saved.report().terminal(args.width)
+        saved.report().terminal(width)
     } else {
         let run = RunFolder::open(&args.dir)?;
+        if let Some(summary) = &run.summary
+            && summary.steps as usize != run.steps.len()
+        {
+            say!(
+                "unisono: warning: {} has records of {} of the {} steps that its summary counts; the \
+                 report is of those",
+                args.dir.display(),
+                run.steps.len(),
+                summary.steps
+            );
+        }
         if args.rewrite {
             run.write()?;
         }
-        run.report().terminal(args.width)
+        run.report().terminal(width)
     };
-    writeln!(std::io::stdout(), "{text}").context("writing the report")?;
+    result_line!("{text}")?;
     Ok(ExitCode::SUCCESS)
 }

@@ -1,20 +1,26 @@
 //! `unisono run`: start a program on several ranks.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
+use std::fmt::Write;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Context, anyhow, ensure};
+use anyhow::Context;
 use clap::Args;
 use unisono::cluster::launch::{Launch, LaunchError, Nodes, Restarts, Servers};
 use unisono::collective::handshake::Token;
 
+use crate::exit::Wrong;
+use crate::output;
+
 /// What `unisono run` takes.
 #[derive(Args)]
 #[command(after_help = "\
-Every rank finds its place in RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT. If a rank fails, the others are ended, and its exit code is the launcher's.
+Every rank finds its place in RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and \
+MASTER_PORT. If a rank fails, the others are ended, and its exit code is the launcher's. Lines of the \
+ranks' output stay whole, up to 16 MiB each. If whoever reads the output goes away, the ranks are ended.
 
 Several nodes: start the same command on each, with its own --node-rank:
   node-a$ unisono run -n 8 --nnodes 2 --node-rank 0 --rendezvous node-a:29400 -- ./train
@@ -29,8 +35,8 @@ They are started before the ranks, and told to end when all ranks have ended wel
   UNISONO_LISTEN_FD  (servers) the open file that listens; restarts do not close it
   UNISONO_LIFE       how often this launcher has started this rank or server before: 0, 1, 2
   UNISONO_TOKEN      what connections prove to know
-A rank or server is started again if a signal killed it or it exited with an error; but not after
-exit code 2 or 64 (called wrongly), nor an error in the first second of its first life. Ranks that
+A rank or server is started again if a signal killed it or it exited with an error; but not after \
+exit code 2 or 64 (called wrongly), nor an error in the first second of its first life. Ranks that \
 form a group must not be restarted: a group ends with the loss of a rank.")]
 pub struct RunArgs {
     /// Ranks to start on this node; nodes may differ.
@@ -70,6 +76,12 @@ pub struct RunArgs {
     /// that has the machine to itself.
     #[arg(long)]
     bind: bool,
+    /// Do not mention ranks and servers that are started again.
+    #[arg(long, short)]
+    quiet: bool,
+    /// Check the call and print what would be started, without starting it.
+    #[arg(long)]
+    dry_run: bool,
     /// The program and its arguments.
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     command: Vec<OsString>,
@@ -80,12 +92,13 @@ pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     let nodes = args
         .rendezvous
         .map(|text| {
-            let rendezvous = Nodes::parse_rendezvous(&text)
-                .ok_or_else(|| anyhow!("--rendezvous {text} is not HOST:PORT"))?;
+            let Some(rendezvous) = Nodes::parse_rendezvous(&text) else {
+                refuse!("--rendezvous {text} is not HOST:PORT")
+            };
             anyhow::Ok(Nodes { count: args.nnodes, node: args.node_rank, rendezvous })
         })
         .transpose()?;
-    ensure!(
+    demand!(
         args.servers.is_none() || args.nnodes == 1,
         "--servers is for jobs of one node; for several, start `unisono serve --listen HOST:PORT` \
          where you want servers, and set UNISONO_SERVERS=HOST:PORT,HOST:PORT for the ranks"
@@ -103,14 +116,77 @@ pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
         timeout: Duration::from_secs(args.timeout),
         label_stdout: args.prefix,
         bind: args.bind,
+        quiet: args.quiet,
         ..Launch::new(args.command, args.ranks)
     };
-    start(&launch)
+    match args.dry_run {
+        true => dry_run(&launch),
+        false => start(&launch),
+    }
+}
+
+/// Says what would be started.
+fn dry_run(launch: &Launch) -> anyhow::Result<ExitCode> {
+    launch.check()?;
+    let command: Vec<String> = launch.command.iter().map(|word| quoted(word)).collect();
+    let Some(program) = find_program(Path::new(&launch.command[0])) else {
+        refuse!("cannot start {}: there is no such program", command[0]);
+    };
+    let mut out = String::new();
+    let mut line = |name: &str, value: String| writeln!(out, "{name:<14}{value}");
+    line("program", program.display().to_string())?;
+    line("command", command.join(" "))?;
+    match &launch.nodes {
+        None => line("ranks", format!("{}, on this machine", launch.ranks))?,
+        Some(nodes) => {
+            line("ranks", format!("{} on this node", launch.ranks))?;
+            let (host, port) = &nodes.rendezvous;
+            line(
+                "node",
+                format!("{} of {}, which meet at {host}:{port}", nodes.node, nodes.count),
+            )?;
+        }
+    }
+    if let Some(servers) = &launch.servers {
+        let addresses: Vec<String> = servers.addresses().iter().map(ToString::to_string).collect();
+        line("servers", format!("{}, such as at {}", addresses.len(), addresses.join(", ")))?;
+    }
+    line("restarts", format!("{} in all", launch.restarts.limit))?;
+    let cores = if launch.bind { "each rank its share, if there are enough" } else { "all" };
+    line("cores", cores.to_owned())?;
+    line("grace", format!("{} s to end when told to", launch.grace.as_secs()))?;
+    let token = if launch.token.is_some() { "of UNISONO_TOKEN" } else { "made up" };
+    line("token", token.to_owned())?;
+    output::text_out(&out)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A word as a shell would have to be told it.
+fn quoted(word: &OsStr) -> String {
+    let text = word.to_string_lossy();
+    let is_plain = |c: char| c.is_alphanumeric() || "-_./=:,+@%".contains(c);
+    match !text.is_empty() && text.chars().all(is_plain) {
+        true => text.into_owned(),
+        false => format!("'{}'", text.replace('\'', r"'\''")),
+    }
+}
+
+/// Where the system would find a program that can be started.
+fn find_program(name: &Path) -> Option<PathBuf> {
+    let can_start = |path: &PathBuf| {
+        let about = path.metadata();
+        about.is_ok_and(|about| about.is_file() && about.permissions().mode() & 0o111 != 0)
+    };
+    if name.components().count() > 1 {
+        return Some(name.to_owned()).filter(can_start);
+    }
+    let path = std::env::var_os("PATH")?;
+    std::env::split_paths(&path).map(|folder| folder.join(name)).find(can_start)
 }
 
 /// Runs `command` on `ranks` ranks of this machine, which has nothing else to do.
 pub fn launch_here(ranks: usize, command: Vec<OsString>) -> anyhow::Result<ExitCode> {
-    let ranks = u32::try_from(ranks).context("too many ranks")?;
+    let ranks = u32::try_from(ranks).context("too many ranks").wrong_call()?;
     start(&Launch { bind: true, ..Launch::new(command, ranks) })
 }
 
@@ -135,7 +211,7 @@ fn start(launch: &Launch) -> anyhow::Result<ExitCode> {
         Ok(outcome) => Ok(ExitCode::from(outcome.exit_code())),
         // As shells do: 127 for a program that is not there, 126 for one that does not start.
         Err(LaunchError::Spawn { command, cause }) => {
-            eprintln!("unisono: cannot start {command}: {cause}");
+            say!("unisono: cannot start {command}: {cause}");
             let missing = cause.kind() == std::io::ErrorKind::NotFound;
             Ok(ExitCode::from(if missing { 127 } else { 126 }))
         }
@@ -145,8 +221,10 @@ fn start(launch: &Launch) -> anyhow::Result<ExitCode> {
 
 fn token() -> anyhow::Result<Option<Token>> {
     match std::env::var("UNISONO_TOKEN") {
-        Ok(text) if !text.is_empty() => text.parse().map(Some).context("UNISONO_TOKEN"),
+        Ok(text) if !text.is_empty() => {
+            text.parse().map(Some).context("UNISONO_TOKEN").wrong_call()
+        }
         Ok(_) | Err(std::env::VarError::NotPresent) => Ok(None),
-        Err(error) => Err(error).context("UNISONO_TOKEN"),
+        Err(error) => Err(error).context("UNISONO_TOKEN").wrong_call(),
     }
 }

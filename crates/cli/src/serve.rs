@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use anyhow::{Context, anyhow, bail, ensure};
+use anyhow::{Context, bail};
 use clap::Args;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use socket2::{Domain, Socket, Type};
@@ -16,10 +16,12 @@ use unisono::collective::handshake::Token;
 use unisono::relaxed::server::journal::{JournalError, Lock};
 use unisono::relaxed::server::{Files, Shard, ShardOptions};
 
+use crate::exit::{Wrong, WrongCall};
+
 /// What `unisono serve` takes.
 #[derive(Args)]
 #[command(after_help = "\
-`unisono run --servers S` and `unisono train --strategy ssp:3 --servers S` start servers by themselves.
+`unisono run --servers S` and `unisono train --strategy ssp:3 --servers S` start servers by themselves. \
 Beyond one machine, start them where you want them, all with the same UNISONO_TOKEN:
   server-a$ unisono serve --listen server-a:4000 --server 0 --journal journal-0
   server-b$ unisono serve --listen server-b:4000 --server 1 --journal journal-1
@@ -52,7 +54,10 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
     let listener = match &args.listen {
         Some(address) => listen(address)?,
         None => inherited()?.ok_or_else(|| {
-            anyhow!("nowhere to listen: give --listen HOST:PORT, or let `unisono run` start it")
+            WrongCall::new(
+                "nowhere to listen: give --listen HOST:PORT, or let `unisono run` start it"
+                    .to_owned(),
+            )
         })?,
     };
     let files = Files {
@@ -65,7 +70,8 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
     if let Some(dir) = &files.run {
         // Workers of another machine cannot make it.
         std::fs::create_dir_all(dir)
-            .with_context(|| format!("--run-dir {}: name another folder", dir.display()))?;
+            .with_context(|| format!("--run-dir {}: name another folder", dir.display()))
+            .wrong_call()?;
     }
     let shard = Shard::start(listener, ShardOptions { token: token()?, files })?;
     shard.serve_until(|| stop.load(Ordering::Relaxed))?;
@@ -85,8 +91,8 @@ pub fn lock_journal(journal: &Path) -> anyhow::Result<Lock> {
 /// The token of the job.
 pub fn token() -> anyhow::Result<Token> {
     match std::env::var("UNISONO_TOKEN") {
-        Ok(text) if !text.is_empty() => text.parse().context("UNISONO_TOKEN"),
-        _ => bail!(
+        Ok(text) if !text.is_empty() => text.parse().context("UNISONO_TOKEN").wrong_call(),
+        _ => refuse!(
             "UNISONO_TOKEN is not set: give all servers and workers of a job the same 64 hexadecimal \
              digits"
         ),
@@ -96,13 +102,18 @@ pub fn token() -> anyhow::Result<Token> {
 /// The socket that a launcher has opened for this process, if it has.
 pub fn inherited() -> anyhow::Result<Option<Socket>> {
     let Ok(text) = std::env::var("UNISONO_LISTEN_FD") else { return Ok(None) };
-    let number: RawFd = text.parse().ok().filter(|number| *number > 2).with_context(|| {
-        format!("UNISONO_LISTEN_FD={text} is no open file; only a launcher should set it")
-    })?;
+    let number: RawFd = text
+        .parse()
+        .ok()
+        .filter(|number| *number > 2)
+        .with_context(|| {
+            format!("UNISONO_LISTEN_FD={text} is no open file; only a launcher should set it")
+        })
+        .wrong_call()?;
     // SAFETY: the launcher opened it for this process, which takes it once, first thing, before anything
     // else could have been opened under that number. Whether it is open at all, the next call tells.
     let socket = Socket::from(unsafe { OwnedFd::from_raw_fd(number) });
-    ensure!(
+    demand!(
         socket.is_listener().is_ok_and(|listens| listens),
         "UNISONO_LISTEN_FD={number} does not listen; only a launcher should set it"
     );
@@ -123,4 +134,5 @@ fn listen(address: &str) -> anyhow::Result<Socket> {
     };
     bind()
         .with_context(|| format!("--listen {address}: give HOST:PORT, a free port of this machine"))
+        .wrong_call()
 }

@@ -492,18 +492,6 @@ fn a_disk_that_is_full_costs_no_earlier_checkpoint() {
 }
 
 #[test]
-fn a_disk_that_is_too_full_for_the_report() {
-    let desk = Desk::new();
-    fs::create_dir(desk.path("small")).unwrap();
-    let script = r#"
-        mount -t tmpfs -o size=64k none small
-        exec "$1" train --steps 1000 --hidden 8 --run-dir small/run"#;
-    let Some(mut command) = with_own_mounts(&desk, script) else { return };
-    let ended = desk.start(&mut command).wait();
-    assert!(ended.complaint().contains("free some space"), "{}", ended.stderr);
-}
-
-#[test]
 fn folders_that_are_read_only() {
     let desk = Desk::new();
     fs::create_dir(desk.path("sealed")).unwrap();

@@ -5,3 +5,4 @@ pub mod checkpoint;
 pub mod launch;
 pub mod place;
 pub mod rendezvous;
+pub mod variables;

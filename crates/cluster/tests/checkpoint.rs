@@ -18,6 +18,9 @@ use unisono_cluster::checkpoint::{
 /// The elements of the tensor in a checkpoint that is large enough to be interrupted.
 const LARGE: usize = 1 << 20;
 
+/// The file in a folder that its writer has locked.
+const LOCK: &str = ".unisono-lock";
+
 /// The state of a run that can be told from that of any other step.
 fn weights(step: u64, length: usize) -> Vec<f32> {
     (0..length).map(|index| (step * 1000 + index as u64 % 997) as f32).collect()
@@ -44,10 +47,12 @@ fn check(loaded: &Loaded, step: u64, length: usize) {
     assert!(tensor.to_f32().unwrap() == weights(step, length), "the weights of another step");
 }
 
+/// All files in the folder but the one that says who has it.
 fn names(folder: &Path) -> Vec<String> {
     let mut names: Vec<String> = fs::read_dir(folder)
         .unwrap()
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .filter(|name| name != LOCK)
         .collect();
     names.sort();
     names
@@ -238,6 +243,41 @@ fn a_save_that_fails_at_the_last_moment_leaves_everything_as_it_was() {
     assert_eq!(names(folder.path()), ["step-000000001.safetensors", "step-000000002.safetensors"]);
 }
 
+#[test]
+fn two_runs_in_one_folder_are_told_about_each_other() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut ours = Checkpoints::open(folder.path(), 2).unwrap();
+    save(&mut ours, 1, 10).unwrap();
+    let (_, said) = Writer::start(&[], folder.path(), "5..9").finish();
+    assert!(said.contains("refused: InUse") && !said.contains("saved"), "{said}");
+    let us = format!("process {} on ", std::process::id());
+    assert!(said.contains(&us) && said.contains("name another folder"), "{said}");
+    assert_eq!(names(folder.path()), ["step-000000001.safetensors"]);
+
+    drop(ours);
+    assert!(!folder.path().join(LOCK).exists(), "left behind");
+    let (_, said) = Writer::start(&[], folder.path(), "5..7").finish();
+    assert!(said.contains("saved 6"), "{said}");
+}
+
+#[test]
+fn a_lock_file_that_nobody_holds_stops_nobody() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut writer = Writer::start(&[], folder.path(), "1..1000000");
+    let mut line = String::new();
+    while saved(&line).is_none() {
+        line.clear();
+        assert_ne!(writer.output.read_line(&mut line).unwrap(), 0, "the writer ended");
+    }
+    let error = Checkpoints::open(folder.path(), 2).unwrap_err();
+    let holder = format!("process {} on ", writer.child.id());
+    assert!(one_line(&error).contains(&holder), "{error}");
+    writer.child.kill().unwrap();
+    writer.finish();
+    assert!(folder.path().join(LOCK).exists(), "the killed process could not remove it");
+    Checkpoints::open(folder.path(), 2).unwrap();
+}
+
 /// A process that runs [`as_writer`], and its standard output; killed when dropped.
 struct Writer {
     child: Child,
@@ -348,11 +388,13 @@ fn a_limit_on_the_size_of_files_fails_the_save_and_harms_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let mut checkpoints = Checkpoints::open(folder.path(), 2).unwrap();
     save(&mut checkpoints, 1, LARGE).unwrap();
+    drop(checkpoints);
     // The signal is ignored, so that the write fails instead.
     let limited = ["sh", "-c", r#"trap "" XFSZ; ulimit -f 1000; exec "$@""#, "sh"];
     let (success, said) = Writer::start(&limited, folder.path(), "2..3").finish();
     assert!(success && said.contains("failed 2: Full"), "{said}");
     assert!(said.contains("free some space") && said.contains("step 1 is intact"), "{said}");
+    let mut checkpoints = Checkpoints::open(folder.path(), 2).unwrap();
     check(&checkpoints.latest().unwrap().unwrap().checkpoint, 1, LARGE);
 }
 

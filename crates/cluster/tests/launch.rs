@@ -8,13 +8,17 @@ mod common;
 
 use std::io::Write;
 use std::net::TcpStream;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{Job, LONG, MARKER, failure, marker, processes, signal, wait_until};
-use rustix::process::Signal;
+use common::{
+    Job, LONG, MARKER, failure, marker, processes, raw, signal, wait_for_guard, wait_until,
+};
+use rustix::process::{Signal, kill_process};
 use unisono_cluster::launch::{Ending, Failure, Launch, LaunchError, Nodes, Outcome};
 use unisono_cluster::place::Place;
 use unisono_cluster::rendezvous::connect;
@@ -121,7 +125,10 @@ fn nothing_outlives_the_job_by_leaving_its_group() {
 /// A process that is stopped does not hear that it should end, unless it is made to go on.
 #[test]
 fn a_stopped_rank_ends_when_told_to() {
-    let mut job = failing_when_ready("(sleep 0.05; : >$READY) & kill -STOP $$; sleep 1000");
+    let mut job = failing_when_ready(
+        "(until grep -q '^State:.T' /proc/$$/status; do sleep 0.01; done; : >$READY) &
+         kill -STOP $$; sleep 1000",
+    );
     job.launch.grace = Duration::from_secs(1000);
     let start = Instant::now();
     assert_eq!(job.run().exit_code(), 5);
@@ -148,6 +155,84 @@ fn lines_of_several_ranks_stay_whole() {
             stdout.lines().filter(|line| *line == format!("[rank {rank}] open {rank}")).count(),
             1
         );
+    }
+}
+
+#[test]
+fn long_lines_stay_whole() {
+    const LONGEST: usize = 5_000_000;
+    // Written in pieces, while others write; the last has no end.
+    let script = format!(
+        r#"
+        for length in 65536 70000 {LONGEST}; do
+            printf "$RANK "; head -c $length /dev/zero | tr '\0' "$RANK"; printf " $RANK\n"
+            echo short
+        done
+        printf "$RANK "; head -c {LONGEST} /dev/zero | tr '\0' "$RANK"; printf " $RANK""#
+    );
+    let job = Job::shell(3, &script);
+    assert_eq!(job.run(), Outcome::Success);
+    let stdout = job.stdout();
+    let mut found = [const { Vec::new() }; 3];
+    for line in stdout.lines().filter(|line| *line != "short") {
+        let rank = line.as_bytes()[0];
+        assert_eq!(&line[line.len() - 2..], format!(" {}", rank as char), "the end is missing");
+        let middle = &line.as_bytes()[2..line.len() - 2];
+        assert!(middle.iter().all(|byte| *byte == rank), "mixed");
+        found[usize::from(rank - b'0')].push(middle.len());
+    }
+    assert_eq!(found, [const { [65_536, 70_000, LONGEST, LONGEST] }; 3]);
+}
+
+/// Somewhere that takes so many writes, and then fails as told.
+struct Failing {
+    writes: u32,
+    how: std::io::ErrorKind,
+}
+
+impl Write for Failing {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.writes = self.writes.checked_sub(1).ok_or(self.how)?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// As the system ends a program whose reader has gone, but with time to clean up.
+#[test]
+fn a_job_whose_reader_has_gone_ends_without_a_word() {
+    let cleanup = std::env::temp_dir().join(format!("unisono-test-cleanup-{}", marker()));
+    let script = format!(
+        "trap 'echo still here; echo $RANK >>{}; exit 0' TERM; while true; do echo $RANK; sleep 0.01; done",
+        cleanup.display()
+    );
+    let mut job = Job::shell(2, &script);
+    job.launch.grace = LONG;
+    let closed = Failing { writes: 5, how: std::io::ErrorKind::BrokenPipe };
+    job.launch.stdout = Arc::new(Mutex::new(closed));
+    let outcome = job.run();
+    assert!(matches!(outcome, Outcome::OutputLost { closed: true, .. }), "{outcome:?}");
+    assert_eq!(outcome.exit_code(), 141);
+    assert!(!job.stderr().contains("unisono"), "{}", job.stderr());
+    let cleaned = std::fs::read_to_string(&cleanup).unwrap();
+    std::fs::remove_file(&cleanup).unwrap();
+    assert_eq!(sorted(&cleaned), ["0", "1"]);
+}
+
+#[test]
+fn output_that_is_lost_at_the_very_end_counts() {
+    for (how, code, words) in [
+        (std::io::ErrorKind::BrokenPipe, 141, ""),
+        (std::io::ErrorKind::StorageFull, 1, "the output could not be written: "),
+    ] {
+        let mut job = Job::shell(2, "echo $RANK");
+        job.launch.stdout = Arc::new(Mutex::new(Failing { writes: 1, how }));
+        let outcome = job.run();
+        assert_eq!(outcome.exit_code(), code, "{outcome:?}");
+        assert!(outcome.to_string().contains(words), "{outcome}");
     }
 }
 
@@ -275,6 +360,19 @@ fn a_killed_launcher_leaves_no_process() {
         launcher.wait().unwrap();
         wait_until("everything has ended", || processes(&marker).is_empty());
     }
+}
+
+#[test]
+fn a_killed_guard_is_replaced() {
+    let (mut launcher, marker) = launcher_process("setsid sleep 1000; true", 5);
+    let first = wait_for_guard(&marker, None);
+    kill_process(first, Signal::KILL).unwrap();
+    let second = wait_for_guard(&marker, Some(first));
+    // It was told of the ranks that there were.
+    signal(&launcher, Signal::KILL);
+    launcher.wait().unwrap();
+    wait_until("everything has ended", || processes(&marker).is_empty());
+    wait_until("the guard has ended", || !Path::new(&format!("/proc/{}", raw(second))).exists());
 }
 
 /// A launcher whose ranks are launchers: the ranks of those are told to end once, by their own.

@@ -17,7 +17,7 @@ use std::sync::mpsc::channel;
 use std::thread;
 use std::time::Duration;
 
-use common::{Job, LONG, MARKER, failure, marker, processes, signal, wait_until};
+use common::{Job, LONG, MARKER, failure, marker, processes, signal, wait_for_guard, wait_until};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Signal, getpid, kill_process};
 use unisono_cluster::launch::{
@@ -114,6 +114,27 @@ fn a_program_that_has_gone_cannot_be_started_again() {
     assert_eq!(job.run().exit_code(), 126);
     assert_eq!(restarted(&job), 0);
     assert!(job.stderr().contains("rank 0: cannot start"), "{}", job.stderr());
+}
+
+#[test]
+fn ranks_are_started_again_though_the_guard_was_killed() {
+    let script = r#"
+        if [ $UNISONO_LIFE = 0 ]; then
+            until [ -e $FILE ]; do sleep 0.01; done
+            kill -9 $$
+        fi
+        echo life $UNISONO_LIFE"#;
+    let mut job = restarting(1, 3, script);
+    let file = add_file(&mut job);
+    thread::scope(|scope| {
+        let running = scope.spawn(|| job.run());
+        let guard = wait_for_guard(&job.marker, None);
+        kill_process(guard, Signal::KILL).unwrap();
+        std::fs::write(&file, "").unwrap();
+        assert_eq!(running.join().unwrap(), Outcome::Success);
+    });
+    std::fs::remove_file(&file).unwrap();
+    assert_eq!((job.stdout().as_str(), restarted(&job)), ("life 1\n", 1));
 }
 
 /// A life does not share the machine with what an earlier one started.

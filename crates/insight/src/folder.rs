@@ -25,6 +25,7 @@ use crate::breakdown::RunBreakdown;
 use crate::record::{Outcome, RunInfo, Scaling, StepRecord, Summary};
 use crate::report::Report;
 use crate::trace;
+use crate::units::counted;
 
 pub(crate) const INFO: &str = "run.toml";
 pub(crate) const STEPS: &str = "steps.jsonl";
@@ -44,10 +45,20 @@ pub enum FolderError {
         path: PathBuf,
     },
     /// There is no run in there. Choose another folder.
-    #[error("{} is not the folder of a run: it has no {INFO}; name a folder that a run wrote", .path.display())]
+    #[error("{} is not the folder of a run: it {reason}; name a folder that a run wrote", .path.display())]
     NotARun {
         /// The folder.
         path: PathBuf,
+        /// What it is instead, or lacks.
+        reason: &'static str,
+    },
+    /// There is a run in there, but one of its files has gone. Restore it, or do without the run.
+    #[error("{} is missing: it held {held}; restore the file, or run again", .path.display())]
+    Missing {
+        /// The file.
+        path: PathBuf,
+        /// What was in it.
+        held: &'static str,
     },
     /// The system refused to write. Make room or choose another folder.
     #[error("cannot write {}: {source}; {}", .path.display(), remedy(.source))]
@@ -81,6 +92,7 @@ pub enum FolderError {
 #[derive(Debug)]
 pub struct RunFolder {
     dir: PathBuf,
+    info: RunInfo,
     steps: File,
     /// Length of the complete lines of `steps`.
     complete: u64,
@@ -112,7 +124,7 @@ impl RunFolder {
         let path = dir.join(STEPS);
         let steps = File::options().append(true).create_new(true).open(&path);
         let steps = steps.map_err(|source| write_error(&path, source))?;
-        Ok(RunFolder { dir, steps, complete: 0 })
+        Ok(RunFolder { dir, info: info.clone(), steps, complete: 0 })
     }
 
     /// Where it is.
@@ -144,11 +156,27 @@ impl RunFolder {
     /// Sums up the run, and writes `summary.json`, `trace.json` and `report.html` from what was
     /// appended.
     pub fn finish(self, outcome: Outcome, scaling: Option<Scaling>) -> Result<Run, FolderError> {
-        let mut run = RunFolder::open(&self.dir)?;
+        let (run, written) = self.finish_with(Vec::new(), outcome, scaling);
+        written.map(|()| run)
+    }
+
+    /// Sums up a run whose last steps could not be appended: `unwritten`. Also returns whether its files
+    /// could be written; the run is summed up in any case.
+    pub fn finish_with(
+        self,
+        unwritten: Vec<StepRecord>,
+        outcome: Outcome,
+        scaling: Option<Scaling>,
+    ) -> (Run, Result<(), FolderError>) {
+        let (mut run, read) = match RunFolder::open(&self.dir) {
+            Ok(run) => (run, Ok(())),
+            Err(error) => (Run::of(self.info, self.dir), Err(error)),
+        };
+        run.steps.extend(unwritten);
         let breakdown = RunBreakdown::of(&run.info, &run.steps);
         run.summary = Some(Summary::new(&run.info, &breakdown, outcome, scaling));
-        run.write()?;
-        Ok(run)
+        let written = read.and_then(|()| run.write());
+        (run, written)
     }
 
     /// Reads a run, finished or not.
@@ -163,6 +191,11 @@ impl RunFolder {
 }
 
 impl Run {
+    /// A run of which nothing is known but what was run.
+    fn of(info: RunInfo, dir: PathBuf) -> Run {
+        Run { info, steps: Vec::new(), advice: None, summary: None, dir }
+    }
+
     /// Its report.
     pub fn report(&self) -> Report {
         Report::new(&self.info, &self.steps, self.summary.as_ref(), self.advice.as_ref())
@@ -196,14 +229,24 @@ pub(crate) fn write_info(dir: &Path, info: &RunInfo) -> Result<(), FolderError> 
 
 pub(crate) fn read_info(dir: &Path) -> Result<RunInfo, FolderError> {
     let path = dir.join(INFO);
-    let text = match fs::read_to_string(&path) {
-        Ok(text) => text,
-        Err(error)
-            if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) =>
-        {
-            return Err(FolderError::NotARun { path: dir.into() });
+    let bytes = match fs::read(&path) {
+        Ok(bytes) => bytes,
+        Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
+            return Err(FolderError::NotARun { path: dir.into(), reason: "is a file" });
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let reason = if dir.exists() { "has no run.toml" } else { "does not exist" };
+            return Err(FolderError::NotARun { path: dir.into(), reason });
         }
         Err(source) => return Err(FolderError::Read { path, source }),
+    };
+    let text = match String::from_utf8(bytes) {
+        Ok(text) => text,
+        Err(error) => {
+            let good = &error.as_bytes()[..error.utf8_error().valid_up_to()];
+            let line = 1 + good.iter().filter(|byte| **byte == b'\n').count();
+            return Err(FolderError::Malformed { path, line, reason: NOT_TEXT.to_owned() });
+        }
     };
     toml::from_str(&text).map_err(|error| {
         let offset = error.span().map_or(0, |span| span.start);
@@ -214,7 +257,17 @@ pub(crate) fn read_info(dir: &Path) -> Result<RunInfo, FolderError> {
 
 fn read_steps(path: &Path, info: &RunInfo) -> Result<Vec<StepRecord>, FolderError> {
     let read_error = |source| FolderError::Read { path: path.into(), source };
-    let mut file = BufReader::new(File::open(path).map_err(read_error)?);
+    let file = match File::open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            return Err(FolderError::Missing {
+                path: path.into(),
+                held: "the records of its steps",
+            });
+        }
+        Err(source) => return Err(read_error(source)),
+    };
+    let mut file = BufReader::new(file);
     let mut steps: Vec<StepRecord> = Vec::new();
     let mut text = Vec::new();
     loop {
@@ -226,13 +279,13 @@ fn read_steps(path: &Path, info: &RunInfo) -> Result<Vec<StepRecord>, FolderErro
         let malformed = |reason| FolderError::Malformed { path: path.into(), line, reason };
         let record: StepRecord = match serde_json::from_slice(&text) {
             Ok(record) => record,
-            Err(_) if !text.ends_with(b"\n") => return Ok(steps),
-            Err(error) => return Err(malformed(format!("not the record of a step: {error}"))),
+            Err(_) if is_unfinished(&text) => return Ok(steps),
+            Err(error) => return Err(malformed(not_a(&text, "record of a step", &error))),
         };
         if record.ranks.len() != info.workers {
             return Err(malformed(format!(
-                "a step of {} ranks in a run of {}",
-                record.ranks.len(),
+                "a step of {} in a run of {}",
+                counted(record.ranks.len(), "rank"),
                 info.workers
             )));
         }
@@ -241,6 +294,25 @@ fn read_steps(path: &Path, info: &RunInfo) -> Result<Vec<StepRecord>, FolderErro
         }
         steps.push(record);
     }
+}
+
+/// What is wrong with a file of bytes.
+const NOT_TEXT: &str = "it is not text; something else is in place of the file";
+
+/// Whether a line is the beginning of an object whose writer was stopped. Anything else without an end
+/// was never written by a run.
+pub(crate) fn is_unfinished(line: &[u8]) -> bool {
+    !line.ends_with(b"\n") && (line.is_empty() || line.starts_with(b"{"))
+}
+
+/// What is wrong with text that is not the `what` it should be.
+pub(crate) fn not_a(text: &[u8], what: &str, error: &serde_json::Error) -> String {
+    let is_text = match std::str::from_utf8(text) {
+        Ok(text) => !text.contains('\0'),
+        // A letter that was cut in the middle is text.
+        Err(error) => error.error_len().is_none(),
+    };
+    if is_text { format!("not the {what}: {error}") } else { NOT_TEXT.to_owned() }
 }
 
 /// Reads what may be absent. `what` says what it is, for errors.
@@ -256,7 +328,7 @@ pub(crate) fn read_json<T: DeserializeOwned>(
     serde_json::from_slice(&text).map(Some).map_err(|error| FolderError::Malformed {
         path: path.into(),
         line: error.line(),
-        reason: format!("not the {what}: {error}"),
+        reason: not_a(&text, what, &error),
     })
 }
 

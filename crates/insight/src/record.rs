@@ -114,6 +114,9 @@ pub struct RunInfo {
     /// named when it is later than that.
     #[serde(default)]
     pub clock_error: f64,
+    /// Whether its workers did not agree step by step, so that pushes were recorded instead of steps.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub relaxed: bool,
     /// Every setting of the run, as it took effect, defaults included. `overlap = false`, `optimizer`,
     /// `checkpoint_dir` and `framework` are understood by the verdict; all others are only shown.
     #[serde(default)]

@@ -77,6 +77,12 @@ fn three_digits(value: f64) -> String {
     }
 }
 
+/// So many of something, in the right number: "1 step", "2 steps". For nouns whose plural ends in s.
+pub fn counted(number: usize, noun: &str) -> String {
+    let plural = if number == 1 { "" } else { "s" };
+    format!("{number} {noun}{plural}")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

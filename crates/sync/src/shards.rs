@@ -18,8 +18,10 @@ pub struct Shards {
 /// Fewer shards than workers, so that some would have nothing to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{shards} shards cannot be shared by {workers} workers; use at least {workers} shards or at \
-     most {shards} workers"
+    "{shards} {} cannot be shared by {workers} workers; use at least {workers} shards or at most \
+     {shards} {}",
+    if *shards == 1 { "shard" } else { "shards" },
+    if *shards == 1 { "worker" } else { "workers" }
 )]
 pub struct TooFewShards {
     /// Shards of the run.

@@ -1,7 +1,8 @@
 //! Joining the job that this process was started for.
 
-use unisono_cluster::place::{Place, PlaceError};
+use unisono_cluster::place::{Launcher, Place, PlaceError};
 use unisono_cluster::rendezvous::{self, RendezvousError};
+use unisono_cluster::variables;
 use unisono_collective::fabric::{self, Address, Endpoint, InterfaceError};
 use unisono_collective::{BadSetting, Epoch, FormError, Group, Options};
 
@@ -26,6 +27,10 @@ impl Job {
     /// Joins with these settings, which must be equal on all ranks.
     pub fn join_with(options: Options) -> Result<Job, JoinError> {
         let place = Place::from_env()?;
+        // One rank of a job says it, and not if its launcher has.
+        if place.rank == 0 && place.launcher != Launcher::Unisono {
+            variables::complaints().iter().for_each(|complaint| log::warn!("{complaint}"));
+        }
         let deadline = options.deadline(START_PATIENCE);
         let session = rendezvous::connect(&place, deadline)?;
         let ip = fabric::own_address(session.local_ip())?;

@@ -12,7 +12,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, bail};
 use clap::Args;
 use serde::Serialize;
 use unisono::collective::fabric::available_memory;
@@ -20,6 +20,7 @@ use unisono_codec::topk::Selection;
 use unisono_codec::{BadCodec, Codec, CodecSpec, Key, Rounding, Task};
 
 use super::sizes;
+use crate::exit::Wrong;
 use products::Products;
 use trip::Trip;
 
@@ -72,21 +73,21 @@ struct Row {
 
 /// Measures all codecs.
 pub fn run(args: CodecArgs) -> anyhow::Result<ExitCode> {
-    let specs = parse_codecs(&args.codecs).context("--codecs")?;
-    let bytes = sizes::parse(&args.size).context("--size")?;
-    ensure!(
+    let specs = parse_codecs(&args.codecs).context("--codecs").wrong_call()?;
+    let bytes = sizes::parse(&args.size).context("--size").wrong_call()?;
+    demand!(
         bytes > 0 && bytes.is_multiple_of(4 * ROWS),
         "--size {}: the gradient is a matrix of {ROWS} rows of f32; use a multiple of {}",
         args.size,
         sizes::format(4 * ROWS)
     );
-    ensure!((0.0..=3600.0).contains(&args.seconds), "--seconds {}: use 0 to 3600", args.seconds);
+    demand!((0.0..=3600.0).contains(&args.seconds), "--seconds {}: use 0 to 3600", args.seconds);
     let shape = [ROWS, bytes / 4 / ROWS];
     let codecs: Vec<(CodecSpec, Arc<dyn Codec>)> =
         specs.into_iter().map(|spec| (spec.clone(), spec.build())).collect();
     check_memory(&codecs, &shape)?;
     for (spec, codec) in &codecs {
-        ensure!(
+        demand!(
             codec.suits(&shape),
             "{spec} does not make a matrix of {ROWS} × {} smaller; use a larger --size",
             shape[1]
@@ -122,7 +123,7 @@ fn check_memory(codecs: &[(CodecSpec, Arc<dyn Codec>)], shape: &[usize; 2]) -> a
     let gradients = 4 * 4 * shape[0].saturating_mul(shape[1]);
     let encodings: usize = codecs.iter().map(|(_, codec)| codec.encoded_bytes(shape)).sum();
     let needed = gradients.saturating_add(encodings);
-    ensure!(
+    demand!(
         needed as u64 <= available,
         "--size: this needs {} of memory, where {} are available; choose a smaller size",
         sizes::about(needed),
@@ -160,11 +161,11 @@ fn report(entries: &[Entry], bytes: usize, memcpy: &Times, json: bool) -> anyhow
     let gbs = |seconds: f64| bytes as f64 / seconds / 1e9;
     let memcpy_gbs = gbs(memcpy.median());
     if !json {
-        println!(
+        result_line!(
             "{} of f32 on one core, memcpy {memcpy_gbs:.2} GB/s; every result verified",
             sizes::format(bytes)
-        );
-        println!(
+        )?;
+        result_line!(
             "{:<18} {:>8} {:>12} {:>12} {:>10} {:>10} {:>9} {:>12}",
             "codec",
             "ratio",
@@ -174,7 +175,7 @@ fn report(entries: &[Entry], bytes: usize, memcpy: &Times, json: bool) -> anyhow
             "of memcpy",
             "error",
             "of products"
-        );
+        )?;
     }
     for entry in entries {
         let (encode, decode) = (entry.encode.median(), entry.decode.median());
@@ -201,13 +202,19 @@ fn report(entries: &[Entry], bytes: usize, memcpy: &Times, json: bool) -> anyhow
 
 fn print(row: &Row, json: bool) -> anyhow::Result<()> {
     if json {
-        println!("{}", serde_json::to_string(row)?);
+        result_line!("{}", serde_json::to_string(row)?)?;
     } else {
         let of_products = row.of_products.map_or(String::new(), |share| format!("{share:.3}"));
-        println!(
+        result_line!(
             "{:<18} {:>8.2} {:>12.2} {:>12.2} {:>10.2} {:>10.3} {:>9.6} {of_products:>12}",
-            row.codec, row.ratio, row.encode_gbs, row.decode_gbs, row.gbs, row.of_memcpy, row.error
-        );
+            row.codec,
+            row.ratio,
+            row.encode_gbs,
+            row.decode_gbs,
+            row.gbs,
+            row.of_memcpy,
+            row.error
+        )?;
     }
     Ok(())
 }

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, ensure};
+use anyhow::Context;
 use clap::Args;
 use serde::Serialize;
 use unisono::collective::cost::Prediction;
@@ -13,6 +13,8 @@ use unisono::{Algorithm, Dtype, Group, Job, Options, Reduction, Transport};
 use super::limit;
 use super::sizes;
 use super::workload::{self, Operation, Workload, verify_step};
+use crate::exit::Wrong;
+use unisono::insight::units::counted;
 
 /// How long to try an operation to see how often it can be repeated.
 const TRIAL: Duration = Duration::from_millis(20);
@@ -93,7 +95,9 @@ pub fn run(args: CollectiveArgs) -> anyhow::Result<ExitCode> {
 
 impl CollectiveArgs {
     fn sizes(&self) -> anyhow::Result<Vec<usize>> {
-        sizes::parse_buffers(&self.sizes, self.factor, self.dtype.size()).context("--sizes")
+        sizes::parse_buffers(&self.sizes, self.factor, self.dtype.size())
+            .context("--sizes")
+            .wrong_call()
     }
 }
 
@@ -102,7 +106,7 @@ fn check_memory(op: Operation, sizes: &[usize], ranks: usize) -> anyhow::Result<
     let Some(available) = available_memory() else { return Ok(()) };
     for &bytes in sizes {
         let needed = bytes.saturating_mul(op.buffers()).saturating_mul(ranks);
-        ensure!(
+        demand!(
             needed as u64 <= available,
             "--sizes: {ranks} ranks with buffers of {} need {} of memory, where {} are available; \
              choose smaller sizes or fewer ranks",
@@ -234,19 +238,28 @@ impl<'a> Report<'a> {
 
     fn print(&mut self, row: &Row, explanation: &unisono::Explanation) -> anyhow::Result<()> {
         if self.args.json {
-            println!("{}", serde_json::to_string(row)?);
+            result_line!("{}", serde_json::to_string(row)?)?;
         } else {
             if !self.started {
-                println!(
-                    "{} of {} over {}, {} ranks; every result verified",
-                    row.op, row.dtype, row.transport, row.ranks
-                );
-                println!(
+                result_line!(
+                    "{} of {} over {}, {}; every result verified",
+                    row.op,
+                    row.dtype,
+                    row.transport,
+                    counted(row.ranks, "rank")
+                )?;
+                result_line!(
                     "{:>10}  {:<16} {:>11} {:>11} {:>9} {:>9} {:>9}",
-                    "size", "algorithm", "median µs", "p99 µs", "alg GB/s", "bus GB/s", "limit"
-                );
+                    "size",
+                    "algorithm",
+                    "median µs",
+                    "p99 µs",
+                    "alg GB/s",
+                    "bus GB/s",
+                    "limit"
+                )?;
             }
-            println!(
+            result_line!(
                 "{:>10}  {:<16} {:>11.2} {:>11.2} {:>9.3} {:>9.3} {:>9.3}",
                 sizes::format(row.bytes),
                 row.algorithm,
@@ -255,7 +268,7 @@ impl<'a> Report<'a> {
                 row.algbw_gbs,
                 row.busbw_gbs,
                 row.limit_gbs
-            );
+            )?;
         }
         self.started = true;
         if self.args.explain {
@@ -274,7 +287,7 @@ impl<'a> Report<'a> {
                     "",
                     seconds * 1e6
                 );
-                if self.args.json { eprintln!("{line}") } else { println!("{line}") }
+                if self.args.json { say!("{line}") } else { result_line!("{line}")? }
             }
         }
         Ok(())

@@ -24,6 +24,8 @@ use unisono_codec::Key;
 use unisono_relaxed::hogwild::{Clocks, SharedWeights};
 
 use super::sizes;
+use crate::exit::Wrong;
+use unisono::insight::units::counted;
 
 /// Fewer rounds have no median to speak of.
 const FEWEST: usize = 5;
@@ -79,21 +81,21 @@ struct Row {
 
 /// Measures all numbers of threads.
 pub fn run(args: HogwildArgs) -> anyhow::Result<ExitCode> {
-    let bytes = sizes::parse(&args.size).context("--size")?;
-    ensure!(
+    let bytes = sizes::parse(&args.size).context("--size").wrong_call()?;
+    demand!(
         bytes > 0 && bytes.is_multiple_of(4) && u32::try_from(bytes / 4).is_ok(),
         "--size {}: the weights are f32, and counted in 32 bits; use a multiple of 4 below 16GiB",
         args.size
     );
-    ensure!((1..=1 << 20).contains(&args.touched), "--touched {}: use 1 to 2^20", args.touched);
-    ensure!((0.0..=3600.0).contains(&args.seconds), "--seconds {}: use 0 to 3600", args.seconds);
+    demand!((1..=1 << 20).contains(&args.touched), "--touched {}: use 1 to 2^20", args.touched);
+    demand!((0.0..=3600.0).contains(&args.seconds), "--seconds {}: use 0 to 3600", args.seconds);
     for threads in &args.threads {
-        ensure!((1..=1024).contains(threads), "--threads {threads}: use 1 to 1024");
+        demand!((1..=1024).contains(threads), "--threads {threads}: use 1 to 1024");
     }
     // The weights, and the copy that is added up.
     let needed = 2 * bytes as u64;
     let available = available_memory().unwrap_or(u64::MAX);
-    ensure!(
+    demand!(
         needed <= available,
         "--size: this needs {} of memory, where {} are available; choose a smaller size",
         sizes::about(needed as usize),
@@ -123,15 +125,21 @@ fn measure(bench: &mut Bench, threads: &[usize], seconds: f64) -> anyhow::Result
 fn report(args: &HogwildArgs, bytes: usize, rates: &[Rates]) -> anyhow::Result<ExitCode> {
     let cores = thread::available_parallelism().map_or(1, usize::from);
     if !args.json {
-        println!(
-            "updates of {} elements in {} of f32, {cores} cores; no addition was lost",
-            args.touched,
-            sizes::format(bytes)
-        );
-        println!(
+        result_line!(
+            "updates of {} in {} of f32, {}; no addition was lost",
+            counted(args.touched, "element"),
+            sizes::format(bytes),
+            counted(cores, "core")
+        )?;
+        result_line!(
             "{:>8} {:>14} {:>14} {:>9} {:>10} {:>8}",
-            "threads", "updates/s", "elements/s", "speedup", "of linear", "delay"
-        );
+            "threads",
+            "updates/s",
+            "elements/s",
+            "speedup",
+            "of linear",
+            "delay"
+        )?;
     }
     let first = median(&rates[0].updates_per_second);
     for (threads, rates) in args.threads.iter().copied().zip(rates) {
@@ -156,9 +164,9 @@ fn report(args: &HogwildArgs, bytes: usize, rates: &[Rates]) -> anyhow::Result<E
 
 fn print(row: &Row, json: bool) -> anyhow::Result<()> {
     if json {
-        println!("{}", serde_json::to_string(row)?);
+        result_line!("{}", serde_json::to_string(row)?)?;
     } else {
-        println!(
+        result_line!(
             "{:>8} {:>14.0} {:>14.0} {:>9.2} {:>10.3} {:>8.1}",
             row.threads,
             row.updates_per_second,
@@ -166,7 +174,7 @@ fn print(row: &Row, json: bool) -> anyhow::Result<()> {
             row.speedup,
             row.of_linear,
             row.delay
-        );
+        )?;
     }
     Ok(())
 }

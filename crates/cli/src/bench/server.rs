@@ -31,6 +31,8 @@ use unisono_relaxed::server::{
 use unisono_relaxed::spec::Level;
 
 use super::sizes;
+use crate::exit::Wrong;
+use unisono::insight::units::counted;
 
 /// Fewer rounds have no median to speak of.
 const FEWEST: usize = 5;
@@ -139,15 +141,15 @@ pub fn run(args: ServerArgs) -> anyhow::Result<ExitCode> {
 impl ServerArgs {
     /// The options, checked.
     fn model(&self) -> anyhow::Result<Model> {
-        let bytes = sizes::parse(&self.size).context("--size")?;
-        ensure!(
+        let bytes = sizes::parse(&self.size).context("--size").wrong_call()?;
+        demand!(
             bytes > 0 && bytes.is_multiple_of(4),
             "--size {}: tensors are of f32; use a multiple of 4 bytes",
             self.size
         );
-        ensure!((1..=1024).contains(&self.workers), "--workers {}: use 1 to 1024", self.workers);
-        ensure!((1..=4096).contains(&self.tensors), "--tensors {}: use 1 to 4096", self.tensors);
-        ensure!(
+        demand!((1..=1024).contains(&self.workers), "--workers {}: use 1 to 1024", self.workers);
+        demand!((1..=4096).contains(&self.tensors), "--tensors {}: use 1 to 4096", self.tensors);
+        demand!(
             (0.0..=3600.0).contains(&self.seconds),
             "--seconds {}: use 0 to 3600",
             self.seconds
@@ -158,7 +160,7 @@ impl ServerArgs {
         let copies = 10 * self.workers as usize + 6;
         let needed = model.bytes().saturating_mul(copies);
         let available = available_memory().unwrap_or(u64::MAX);
-        ensure!(
+        demand!(
             needed as u64 <= available,
             "--size: {} workers with {} need {} of memory, where {} are available; choose a smaller \
              size or fewer workers",
@@ -426,7 +428,7 @@ fn be_part() -> anyhow::Result<ExitCode> {
 }
 
 fn answer(message: &impl Serialize) -> anyhow::Result<()> {
-    println!("{}", serde_json::to_string(message)?);
+    result_line!("{}", serde_json::to_string(message)?)?;
     Ok(())
 }
 
@@ -538,16 +540,24 @@ fn report(
 ) -> anyhow::Result<ExitCode> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     if !args.json {
-        println!(
-            "{} workers push and pull {} tensors of {}, one server, {cores} cores; weights verified",
-            model.workers,
-            model.tensors,
-            sizes::format(4 * model.elements)
-        );
-        println!(
+        result_line!(
+            "{} {} {} of {}, one server, {}; weights verified",
+            counted(model.workers as usize, "worker"),
+            if model.workers == 1 { "pushes and pulls" } else { "push and pull" },
+            counted(model.tensors, "tensor"),
+            sizes::format(4 * model.elements),
+            counted(cores, "core")
+        )?;
+        result_line!(
             "{:<9} {:>12} {:>11} {:>11} {:>10} {:>12} {:>8}",
-            "transport", "push-pulls/s", "median µs", "p99 µs", "GB/s", "of loopback", "of tcp"
-        );
+            "transport",
+            "push-pulls/s",
+            "median µs",
+            "p99 µs",
+            "GB/s",
+            "of loopback",
+            "of tcp"
+        )?;
     }
     let rates =
         |wanted: Way| measured.iter().find(|(way, _)| *way == wanted).map(|(_, s)| &s.rates);
@@ -581,9 +591,9 @@ fn report(
 
 fn print(row: &Row, json: bool) -> anyhow::Result<()> {
     if json {
-        println!("{}", serde_json::to_string(row)?);
+        result_line!("{}", serde_json::to_string(row)?)?;
     } else {
-        println!(
+        result_line!(
             "{:<9} {:>12.1} {:>11.1} {:>11.1} {:>10.3} {:>12.3} {:>8}",
             row.transport.name(),
             row.push_pulls_per_second,
@@ -592,7 +602,7 @@ fn print(row: &Row, json: bool) -> anyhow::Result<()> {
             row.gbs,
             row.of_loopback,
             row.of_tcp.map_or(String::new(), |ratio| format!("{ratio:.3}")),
-        );
+        )?;
     }
     Ok(())
 }

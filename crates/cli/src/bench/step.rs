@@ -57,13 +57,13 @@ struct Row {
 
 /// Measures all models.
 pub fn run(args: StepArgs) -> anyhow::Result<ExitCode> {
-    anyhow::ensure!(
+    demand!(
         args.shards > 0 && args.batch > 0 && args.batch.is_multiple_of(args.shards),
         "--batch {} cannot be cut into {} shards; use a multiple",
         args.batch,
         args.shards
     );
-    anyhow::ensure!(args.steps > 0, "--steps 0: use at least 1");
+    demand!(args.steps > 0, "--steps 0: use at least 1");
     let mut tasks = vec![
         (ModelSpec::mlp(), DataSpec::Digits),
         (ModelSpec::Mlp { hidden: vec![1024, 1024] }, DataSpec::Digits),
@@ -73,19 +73,26 @@ pub fn run(args: StepArgs) -> anyhow::Result<ExitCode> {
         tasks.push((ModelSpec::transformer(), DataSpec::Text(text.clone())));
     }
     if !args.json {
-        println!("{:66}µs of a step, one worker     Unisono over", "");
-        println!(
+        result_line!("{:66}µs of a step, one worker     Unisono over", "")?;
+        result_line!(
             "{:<34} {:>10} {:>10} {:>9} {:>9} {:>9} {:>7} {:>8}",
-            "model", "parameters", "gradients", "candle", "by hand", "Unisono", "candle", "by hand"
-        );
+            "model",
+            "parameters",
+            "gradients",
+            "candle",
+            "by hand",
+            "Unisono",
+            "candle",
+            "by hand"
+        )?;
     }
     for (model, data) in tasks {
         let row = measure(&args, &model, &data)?;
         if args.json {
-            println!("{}", serde_json::to_string(&row)?);
+            result_line!("{}", serde_json::to_string(&row)?)?;
             continue;
         }
-        println!(
+        result_line!(
             "{:<34} {:>10} {:>10.0} {:>9.0} {:>9.0} {:>9.0} {:>7.3} {:>8.3}",
             row.model,
             row.parameters,
@@ -95,7 +102,7 @@ pub fn run(args: StepArgs) -> anyhow::Result<ExitCode> {
             row.unisono_us,
             row.over_candle,
             row.over_by_hand
-        );
+        )?;
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -1,13 +1,14 @@
 //! What rank 0 keeps of a run: its folder, its checkpoints, and what people see of it.
 
-use std::io::Write;
+use std::collections::VecDeque;
+use std::fmt::Write;
 use std::path::PathBuf;
 
 use anyhow::Context;
 use serde_json::json;
 use unisono::insight::advice::{Advice, Prediction};
 use unisono::insight::folder::{FolderError, RunFolder};
-use unisono::insight::{Outcome, RunInfo, Scaling, units};
+use unisono::insight::{Outcome, RunInfo, Scaling, StepRecord, units};
 use unisono::sync::local::StrategySpec;
 use unisono::sync::shards::Shards;
 use unisono::sync::{Parameter, advice as sync};
@@ -17,10 +18,18 @@ use super::args::{Plan, TrainArgs, Work};
 use super::checkpoint::Saver;
 use super::progress::Reporter;
 use super::trainee::Trainee;
+use crate::exit::Wrong;
+use crate::output;
+
+/// Records of steps that are remembered when they cannot be written, for the figures at the end. More
+/// make those of a long run right; fewer keep its memory for the model.
+const REMEMBERED: usize = 10_000;
 
 /// What rank 0 has to look after besides.
 pub struct Home {
     folder: Option<RunFolder>,
+    /// Records of the newest steps, since one could not be written.
+    unwritten: Option<VecDeque<StepRecord>>,
     run_dir: Option<PathBuf>,
     pub saver: Option<Saver>,
     pub reporter: Reporter,
@@ -30,6 +39,7 @@ impl Home {
     pub fn open(plan: &Plan, args: &TrainArgs) -> anyhow::Result<Home> {
         Ok(Home {
             folder: None,
+            unwritten: None,
             run_dir: plan.run_dir.clone(),
             saver: Saver::open(plan)?,
             reporter: Reporter::new(plan.steps, plan.batch, args.as_worker),
@@ -50,15 +60,36 @@ impl Home {
             info.settings.insert("earlier_learning_rates".to_owned(), rates.into());
         }
         let folder = match &self.run_dir {
-            Some(dir) => RunFolder::create(dir, &info).context("--run-dir")?,
+            Some(dir) => RunFolder::create(dir, &info).context("--run-dir").wrong_call()?,
             None => create_in_runs(&info)?,
         };
         self.folder = Some(folder);
         Ok(())
     }
 
+    /// Records steps. A disk that is full costs the report and not the run.
+    pub fn record(&mut self, steps: Vec<StepRecord>) {
+        let folder = self.folder.as_mut().expect("made before the first step");
+        for step in steps {
+            if self.unwritten.is_none()
+                && let Err(error) = folder.append(&step)
+            {
+                say!(
+                    "unisono: warning: {error}; the run goes on, and its report will be incomplete"
+                );
+                self.unwritten = Some(VecDeque::new());
+            }
+            if let Some(unwritten) = &mut self.unwritten {
+                unwritten.push_back(step);
+                if unwritten.len() > REMEMBERED {
+                    unwritten.pop_front();
+                }
+            }
+        }
+    }
+
     /// Records which codec was chosen, and why.
-    pub fn advise(&mut self, step: u64, advice: &sync::Advice) -> anyhow::Result<()> {
+    pub fn advise(&mut self, step: u64, advice: &sync::Advice) {
         let prediction = |row: &sync::Prediction| Prediction {
             codec: row.codec.clone(),
             seconds: row.seconds,
@@ -67,7 +98,7 @@ impl Home {
         };
         let chosen = advice.chosen.as_ref().map_or("none".to_owned(), ToString::to_string);
         let sync::Cost { steps, bytes, seconds } = advice.cost;
-        eprintln!(
+        remark!(
             "unisono: codec {chosen}: {} (to decide, {} were sent in {}, after {steps} steps without \
              a codec)",
             advice.reason,
@@ -84,11 +115,10 @@ impl Home {
             deciding_bytes: bytes,
             deciding_seconds: seconds,
         };
-        Ok(self.folder().advise(&advice)?)
-    }
-
-    pub fn folder(&mut self) -> &mut RunFolder {
-        self.folder.as_mut().expect("made before the first step")
+        let folder = self.folder.as_mut().expect("made before the first step");
+        if let Err(error) = folder.advise(&advice) {
+            say!("unisono: warning: {error}; the report will not say why this codec was chosen");
+        }
     }
 
     /// Sums the run up and says how it went.
@@ -107,19 +137,26 @@ impl Home {
             weights_hash: trainee.weights_hash(),
         };
         let folder = self.folder.take().expect("made before the first step");
-        let run = folder.finish(outcome, scaling)?;
+        let unwritten = self.unwritten.take();
+        let is_complete = unwritten.is_none();
+        let rest = unwritten.unwrap_or_default().into();
+        let (run, written) = folder.finish_with(rest, outcome, scaling);
+        let is_written = written.is_ok();
+        if let Err(error) = written {
+            say!("unisono: warning: {error}; there is no report of this run");
+        }
         let summary = run.summary.as_ref().context("a finished run has a summary")?;
         self.reporter.finish();
-        let mut out = std::io::stdout().lock();
         if json {
             let mut object = serde_json::to_value(summary)?;
             object["step"] = json!(trainee.steps());
             object["interrupted"] = json!(interrupted);
             object["batch"] = json!(plan.batch);
             object["earlier_learning_rates"] = json!(run.info.earlier_rates());
-            object["report"] = json!(run.report_path());
-            return writeln!(out, "{object}").context("writing the result");
+            object["report"] = json!(is_written.then(|| run.report_path()));
+            return Ok(result_line!("{object}")?);
         }
+        let mut out = String::new();
         if interrupted {
             let resume = match plan.checkpoint_dir {
                 Some(_) => "; add --resume to go on from here",
@@ -141,9 +178,17 @@ impl Home {
             write!(out, "held-out accuracy {:.1} %, ", accuracy * 100.0)?;
         }
         writeln!(out, "weights {}", summary.weights_hash)?;
-        writeln!(out, "{}", run.report().terminal(100))?;
-        writeln!(out, "report: {}", run.report_path().display())?;
-        Ok(())
+        if !output::is_quiet() {
+            writeln!(out, "{}", run.report().terminal(output::columns()))?;
+        }
+        match (is_written, is_complete) {
+            (true, true) => writeln!(out, "report: {}", run.report_path().display())?,
+            (true, false) => {
+                writeln!(out, "report (incomplete): {}", run.report_path().display())?;
+            }
+            (false, _) => writeln!(out, "report: none; see the warning")?,
+        }
+        Ok(output::text_out(&out)?)
     }
 }
 
@@ -152,7 +197,10 @@ fn create_in_runs(info: &RunInfo) -> anyhow::Result<RunFolder> {
     for number in 1.. {
         match RunFolder::create(format!("runs/{}-{number}", info.name), info) {
             Err(FolderError::Occupied { .. }) => {}
-            made => return made.context("making a folder for the report; choose one by --run-dir"),
+            made => {
+                let made = made.context("making a folder for the report; choose one by --run-dir");
+                return made.wrong_call();
+            }
         }
     }
     unreachable!("there are more numbers than folders")

@@ -2,6 +2,7 @@
 
 mod args;
 mod checkpoint;
+mod dry_run;
 mod home;
 mod progress;
 mod recorder;
@@ -17,6 +18,9 @@ use unisono::cluster::launch::{Ending, Launch, Outcome};
 use unisono::cluster::place::{Launcher, Place};
 use unisono::{Group, Options};
 
+use crate::exit::{self, Wrong};
+use crate::output;
+use args::Plan;
 pub use args::TrainArgs;
 use progress::{Display, Failure};
 
@@ -25,6 +29,12 @@ const GRACE: Duration = Duration::from_secs(60);
 
 /// Starts the workers, or is one of them.
 pub fn run(args: TrainArgs) -> anyhow::Result<ExitCode> {
+    if args.quiet {
+        output::be_quiet();
+    }
+    if args.dry_run {
+        return dry_run::run(&args);
+    }
     if args.level().is_some() {
         fix_threads(args.threads());
         if !args.as_worker && !is_launched() {
@@ -38,7 +48,7 @@ pub fn run(args: TrainArgs) -> anyhow::Result<ExitCode> {
             Err(error) if args.as_worker => {
                 let consequence = worker::is_consequence(&error);
                 Failure { reason: crate::one_line(&error), consequence }.tell();
-                Ok(ExitCode::FAILURE)
+                Ok(ExitCode::from(exit::code(&error)))
             }
             outcome => outcome,
         };
@@ -47,29 +57,33 @@ pub fn run(args: TrainArgs) -> anyhow::Result<ExitCode> {
     announce(&args)?;
     let display = Display::new();
     let mut command = vec![std::env::current_exe()?.into_os_string()];
-    command.extend(std::env::args_os().skip(1));
+    command.extend(args.arguments.iter().cloned());
     command.push("--as-worker".into());
     let launch = Launch {
         grace: GRACE,
         stdout: display.stdout(),
         stderr: display.stderr(),
-        ..Launch::new(command, u32::try_from(args.workers())?)
+        vars: output::width_for_workers(),
+        ..Launch::new(command, u32::try_from(args.workers()).wrong_call()?)
     };
     let outcome = launch.run();
     let heard = display.close();
     let outcome = outcome?;
     match (&outcome, heard.failure) {
-        (_, None) if heard.unwritten => anyhow::bail!("the output could not be written"),
+        // Whoever closed the pipe knows, and of a full disk the launcher has told.
+        (Outcome::OutputLost { .. }, _) => {}
         // The workers did what they were told to: nothing went wrong.
         (Outcome::Interrupted { .. }, None) if heard.finished => return Ok(ExitCode::SUCCESS),
+        // Workers that were told to end before they had met lost each other, as they should.
+        (Outcome::Interrupted { .. }, Some(failure)) if failure.consequence => {}
         // A worker that was killed could not say why the others gave up.
         (Outcome::Failed(first), Some(failure))
             if failure.consequence && matches!(first.ending, Ending::Signal(_)) =>
         {
-            eprintln!("unisono: {outcome}; {}", advice(&args));
+            say!("unisono: {outcome}; {}", advice(&args));
         }
-        (_, Some(failure)) => eprintln!("unisono: {}", failure.reason),
-        (Outcome::Failed(_), None) => eprintln!("unisono: {outcome}; {}", advice(&args)),
+        (_, Some(failure)) => say!("unisono: {}", failure.reason),
+        (Outcome::Failed(_), None) => say!("unisono: {outcome}; {}", advice(&args)),
         _ => {}
     }
     Ok(ExitCode::from(outcome.exit_code()))
@@ -88,18 +102,17 @@ fn rehearse(args: &TrainArgs) -> anyhow::Result<()> {
     // What is worth a warning, the workers will say again.
     let level = log::max_level();
     log::set_max_level(log::LevelFilter::Off);
-    let outcome = try_out(args);
+    let outcome = args.plan(args.workers()).and_then(|plan| try_out(args, &plan).wrong_call());
     log::set_max_level(level);
     outcome
 }
 
-fn try_out(args: &TrainArgs) -> anyhow::Result<()> {
-    let plan = args.plan(args.workers())?;
+fn try_out(args: &TrainArgs, plan: &Plan) -> anyhow::Result<()> {
     args.options()?;
     let alone = Group::local(1, &Options::default())?.remove(0);
-    let mut trainee = trainee::build(&plan, &alone)?;
-    if let Some(mut saver) = checkpoint::Saver::open(&plan)? {
-        let found = saver.find(&plan)?.map(|found| found.checkpoint);
+    let mut trainee = trainee::build(plan, &alone)?;
+    if let Some(mut saver) = checkpoint::Saver::open(plan)? {
+        let found = saver.find(plan)?.map(|found| found.checkpoint);
         checkpoint::resume(&mut *trainee, found.as_ref(), &alone)?;
     }
     Ok(())
@@ -108,7 +121,7 @@ fn try_out(args: &TrainArgs) -> anyhow::Result<()> {
 /// Says what the user might not expect of the run.
 fn announce(args: &TrainArgs) -> anyhow::Result<()> {
     for notice in args.plan(args.workers())?.notices() {
-        eprintln!("unisono: {notice}");
+        remark!("unisono: {notice}");
     }
     Ok(())
 }

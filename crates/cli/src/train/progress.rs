@@ -9,10 +9,13 @@ use std::io::{IsTerminal, Write};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use console::Term;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::{Deserialize, Serialize};
 use unisono::cluster::launch::Sink;
 use unisono::sync::StepOutcome;
+
+use crate::output;
 
 /// Begins a line that is for the launcher: ASCII's record separator.
 const MARK: u8 = 0x1e;
@@ -113,8 +116,7 @@ impl Reporter {
         if self.marked {
             tell(&Message::Progress(progress));
         } else {
-            // Whoever closed the pipe does not want to know.
-            let _ = writeln!(std::io::stderr(), "{}", progress.line());
+            remark!("{}", progress.line());
         }
     }
 
@@ -131,7 +133,7 @@ fn tell(message: &Message) {
     line.extend(serde_json::to_vec(message).unwrap_or_default());
     line.push(b'\n');
     let mut out = std::io::stdout().lock();
-    // As above.
+    // Whoever closed the pipe does not want to know.
     let _ = out.write_all(&line).and_then(|()| out.flush());
 }
 
@@ -158,14 +160,16 @@ pub struct Heard {
     pub finished: bool,
     /// Why they gave up: the cause, if one of them told it.
     pub failure: Option<Failure>,
-    /// Some of their output could not be passed on.
-    pub unwritten: bool,
 }
 
 impl Display {
     pub fn new() -> Display {
-        let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
-        let style = ProgressStyle::with_template("{bar:30.cyan/dim} {msg}  eta {eta}")
+        let target = match output::is_quiet() {
+            true => ProgressDrawTarget::hidden(),
+            false => ProgressDrawTarget::stderr(),
+        };
+        let bar = ProgressBar::with_draw_target(None, target);
+        let style = ProgressStyle::with_template(&template(Term::stderr().size().1.into()))
             .expect("the template is right")
             .progress_chars("━╸─");
         bar.set_style(style);
@@ -191,6 +195,17 @@ impl Display {
     }
 }
 
+/// A bar in one line of a terminal with so many columns. What has no room is cut off: a line that wraps
+/// could not be drawn over.
+fn template(columns: usize) -> String {
+    /// Columns of the usual words and the time that is left.
+    const WORDS: usize = 72;
+    match columns.saturating_sub(WORDS).min(30) {
+        0..5 => "{wide_msg} eta {eta}".to_owned(),
+        bar => format!("{{bar:{bar}.cyan/dim}} {{wide_msg}} eta {{eta}}"),
+    }
+}
+
 /// Nothing is left half done by a panic while it is locked.
 fn lock(heard: &Mutex<Heard>) -> MutexGuard<'_, Heard> {
     heard.lock().unwrap_or_else(PoisonError::into_inner)
@@ -207,17 +222,19 @@ struct Output {
 impl Output {
     fn line(&mut self, line: &[u8]) -> std::io::Result<()> {
         let Some(message) = line.strip_prefix(&[MARK]) else {
-            let written = self.bar.suspend(|| {
+            return self.bar.suspend(|| {
                 let mut out = std::io::stdout().lock();
                 out.write_all(line)?;
                 out.flush()
             });
-            lock(&self.heard).unwritten |= written.is_err();
-            return written;
         };
         match serde_json::from_slice(message) {
             Ok(Message::Progress(progress)) => return self.draw(&progress),
-            Ok(Message::Finished) => lock(&self.heard).finished = true,
+            Ok(Message::Finished) => {
+                lock(&self.heard).finished = true;
+                // What follows is the result, which no bar needs to stand beside.
+                self.bar.finish_and_clear();
+            }
             Ok(Message::Failure(failure)) => {
                 let mut heard = lock(&self.heard);
                 let better = |known: &Failure| known.consequence && !failure.consequence;
@@ -235,7 +252,7 @@ impl Output {
         self.bar.set_position(progress.step);
         self.bar.set_message(progress.line());
         let due = progress.step == progress.steps || self.told.elapsed() >= LINES;
-        if !std::io::stderr().is_terminal() && due {
+        if !std::io::stderr().is_terminal() && due && !output::is_quiet() {
             self.told = Instant::now();
             writeln!(std::io::stderr(), "{}", progress.line())?;
         }
@@ -281,5 +298,76 @@ impl Write for Beside {
 
     fn flush(&mut self) -> std::io::Result<()> {
         std::io::stderr().flush()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use indicatif::TermLike;
+
+    use super::*;
+
+    /// A terminal that remembers what was drawn.
+    #[derive(Clone, Debug)]
+    struct Paper {
+        columns: u16,
+        drawn: Arc<Mutex<Vec<String>>>,
+    }
+
+    impl TermLike for Paper {
+        fn width(&self) -> u16 {
+            self.columns
+        }
+        fn move_cursor_up(&self, _: usize) -> std::io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_down(&self, _: usize) -> std::io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_right(&self, _: usize) -> std::io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_left(&self, _: usize) -> std::io::Result<()> {
+            Ok(())
+        }
+        fn write_line(&self, text: &str) -> std::io::Result<()> {
+            self.write_str(text)
+        }
+        fn write_str(&self, text: &str) -> std::io::Result<()> {
+            self.drawn.lock().unwrap().push(text.to_owned());
+            Ok(())
+        }
+        fn clear_line(&self) -> std::io::Result<()> {
+            Ok(())
+        }
+        fn flush(&self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn the_bar_takes_one_line_of_any_terminal() {
+        for columns in [30, 60, 80, 100, 200] {
+            let paper = Paper { columns, drawn: Arc::default() };
+            let target = ProgressDrawTarget::term_like(Box::new(paper.clone()));
+            let bar = ProgressBar::with_draw_target(Some(1_000_000), target);
+            bar.set_style(ProgressStyle::with_template(&template(columns.into())).unwrap());
+            let progress = Progress {
+                step: 999_999,
+                steps: 1_000_000,
+                loss: 1234.5,
+                samples_per_s: 1e6,
+                exposed: 0.99,
+            };
+            bar.set_message(progress.line());
+            bar.set_position(999_999);
+            bar.force_draw();
+            let drawn = paper.drawn.lock().unwrap();
+            assert!(drawn.iter().any(|text| text.contains("step 999999")), "{drawn:?}");
+            for text in drawn.iter() {
+                let width = console::measure_text_width(text);
+                assert!(width <= columns.into(), "{width} in {columns} columns: {text:?}");
+            }
+        }
     }
 }

@@ -10,7 +10,7 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use unisono::candle::ReplicaError;
 use unisono::insight::Scaling;
 use unisono::sync::SyncError;
-use unisono::{Error, Group, Job, Options, Reduction};
+use unisono::{Error, Group, Job, JoinError, Options, Reduction};
 
 use super::args::{Plan, TrainArgs};
 use super::checkpoint::{resume, save};
@@ -23,17 +23,17 @@ const SCALING_STEPS: u64 = 10;
 
 /// Joins the job and trains.
 pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
-    let options = args.options()?;
+    let job = Job::join_with(args.options()?).context("joining the job")?;
+    // Only now: before workers have met there is nothing to finish, and a signal may end them at once.
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
         signal_hook::flag::register(signal, stop.clone()).context("listening for signals")?;
     }
-    let job = Job::join_with(options).context("joining the job")?;
     let group = job.world();
     let plan = args.plan(group.size())?;
     expect_equal_plans(&plan, group)?;
     if group.rank() == 0 && !args.as_worker {
-        plan.notices().iter().for_each(|notice| eprintln!("unisono: {notice}"));
+        plan.notices().iter().for_each(|notice| remark!("unisono: {notice}"));
     }
     let scaling = match plan.measure_scaling {
         true => measure_alone(&plan, group)?,
@@ -50,10 +50,10 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     };
     resume(&mut *trainee, found.as_ref().map(|found| &found.checkpoint), group)?;
     if let (Some(Home { saver: Some(saver), .. }), Some(found)) = (&mut home, &found) {
-        eprintln!("unisono: going on from {}", found.checkpoint.path().display());
+        remark!("unisono: going on from {}", found.checkpoint.path().display());
         let step = found.checkpoint.step();
         if let Some(rate) = &found.other_rate {
-            eprintln!(
+            remark!(
                 "unisono: learning rate {} instead of {rate} from step {} on",
                 plan.optimizer.learning_rate(),
                 step + 1
@@ -89,7 +89,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         };
         recorder.note(trainee.steps(), &outcome, trainee.synchronizer().sent());
         if let (Some(home), Some(advice)) = (&mut home, &outcome.advice) {
-            home.advise(trainee.steps(), advice)?;
+            home.advise(trainee.steps(), advice);
         }
         if let Some(home) = &mut home {
             home.reporter.step(trainee.steps(), &outcome);
@@ -117,9 +117,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         if hands_in {
             let records = recorder.hand_in(group)?;
             if let Some(home) = &mut home {
-                for record in &records {
-                    home.folder().append(record)?;
-                }
+                home.record(records);
             }
         }
         if checks || saves || hands_in {
@@ -129,23 +127,21 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         }
     }
     trainee.settle()?;
-    if let Some(home) = home {
-        home.end(&plan, &*trainee, scaling, interrupted, args.json)?;
-    }
-    // The others stay until rank 0 has written all.
+    let told = match home {
+        Some(home) => home.end(&plan, &*trainee, scaling, interrupted, args.json),
+        None => Ok(()),
+    };
+    // The others stay until rank 0 has written all, and do not lose it if nobody reads its result.
     group.barrier()?;
+    told?;
     if diverged {
         let step = earliest(lost_since, group)?.unwrap_or(trainee.steps());
-        let (rate, by) = (
-            plan.optimizer.learning_rate(),
-            match plan.checkpoint_dir {
-                Some(_) => {
-                    "go on from the last checkpoint by --resume with a lower --learning-rate"
-                }
-                None => "start again with a lower --learning-rate",
-            },
-        );
-        bail!("the loss is no longer a number since step {step}; {by} (it was {rate})");
+        let rate = plan.optimizer.learning_rate();
+        let advice = match plan.checkpoint_dir {
+            Some(_) => "go on from the last checkpoint by --resume with a lower --learning-rate",
+            None => "start again with a lower --learning-rate",
+        };
+        bail!("the loss is no longer a number since step {step}; {advice} (it was {rate})");
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -168,6 +164,7 @@ pub fn is_consequence(error: &anyhow::Error) -> bool {
         _ => error.downcast_ref(),
     };
     matches!(group, Some(Error::PeerLost { .. } | Error::Aborted { .. } | Error::EpochEnded { .. }))
+        || matches!(error.downcast_ref(), Some(JoinError::Rendezvous(_) | JoinError::Form(_)))
 }
 
 /// Fails on all ranks if one was started with other settings than rank 0.

@@ -13,6 +13,17 @@ pub enum CheckpointError {
         /// How many.
         keep: usize,
     },
+    /// Another run, or another [`super::Checkpoints`] of this one, writes to the folder.
+    #[error(
+        "{} is in use by {holder}; wait for that run, end it, or name another folder",
+        folder.display()
+    )]
+    InUse {
+        /// The folder.
+        folder: PathBuf,
+        /// Who has it: its process and host, as far as known.
+        holder: String,
+    },
     /// The folder, or something above it, is a file.
     #[error(
         "{} cannot hold checkpoints: it, or a part of its path, is not a folder; name another",

@@ -145,7 +145,9 @@ pub(super) fn decode(
         .map_err(|error| damaged(format!("its header is not valid: {error}")))?;
     let data = read(header.data_len() as u64)?;
     if rest > 0 {
-        return Err(damaged(format!("{rest} bytes follow its end")));
+        let (rest, follow) =
+            if rest == 1 { ("1 byte", "follows") } else { (&*format!("{rest} bytes"), "follow") };
+        return Err(damaged(format!("{rest} {follow} its end")));
     }
 
     let Some(checksum) = checksum_in(&mut head) else {
@@ -207,8 +209,11 @@ fn check(snapshot: &Snapshot) -> Result<(), String> {
     for tensor in &snapshot.tensors {
         if tensor.size() != Some(tensor.data.len()) {
             let Tensor { name, dtype, shape, data } = tensor;
-            let length = data.len();
-            return Err(format!("{name:?} has {length} bytes, not those of {dtype} × {shape:?}"));
+            let length = match data.len() {
+                1 => "1 byte".to_owned(),
+                length => format!("{length} bytes"),
+            };
+            return Err(format!("{name:?} has {length}, not those of {dtype} × {shape:?}"));
         }
     }
     Ok(())

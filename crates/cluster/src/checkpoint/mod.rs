@@ -13,6 +13,7 @@
 
 mod error;
 mod format;
+mod lock;
 mod snapshot;
 mod temporary;
 
@@ -25,6 +26,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use error::Attempt;
+use lock::FolderLock;
 use temporary::Temporary;
 
 /// How the name of a checkpoint begins; its step follows.
@@ -39,6 +41,7 @@ pub struct Checkpoints {
     keep: usize,
     /// Steps whose files turned out to be no good; they do not count as kept.
     refused: BTreeSet<u64>,
+    _lock: FolderLock,
 }
 
 impl Checkpoints {
@@ -47,11 +50,12 @@ impl Checkpoints {
     pub const LEAST_KEPT: usize = 2;
 
     /// Opens a folder, which is made if it does not exist, for checkpoints of which the newest
-    /// `keep` are kept. Also removes what killed writers have left in it.
+    /// `keep` are kept. Also removes what killed writers have left in it. The folder is this one's
+    /// alone until it is dropped, or its process ends.
     ///
     /// # Errors
     ///
-    /// If `keep` is too small, or if no file can be written to the folder: better now than when
+    /// If `keep` is too small, if somebody else has opened the folder, or if no file can be written to the folder: better now than when
     /// the first steps have been computed.
     pub fn open(folder: impl Into<PathBuf>, keep: usize) -> Result<Checkpoints, CheckpointError> {
         let folder = folder.into();
@@ -59,9 +63,10 @@ impl Checkpoints {
             return Err(CheckpointError::KeepsTooFew { keep });
         }
         unisono_collective::folder::make(&folder).attempt("make", &folder)?;
+        let lock = FolderLock::take(&folder)?;
         drop(Temporary::create(&folder, "probe")?);
         temporary::remove_leftovers(&folder)?;
-        Ok(Checkpoints { folder, keep, refused: BTreeSet::new() })
+        Ok(Checkpoints { folder, keep, refused: BTreeSet::new(), _lock: lock })
     }
 
     /// Where they are.

@@ -66,10 +66,15 @@ impl Temporary {
         if self.file.lock().is_err() {
             return true;
         }
-        match (self.file.metadata(), fs::metadata(&self.path)) {
-            (Ok(ours), Ok(theirs)) => (ours.dev(), ours.ino()) == (theirs.dev(), theirs.ino()),
-            _ => false,
-        }
+        is_in_place(&self.file, &self.path)
+    }
+}
+
+/// Whether `path` still names this file.
+pub(super) fn is_in_place(file: &File, path: &Path) -> bool {
+    match (file.metadata(), fs::metadata(path)) {
+        (Ok(ours), Ok(theirs)) => (ours.dev(), ours.ino()) == (theirs.dev(), theirs.ino()),
+        _ => false,
     }
 }
 

@@ -63,9 +63,10 @@ impl<'a> Members<'a> {
             false => None,
         };
         let mark = Mark::new()?;
-        let guard = Guard::start(&mark);
-        let starter = Starter { launch, place, listeners, mark, guard, events };
+        let guard = Guard::start(&mark, events.clone());
         let servers = launch.servers.as_ref().map_or(0, |servers| servers.commands().len());
+        let members = servers + launch.ranks as usize;
+        let starter = Starter { launch, place, members, listeners, mark, guard, events };
         let mut members = Members { slots: Vec::new(), servers, starter };
         let order = (0..).take(servers).map(Member::Server);
         for member in order.chain((0..launch.ranks).map(Member::Rank)) {
@@ -135,6 +136,13 @@ impl<'a> Members<'a> {
         slot.past.push(past);
         slot.state = State::Running;
         Ok(())
+    }
+
+    /// Starts another guard in the place of one that ended.
+    pub fn replace_guard(&mut self, ended: u32) {
+        let groups: Vec<Pid> = self.processes().map(|process| process.group).collect();
+        let Starter { guard, mark, events, .. } = &mut self.starter;
+        guard.replace(ended, mark, events.clone(), groups.into_iter());
     }
 
     /// Those who wait for their next life have had their last.

@@ -8,12 +8,14 @@
 //! - a rank fails: the launcher says which, how, and with what last words, ends the others, and
 //!   ends with that rank's exit code;
 //! - the launcher is told to stop (Ctrl-C, SIGTERM): it passes the signal on;
+//! - the output cannot be written any more, most often because whoever read it has gone, as in
+//!   `unisono run … | head`: the launcher ends the ranks, as the system ends a program by SIGPIPE;
 //! - another node reports one of the above, or falls silent.
 //!
 //! Ending a rank means a signal to its whole group, some grace, then SIGKILL. What its processes
 //! started outside the group is found by a mark in its environment (`strays.rs`). Should the launcher
 //! itself be killed, the kernel kills the ranks (parent-death signal), and a guard process the
-//! rest.
+//! rest. A guard that is itself killed is replaced.
 //!
 //! Jobs whose ranks do without each other can have more. *Servers* are processes beside the ranks:
 //! started before them, each with a socket that the launcher keeps open for it (`listeners.rs`), and
@@ -98,6 +100,8 @@ pub struct Launch {
     /// keeps its caches, and waits by spinning; but two jobs on one machine would get the same
     /// cores.
     pub bind: bool,
+    /// Whether it goes without saying that a member is started again.
+    pub quiet: bool,
     /// Where the members' stdout goes.
     pub stdout: Sink,
     /// Where the members' stderr, and what the launcher has to say, goes.
@@ -208,6 +212,7 @@ impl Launch {
             timeout: Duration::from_secs(300),
             label_stdout: false,
             bind: false,
+            quiet: false,
             stdout: Arc::new(Mutex::new(io::stdout())),
             stderr: Arc::new(Mutex::new(io::stderr())),
         }
@@ -263,7 +268,11 @@ impl Launch {
     }
 
     /// Whether the request makes sense.
-    fn check(&self) -> Result<(), LaunchError> {
+    ///
+    /// # Errors
+    ///
+    /// [`LaunchError::Usage`] if not, as [`Launch::run`] would say.
+    pub fn check(&self) -> Result<(), LaunchError> {
         if self.command.is_empty() {
             return Err(LaunchError::Usage("no command to run"));
         }
@@ -323,6 +332,10 @@ enum Event {
     Heard { node: u32, message: nodes::Message },
     /// Another launcher's connection closed.
     Closed { node: u32 },
+    /// What the members write cannot be passed on.
+    OutputLost(io::Error),
+    /// The guard with this number ended.
+    GuardEnded(u32),
 }
 
 /// Turns SIGINT and SIGTERM into events while it lives.

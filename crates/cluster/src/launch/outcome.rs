@@ -3,6 +3,7 @@
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
+use signal_hook::consts::SIGPIPE;
 
 /// How a job ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,6 +25,13 @@ pub enum Outcome {
     },
     /// A server failed, and all others were ended.
     ServerFailed(ServerFailure),
+    /// What the ranks wrote could not be passed on.
+    OutputLost {
+        /// Whether somebody read it and stopped, which is no mistake of anybody.
+        closed: bool,
+        /// What the system said.
+        reason: String,
+    },
 }
 
 /// The rank that failed first.
@@ -67,7 +75,8 @@ impl Outcome {
             Outcome::Failed(failure) => failure.ending.exit_code(),
             Outcome::ServerFailed(failure) => failure.ending.exit_code(),
             Outcome::Interrupted { signal } => Ending::Signal(*signal).exit_code(),
-            Outcome::NodeLost { .. } => 1,
+            Outcome::OutputLost { closed: true, .. } => Ending::Signal(SIGPIPE).exit_code(),
+            Outcome::OutputLost { closed: false, .. } | Outcome::NodeLost { .. } => 1,
         }
     }
 
@@ -121,6 +130,10 @@ impl fmt::Display for Outcome {
                 write!(f, "stopped by {name}")
             }
             Outcome::NodeLost { node } => write!(f, "lost the launcher of node {node}"),
+            Outcome::OutputLost { closed: true, .. } => f.write_str("nobody reads the output"),
+            Outcome::OutputLost { reason, .. } => {
+                write!(f, "the output could not be written: {reason}")
+            }
         }
     }
 }

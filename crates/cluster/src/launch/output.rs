@@ -1,11 +1,21 @@
 //! The ranks' output, line by line: whole lines, none lost, the last ones remembered.
+//!
+//! A line is passed on when it is complete, so that lines of different ranks never mix. One that is
+//! longer than the [limit](longest_line) is passed on in pieces of that size, each a line by itself:
+//! a rank that never ends its line must not occupy memory without end.
+//!
+//! When output cannot be written any more, because whoever read it has gone or the disk is full, the
+//! launcher is told, once, and ends the job. What the ranks write until then is read and dropped:
+//! they are told to end in the usual way, and may still clean up.
 
 use std::collections::VecDeque;
 use std::io::{Read, Write};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use std::{io, mem};
+
+use super::Event;
 
 /// Somewhere to write whole lines, shared by all ranks.
 pub type Sink = Arc<Mutex<dyn Write + Send>>;
@@ -13,9 +23,19 @@ pub type Sink = Arc<Mutex<dyn Write + Send>>;
 /// Lines remembered of each rank's stderr: enough for a traceback, few enough to read.
 pub(super) const TAIL_LINES: usize = 20;
 
-/// The longest line that is kept together. Longer ones are passed on in pieces; a larger limit
-/// keeps more of them whole and lets a rank that never ends a line occupy more memory.
-const MAX_LINE: usize = 64 * 1024;
+/// The longest line that is kept together, whoever writes it. A larger limit keeps longer ones whole
+/// and lets a rank that never ends a line occupy more memory.
+const MAX_LINE: usize = 16 << 20;
+
+/// What unfinished lines may occupy in all. More lets many ranks write long lines; less keeps the
+/// memory for the ranks.
+const ALL_LINES: usize = 1 << 30;
+
+/// The longest line that is kept together in a job of so many members on this node.
+pub(super) fn longest_line(members: usize) -> usize {
+    const STREAMS: usize = 2;
+    MAX_LINE.min(ALL_LINES / (STREAMS * members.max(1)))
+}
 
 /// Bytes remembered of a line of the tail.
 pub(super) const MAX_TAIL_LINE: usize = 1000;
@@ -23,6 +43,13 @@ pub(super) const MAX_TAIL_LINE: usize = 1000;
 /// Locks a sink, whatever happened to its last user.
 pub(super) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Where lines go, and whom to tell if they cannot.
+pub(super) struct Destination {
+    pub sink: Sink,
+    pub events: Sender<Event>,
+    pub longest_line: usize,
 }
 
 /// A pipe that is being copied.
@@ -33,10 +60,10 @@ pub(super) struct Forwarding {
 }
 
 impl Forwarding {
-    /// Copies `pipe` to `sink` on a thread of its own, every line preceded by `label`.
+    /// Copies `pipe` to `to` on a thread of its own, every line preceded by `label`.
     pub fn start(
         mut pipe: impl Read + Send + 'static,
-        sink: Sink,
+        to: Destination,
         label: String,
     ) -> io::Result<Forwarding> {
         let tail = Arc::new(Mutex::new(Tail::default()));
@@ -45,16 +72,20 @@ impl Forwarding {
         std::thread::Builder::new().name("unisono-output".into()).spawn(move || {
             // Moved here so that it is dropped, and `end` disconnected, when the thread ends.
             let _finished = finished;
-            let result = copy_lines(&mut pipe, &label, |lines, text| {
+            let mut lost = false;
+            let result = copy_lines(&mut pipe, &label, to.longest_line, |lines, text| {
                 lines.iter().for_each(|line| lock(&remembered).push(line));
-                let mut sink = lock(&sink);
-                sink.write_all(text)?;
-                sink.flush()
+                if lost {
+                    return;
+                }
+                let mut sink = lock(&to.sink);
+                if let Err(error) = sink.write_all(text).and_then(|()| sink.flush()) {
+                    lost = true;
+                    let _ = to.events.send(Event::OutputLost(error));
+                }
             });
-            // Nobody reads what the launcher writes. Dropping the pipe tells the rank so, as it
-            // would have learnt without a launcher in between.
             if let Err(error) = result {
-                log::debug!("stopped forwarding a rank's output: {error}");
+                log::warn!("cannot read the output of a rank or server: {error}");
             }
         })?;
         Ok(Forwarding { end, tail })
@@ -77,9 +108,10 @@ impl Forwarding {
 fn copy_lines(
     pipe: &mut impl Read,
     label: &str,
-    mut emit: impl FnMut(&[Vec<u8>], &[u8]) -> io::Result<()>,
+    longest: usize,
+    mut emit: impl FnMut(&[Vec<u8>], &[u8]),
 ) -> io::Result<()> {
-    let mut splitter = LineSplitter::default();
+    let mut splitter = LineSplitter::new(longest);
     let mut buffer = vec![0; 16 * 1024];
     loop {
         let received = match pipe.read(&mut buffer) {
@@ -93,7 +125,7 @@ fn copy_lines(
         };
         if !lines.is_empty() {
             let text = lines.iter().flat_map(|line| [label.as_bytes(), line]).collect::<Vec<_>>();
-            emit(&lines, &text.concat())?;
+            emit(&lines, &text.concat());
         }
         if received == 0 {
             return Ok(());
@@ -102,12 +134,16 @@ fn copy_lines(
 }
 
 /// Cuts a stream into lines that end with `\n`, `\r\n`, or a lone `\r` as progress bars write it.
-#[derive(Default)]
 struct LineSplitter {
     partial: Vec<u8>,
+    longest: usize,
 }
 
 impl LineSplitter {
+    fn new(longest: usize) -> LineSplitter {
+        LineSplitter { partial: Vec::new(), longest }
+    }
+
     /// The lines that `bytes` completes, with their ends.
     fn push(&mut self, bytes: &[u8]) -> Vec<Vec<u8>> {
         let mut lines = Vec::new();
@@ -119,7 +155,7 @@ impl LineSplitter {
             self.partial.push(byte);
             if byte == b'\n' {
                 lines.push(mem::take(&mut self.partial));
-            } else if self.partial.len() >= MAX_LINE {
+            } else if self.partial.len() >= self.longest {
                 let mut piece = mem::take(&mut self.partial);
                 piece.push(b'\n');
                 lines.push(piece);
@@ -176,7 +212,11 @@ mod tests {
     use proptest::prelude::*;
 
     fn split(pieces: &[&[u8]]) -> Vec<String> {
-        let mut splitter = LineSplitter::default();
+        split_at(MAX_LINE, pieces)
+    }
+
+    fn split_at(longest: usize, pieces: &[&[u8]]) -> Vec<String> {
+        let mut splitter = LineSplitter::new(longest);
         let mut lines: Vec<Vec<u8>> =
             pieces.iter().flat_map(|piece| splitter.push(piece)).collect();
         lines.extend(splitter.finish());
@@ -192,9 +232,18 @@ mod tests {
 
     #[test]
     fn a_line_without_end_is_bounded() {
-        let lines = split(&[&vec![b'x'; MAX_LINE * 2 + 5]]);
+        let lines = split_at(1000, &[&[b'x'; 2005]]);
         let lengths: Vec<usize> = lines.iter().map(String::len).collect();
-        assert_eq!(lengths, [MAX_LINE + 1, MAX_LINE + 1, 6]);
+        assert_eq!(lengths, [1001, 1001, 6]);
+    }
+
+    #[test]
+    fn unfinished_lines_of_all_members_have_a_bound() {
+        for members in [0, 1, 8, 32, 1000, 65_536 + 1024] {
+            let longest = longest_line(members);
+            assert!((4096..=MAX_LINE).contains(&longest), "{members}: {longest}");
+            assert!(2 * members * longest <= ALL_LINES, "{members}: {longest}");
+        }
     }
 
     #[test]

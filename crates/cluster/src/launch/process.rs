@@ -16,7 +16,7 @@ use rustix::process::{
 use super::guard::Guard;
 use super::listeners::Listeners;
 use super::nodes::NodePlace;
-use super::output::Forwarding;
+use super::output::{Destination, Forwarding, Sink, longest_line};
 use super::strays::Mark;
 use super::{Ending, Event, Launch, LaunchError, Member, binding};
 
@@ -24,6 +24,8 @@ use super::{Ending, Event, Launch, LaunchError, Member, binding};
 pub(super) struct Starter<'a> {
     pub launch: &'a Launch,
     pub place: NodePlace,
+    /// How many ranks and servers this node has.
+    pub members: usize,
     /// The sockets of the ranks, if they have any.
     pub listeners: Option<Listeners>,
     pub mark: Mark,
@@ -70,7 +72,7 @@ impl Starter<'_> {
         let enrol = self.guard.enrolment();
         let socket = self.socket(member);
         let prepare = move || {
-            enrol()?;
+            enrol();
             if let Some(socket) = socket {
                 // SAFETY: the launcher keeps the socket open while it starts members, and this
                 // closure runs in a fork of it.
@@ -126,9 +128,17 @@ impl Starter<'_> {
         let (Some(stdout), Some(stderr)) = (child.stdout.take(), child.stderr.take()) else {
             return Err(io::Error::other("a process without pipes"));
         };
-        let stdout = Forwarding::start(stdout, launch.stdout.clone(), label(launch.label_stdout))?;
-        let stderr = Forwarding::start(stderr, launch.stderr.clone(), label(several))?;
-        watch(member, Pid::from_child(child), self.events.clone())?;
+        let to = |sink: &Sink| Destination {
+            sink: sink.clone(),
+            events: self.events.clone(),
+            longest_line: longest_line(self.members),
+        };
+        let stdout = Forwarding::start(stdout, to(&launch.stdout), label(launch.label_stdout))?;
+        let stderr = Forwarding::start(stderr, to(&launch.stderr), label(several))?;
+        watch(Pid::from_child(child), self.events.clone(), move |ending| Event::Ended {
+            member,
+            ending,
+        })?;
         Ok((stdout, stderr))
     }
 
@@ -189,8 +199,12 @@ impl Starter<'_> {
     }
 }
 
-/// Reports the end of a process without reaping it.
-fn watch(member: Member, pid: Pid, events: Sender<Event>) -> io::Result<()> {
+/// Reports the end of a process as an event, without reaping it.
+pub(super) fn watch(
+    pid: Pid,
+    events: Sender<Event>,
+    event: impl FnOnce(Ending) -> Event + Send + 'static,
+) -> io::Result<()> {
     let wait = move || {
         let ending = loop {
             match waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT) {
@@ -206,7 +220,7 @@ fn watch(member: Member, pid: Pid, events: Sender<Event>) -> io::Result<()> {
                 Err(_) => break Ending::Code(1),
             }
         };
-        let _ = events.send(Event::Ended { member, ending });
+        let _ = events.send(event(ending));
     };
     std::thread::Builder::new().name("unisono-wait".into()).spawn(wait).map(drop)
 }

@@ -8,6 +8,7 @@
 //! Node 0's verdict holds for all nodes; the others report what happened to them, act on it at
 //! once, and end when node 0 says that the job is over.
 
+use std::io;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
@@ -82,6 +83,7 @@ impl<'a> Supervisor<'a> {
             if let Some(outcome) = self.over() {
                 // The members go first: the other nodes may as well hear from this one until then.
                 drop(self.members);
+                let outcome = with_last_output(outcome, &self.inbox);
                 self.job.links.close(&outcome);
                 return outcome;
             }
@@ -134,6 +136,15 @@ impl<'a> Supervisor<'a> {
                     self.decide(Outcome::NodeLost { node });
                 }
             }
+            Event::OutputLost(error) => {
+                let lost = output_lost(&error);
+                match &mut self.verdict {
+                    // Servers are being ended; what was lost is the end of the ranks' output.
+                    Some(verdict) if *verdict == Outcome::Success => *verdict = lost,
+                    _ => self.decide(lost),
+                }
+            }
+            Event::GuardEnded(guard) => self.members.replace_guard(guard),
         }
     }
 
@@ -168,8 +179,10 @@ impl<'a> Supervisor<'a> {
             return false;
         }
         let Some(pause) = self.restarts.spend(life, ending) else { return false };
-        let (name, (nth, limit)) = (self.members.name(member), self.restarts.spent());
-        self.say(&format!("{name} {ending}; starting it again (restart {nth} of {limit})"));
+        if !self.launch.quiet {
+            let (name, (nth, limit)) = (self.members.name(member), self.restarts.spent());
+            self.say(&format!("{name} {ending}; starting it again (restart {nth} of {limit})"));
+        }
         self.members.start_later(member, life, pause);
         true
     }
@@ -241,7 +254,10 @@ impl<'a> Supervisor<'a> {
         self.settle_at = None;
         self.members.start_nobody_again();
         if outcome != Outcome::Success {
-            self.report(&outcome);
+            // Whoever closed the pipe knows, and expects no more words than of other programs.
+            if !matches!(outcome, Outcome::OutputLost { closed: true, .. }) {
+                self.report(&outcome);
+            }
             self.job.abort(&outcome);
             self.job.links.tell(&Message::Over(outcome.clone()));
         } else if self.members.all_ended() {
@@ -277,6 +293,22 @@ impl<'a> Supervisor<'a> {
         let mut stderr = lock(&self.launch.stderr);
         let _ = stderr.write_all(text.as_bytes()).and_then(|()| stderr.flush());
     }
+}
+
+/// The outcome of a job whose output met this error.
+fn output_lost(error: &io::Error) -> Outcome {
+    let closed = error.kind() == io::ErrorKind::BrokenPipe;
+    Outcome::OutputLost { closed, reason: error.to_string() }
+}
+
+/// What becomes of an outcome when the last output has been written, or has not: ranks may end well
+/// before that.
+fn with_last_output(outcome: Outcome, inbox: &Receiver<Event>) -> Outcome {
+    let lost = inbox.try_iter().find_map(|event| match event {
+        Event::OutputLost(error) => Some(output_lost(&error)),
+        _ => None,
+    });
+    lost.filter(|_| outcome == Outcome::Success).unwrap_or(outcome)
 }
 
 /// Which of several failures caused the others: the first member that a signal killed, rather than

@@ -1,5 +1,8 @@
 //! Jobs under test: their output, and what is left of them.
 
+// Every test binary uses its part.
+#![allow(dead_code)]
+
 use std::ffi::OsString;
 use std::process::Child;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -75,6 +78,46 @@ pub fn processes(marker: &str) -> Vec<i32> {
         }
     }
     found
+}
+
+/// Waits for the guard of the launcher whose ranks carry this marker: one that is not `other`.
+pub fn wait_for_guard(marker: &str, other: Option<Pid>) -> Pid {
+    let mut found = None;
+    wait_until("there is a guard", || {
+        let marks = processes(marker).into_iter().find_map(|pid| variable(pid, "UNISONO_LAUNCH"));
+        let Some(marks) = marks else { return false };
+        let mark = marks.rsplit(':').next().unwrap_or_default().to_owned();
+        found = guards(&mark).into_iter().find(|pid| Some(*pid) != other);
+        found.is_some()
+    });
+    found.expect("it was waited for")
+}
+
+/// The guards of the launcher with this mark.
+fn guards(mark: &str) -> Vec<Pid> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir("/proc").unwrap().flatten() {
+        let command = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        let arguments: Vec<&[u8]> = command.split(|byte| *byte == 0).collect();
+        if arguments.contains(&&b"unisono-guard"[..]) && arguments.contains(&mark.as_bytes()) {
+            let pid = entry.file_name().to_str().and_then(|name| name.parse().ok());
+            found.extend(pid.and_then(Pid::from_raw));
+        }
+    }
+    found
+}
+
+/// A variable in the environment of a process.
+fn variable(pid: i32, name: &str) -> Option<String> {
+    let environment = std::fs::read(format!("/proc/{pid}/environ")).ok()?;
+    let value = environment.split(|byte| *byte == 0).find_map(|entry| {
+        entry.strip_prefix(name.as_bytes())?.strip_prefix(b"=").map(<[u8]>::to_vec)
+    })?;
+    String::from_utf8(value).ok()
+}
+
+pub fn raw(pid: Pid) -> i32 {
+    pid.as_raw_nonzero().get()
 }
 
 pub fn wait_until(what: &str, mut done: impl FnMut() -> bool) {

@@ -132,15 +132,21 @@ fn records_of_another_run_are_refused() {
     alone.ranks.pop();
     add_to_steps(&folder, &(serde_json::to_string(&alone).unwrap() + "\n"));
     let text = refusal(RunFolder::open(folder.path()));
-    assert!(text.contains("steps.jsonl:2: a step of 1 ranks in a run of 2"), "{text}");
+    assert!(text.contains("steps.jsonl:2: a step of 1 rank in a run of 2"), "{text}");
 }
 
 #[test]
 fn other_folders_and_broken_files_are_refused() {
     let dir = TempDir::new().unwrap();
-    for path in [dir.path().to_path_buf(), dir.path().join("nowhere")] {
+    let file = dir.path().join("file");
+    fs::write(&file, "").unwrap();
+    for (path, reason) in [
+        (dir.path().to_path_buf(), "it has no run.toml"),
+        (dir.path().join("nowhere"), "it does not exist"),
+        (file, "it is a file"),
+    ] {
         let text = refusal(RunFolder::open(path));
-        assert!(text.contains("is not the folder of a run"), "{text}");
+        assert!(text.contains("is not the folder of a run") && text.contains(reason), "{text}");
     }
     fs::write(dir.path().join(INFO), "name = \"x\"\nworkers = \"two\"\n").unwrap();
     let text = refusal(RunFolder::open(dir.path()));
@@ -150,6 +156,40 @@ fn other_folders_and_broken_files_are_refused() {
     fs::write(folder.path().join(SUMMARY), "{\n}").unwrap();
     let text = refusal(RunFolder::open(folder.path()));
     assert!(text.contains("summary.json:2: not the summary of a run"), "{text}");
+}
+
+#[test]
+fn what_is_in_place_of_a_file_or_missing_is_said() {
+    const BYTES: [u8; 6] = [0x80, 0, 0xff, 0xfe, 0x89, b'P'];
+    for (file, line) in [(INFO, 1), (STEPS, 1), (SUMMARY, 1)] {
+        let (_dir, folder) = run_of(2);
+        fs::write(folder.path().join(file), BYTES).unwrap();
+        let text = refusal(RunFolder::open(folder.path()));
+        assert!(text.contains(&format!("{file}:{line}: it is not text")), "{text}");
+    }
+    let (_dir, folder) = run_of(2);
+    fs::write(folder.path().join(STEPS), "something else").unwrap();
+    let text = refusal(RunFolder::open(folder.path()));
+    assert!(text.contains("steps.jsonl:1: not the record of a step"), "{text}");
+
+    fs::remove_file(folder.path().join(STEPS)).unwrap();
+    assert!(!crate::relaxed::RelaxedFolder::is_relaxed(folder.path()), "taken for another kind");
+    let text = refusal(RunFolder::open(folder.path()));
+    assert!(text.contains("steps.jsonl is missing: it held the records of its steps"), "{text}");
+}
+
+/// The report is not worth the run.
+#[test]
+fn a_run_is_summed_up_though_its_disk_is_full() {
+    let (_dir, folder) = run_of(4);
+    let path = folder.path().to_path_buf();
+    // Nothing can be created any more, not even by root.
+    fs::create_dir(path.join("summary.json.partial")).unwrap();
+    let unwritten = (4..9).map(step).collect();
+    let (run, written) = folder.finish_with(unwritten, Outcome::default(), None);
+    assert!(matches!(written, Err(FolderError::Write { .. })), "{written:?}");
+    assert_eq!(run.summary.unwrap().steps, 9);
+    assert_eq!(RunFolder::open(&path).unwrap().steps.len(), 4);
 }
 
 #[test]

@@ -24,8 +24,8 @@ use serde::de::DeserializeOwned;
 
 use super::{Diverged, RelaxedRun, RelaxedSummary};
 use crate::folder::{
-    FolderError, INFO, REPORT, STEPS, SUMMARY, read_info, read_json, replace, write_error,
-    write_info, write_json,
+    FolderError, INFO, REPORT, STEPS, SUMMARY, is_unfinished, not_a, read_info, read_json, replace,
+    write_error, write_info, write_json,
 };
 use crate::record::{Outcome, RunInfo};
 use crate::report::RelaxedReport;
@@ -77,7 +77,7 @@ impl RelaxedFolder {
         if dir.join(INFO).exists() || dir.join(STEPS).exists() {
             return Err(FolderError::Occupied { path: dir });
         }
-        write_info(&dir, info)?;
+        write_info(&dir, &RunInfo { relaxed: true, ..info.clone() })?;
         Ok(RelaxedFolder { dir })
     }
 
@@ -103,7 +103,11 @@ impl RelaxedFolder {
 
     /// Whether a folder is one of a relaxed run, and not one of common steps.
     pub fn is_relaxed(dir: &Path) -> bool {
-        dir.join(INFO).exists() && !dir.join(STEPS).exists()
+        !dir.join(STEPS).exists()
+            && read_info(dir).is_ok_and(|info| {
+                // Earlier versions did not write it down.
+                info.relaxed || files_of_updates(dir).is_ok_and(|files| files > 0)
+            })
     }
 
     /// Sums up the run, and writes `summary.json` and `report.html` from what was logged. Where
@@ -249,7 +253,7 @@ fn for_each_line<T: DeserializeOwned>(
     for number in 1.. {
         text.clear();
         file.read_until(b'\n', &mut text).map_err(read_error)?;
-        if !text.ends_with(b"\n") {
+        if is_unfinished(&text) {
             // The end, or a line whose writer was killed. Even one that can be read is not complete,
             // for its end is missing, and what is appended would go on in it.
             break;
@@ -257,7 +261,7 @@ fn for_each_line<T: DeserializeOwned>(
         let line = serde_json::from_slice(&text).map_err(|error| FolderError::Malformed {
             path: path.into(),
             line: number,
-            reason: format!("not the {what}: {error}"),
+            reason: not_a(&text, what, &error),
         })?;
         take(&text, line);
     }

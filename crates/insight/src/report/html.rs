@@ -222,7 +222,11 @@ fn tiles(report: &Report) -> Vec<Tile> {
             value,
             note: match accuracy {
                 Some(accuracy) => format!("held-out accuracy {:.2} %", accuracy * 100.0),
-                None => format!("after {} steps", count(run.recorded as f64)),
+                None => format!(
+                    "after {} {}",
+                    count(run.recorded as f64),
+                    if run.recorded == 1 { "step" } else { "steps" }
+                ),
             },
         });
     }

@@ -43,8 +43,9 @@ fn title(report: &Report, out: &mut Text) {
     let run = &report.run;
     let unfinished = if report.summary.is_none() { ", not finished" } else { "" };
     out.line(&format!(
-        "{} steps, the first {} of them warm-up{unfinished}",
+        "{} {}, the first {} of them warm-up{unfinished}",
         count(run.recorded as f64),
+        if run.recorded == 1 { "step" } else { "steps" },
         run.warm_up
     ));
     if let Some(rates) = report.info.earlier_rates() {

@@ -8,14 +8,19 @@ const WIDEST: usize = 110;
 
 /// Text that knows how wide it may be.
 pub(super) struct Text {
+    /// Columns that bars and tables may take.
     pub width: usize,
+    /// Columns after which paragraphs are broken.
+    wrap: usize,
     pub text: String,
 }
 
 impl Text {
-    /// For a terminal of about `width` columns.
+    /// For a terminal of about `width` columns. With `usize::MAX`, for no terminal: paragraphs are lines.
     pub(super) fn new(width: usize) -> Text {
-        Text { width: width.clamp(NARROWEST, WIDEST), text: String::new() }
+        let fitting = width.clamp(NARROWEST, WIDEST);
+        let wrap = if width == usize::MAX { width } else { fitting };
+        Text { width: fitting, wrap, text: String::new() }
     }
 
     pub(super) fn line(&mut self, line: &str) {
@@ -30,7 +35,7 @@ impl Text {
         let mut length = indent;
         for word in words(paragraph) {
             let word_length = word.chars().count();
-            if length > indent && length + 1 + word_length > self.width {
+            if length > indent && length + 1 + word_length > self.wrap {
                 self.line(&line);
                 line = " ".repeat(indent);
                 length = indent;
@@ -96,7 +101,7 @@ mod tests {
 
     #[test]
     fn paragraphs_stay_within_the_width_and_keep_units_with_their_numbers() {
-        let mut out = Text { width: 20, text: String::new() };
+        let mut out = Text { width: 20, wrap: 20, text: String::new() };
         out.wrapped("- ", "every step takes 12.0 ms, and that is 3.1 % of it.");
         for line in out.text.lines() {
             assert!(line.chars().count() <= 20, "{line}");

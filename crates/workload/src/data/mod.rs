@@ -127,9 +127,10 @@ pub enum DataError {
 
     /// The part held out of the text is shorter than one sample.
     #[error(
-        "{} has {len} bytes, but a context of {context} needs at least {needed} bytes: name a \
+        "{} has {len} {}, but a context of {context} needs at least {needed} bytes: name a \
          longer file or choose a smaller context",
-        path.display()
+        path.display(),
+        if *len == 1 { "byte" } else { "bytes" }
     )]
     TooShort {
         /// The file.

@@ -6,11 +6,13 @@ mod model;
 mod plan;
 mod relaxed;
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 use anyhow::{Context, bail, ensure};
 use clap::Args;
 use unisono::codec::Rule;
+use unisono::insight::units::counted;
 use unisono::relaxed::stale::Stale;
 use unisono::sync::bucket::BucketSizes;
 use unisono::sync::optimizer::OptimizerSpec;
@@ -19,6 +21,7 @@ use unisono::{Algorithm, Options, Transport};
 
 use super::strategy::Strategy;
 use crate::bench::sizes;
+use crate::exit::Wrong;
 use choices::Schedule;
 pub use choices::{CodecChoice, ServersChoice};
 use plan::Given;
@@ -43,11 +46,11 @@ const MOST_SLOWNESS: f64 = 1000.0;
 /// What `unisono train` takes.
 #[derive(Args, Clone)]
 #[command(after_help = "\
-The weights depend on the model, the data, --seed, --batch, --shards, --steps, --threads, the optimizer,
-the strategy and the codec, and on nothing else: not on the transport, the algorithm or the buckets, and
-not on the number of workers, unless it decides about the shards (see --shards), workers step by
-themselves (--strategy local or diloco), or the codec is chosen by measurements (--codec auto).
---strategy bsp gives the weights of all-reduce; strategies whose workers do not wait for each other give
+The weights depend on the model, the data, --seed, --batch, --shards, --steps, --threads, the optimizer, \
+the strategy and the codec, and on nothing else: not on the transport, the algorithm or the buckets, and \
+not on the number of workers, unless it decides about the shards (see --shards), workers step by \
+themselves (--strategy local or diloco), or the codec is chosen by measurements (--codec auto). \
+--strategy bsp gives the weights of all-reduce; strategies whose workers do not wait for each other give \
 others every time.
 
 Under `unisono run`, torchrun, mpirun or srun every process is a worker, and --workers is not needed:
@@ -202,6 +205,15 @@ pub struct TrainArgs {
     /// Print one JSON object at the end.
     #[arg(long)]
     pub json: bool,
+    /// Say nothing but warnings, errors and the result.
+    #[arg(long, short)]
+    pub quiet: bool,
+    /// Check everything that can be checked, print what would be done, and do not do it.
+    #[arg(long)]
+    pub dry_run: bool,
+    /// The arguments of this process, those of its configuration file among them.
+    #[arg(skip)]
+    pub arguments: Vec<OsString>,
     /// This process is one of the workers, and its parent draws.
     #[arg(long, hide = true)]
     pub as_worker: bool,
@@ -225,6 +237,15 @@ impl TrainArgs {
 
     /// The settings of the group of workers.
     pub fn options(&self) -> anyhow::Result<Options> {
+        self.find_options().wrong_call()
+    }
+
+    /// What these mean for as many workers.
+    pub fn plan(&self, workers: usize) -> anyhow::Result<Plan> {
+        self.make_plan(workers).wrong_call()
+    }
+
+    fn find_options(&self) -> anyhow::Result<Options> {
         let mut options = Options::from_env()?;
         if self.transport != Transport::Auto {
             options.transport = self.transport;
@@ -251,8 +272,7 @@ impl TrainArgs {
         self.checkpoint_dir.is_some()
     }
 
-    /// What these mean for as many workers.
-    pub fn plan(&self, workers: usize) -> anyhow::Result<Plan> {
+    fn make_plan(&self, workers: usize) -> anyhow::Result<Plan> {
         ensure!(workers > 0, "--workers 0: nobody would train; use at least 1");
         ensure!(
             (1..=MOST).contains(&self.accumulate),
@@ -277,9 +297,11 @@ impl TrainArgs {
         let shards = Shards::new(count, workers).context("--shards")?;
         ensure!(
             shards.count() >= needed,
-            "--accumulate {} on {workers} workers needs {needed} shards, and there are {count}; \
-             raise --shards or lower --accumulate",
+            "--accumulate {} on {} needs {needed} shards, and there {} {count}; raise --shards or \
+             lower --accumulate",
             self.accumulate,
+            counted(workers, "worker"),
+            if count == 1 { "is" } else { "are" },
         );
         ensure!(count <= MOST, "--shards {count}: use at most {MOST}");
         let usual = BATCH.next_multiple_of(count);

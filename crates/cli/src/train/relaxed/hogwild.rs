@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use anyhow::{Context, ensure};
+use anyhow::Context;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use unisono::insight::relaxed::{RelaxedFolder, UpdateLog};
 use unisono::relaxed::hogwild::{Hogwild, SharedWeights, Step};
@@ -18,6 +18,7 @@ use super::super::progress::Reporter;
 use super::home::{Home, describe};
 use super::student::Student;
 use super::{expect_number, note_divergence, optimizer};
+use crate::exit::Wrong;
 
 /// Trains with as many threads as there are workers.
 pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
@@ -25,7 +26,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     for signal in [SIGINT, SIGTERM] {
         signal_hook::flag::register(signal, stop.clone()).context("listening for signals")?;
     }
-    ensure!(
+    demand!(
         !super::is_launched(),
         "--strategy hogwild: its workers are threads of one process; start `unisono train --workers N` \
          by itself"
@@ -35,13 +36,13 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let relaxed = plan.relaxed.clone().context("a relaxed run")?;
     let rate = match optimizer(&plan, Level::Hogwild, threads) {
         OptimizerSpec::Sgd { learning_rate, weight_decay: 0.0 } => learning_rate,
-        other => anyhow::bail!(
+        other => refuse!(
             "--strategy hogwild updates single weights without a lock, which only plain gradient descent \
              can; use --optimizer sgd without weight decay instead of {}",
             other.name()
         ),
     };
-    let student = Student::new(&plan, 0..1, false)?;
+    let student = Student::new(&plan, 0..1, false).wrong_call()?;
     let home = Home::make(&plan, &describe(&plan, &relaxed, threads, args))?;
     let mut log = UpdateLog::create(RelaxedFolder::updates(home.path(), 0))?;
     let weights = SharedWeights::new(student.read_all());
@@ -87,7 +88,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let done = done.inspect_err(|error| note_divergence(&plan, Some(&home), error))?;
     unwritten?;
     if done < updates {
-        eprintln!("unisono: stopped after {done} of {updates} updates");
+        say!("unisono: stopped after {done} of {updates} updates");
     }
     for (parameter, weights) in weights.into_parameters().into_iter().enumerate() {
         student.write(parameter, 0, &weights)?;

@@ -5,7 +5,8 @@
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
-use std::io::Write;
+use std::fmt::Write as _;
+use std::io::Write as _;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
@@ -21,6 +22,8 @@ use unisono::relaxed::spec::Level;
 use super::super::args::{Plan, RelaxedPlan, ServersChoice, TrainArgs};
 use super::optimizer;
 use super::student::Student;
+use crate::exit::Wrong;
+use crate::output;
 
 /// In a journal: names the folder of its run.
 const FOLDER: &str = "run-dir";
@@ -48,7 +51,7 @@ impl Home {
     pub fn make(plan: &Plan, info: &RunInfo) -> anyhow::Result<Home> {
         let home = |folder: RelaxedFolder| Home { dir: folder.path().to_owned() };
         if let Some(dir) = &plan.run_dir {
-            return RelaxedFolder::create(dir, info).map(home).context("--run-dir");
+            return RelaxedFolder::create(dir, info).map(home).context("--run-dir").wrong_call();
         }
         for number in 1.. {
             match RelaxedFolder::create(format!("runs/{}-{number}", info.name), info) {
@@ -204,7 +207,7 @@ fn expect_balanced(saved: &SavedRun) -> anyhow::Result<()> {
 /// Says what to do about servers that somebody else started, if they have recorded nothing.
 pub fn advise_to_record(pushes: u64, run: &Run) {
     if pushes == 0 && run.total > 0 {
-        eprintln!(
+        say!(
             "unisono: the servers recorded nothing here, so that the report lacks all that they know; \
              start them with the same --run-dir, in a folder that they share with rank 0"
         );
@@ -213,7 +216,7 @@ pub fn advise_to_record(pushes: u64, run: &Run) {
 
 /// Says that there is nothing to do, and what the run came to.
 pub fn tell_complete(saved: &SavedRun, json: bool) -> anyhow::Result<()> {
-    eprintln!("unisono: nothing left to do: the run of this journal is complete");
+    remark!("unisono: nothing left to do: the run of this journal is complete");
     tell(saved, 0, json)?;
     expect_balanced(saved)
 }
@@ -221,21 +224,23 @@ pub fn tell_complete(saved: &SavedRun, json: bool) -> anyhow::Result<()> {
 /// Says how a run went.
 fn tell(saved: &SavedRun, restarted: u32, json: bool) -> anyhow::Result<()> {
     let summary = saved.summary.as_ref().context("a finished run has a summary")?;
-    let mut out = std::io::stdout().lock();
     if json {
         let mut object = serde_json::to_value(summary)?;
         object["processes_restarted"] = json!(restarted);
         object["report"] = json!(saved.report_path());
-        return writeln!(out, "{object}").context("writing the result");
+        return Ok(result_line!("{object}")?);
     }
+    let mut out = String::new();
     write!(out, "loss {:.4}, ", summary.final_loss)?;
     if let Some(accuracy) = summary.accuracy {
         write!(out, "held-out accuracy {:.1} %, ", accuracy * 100.0)?;
     }
     writeln!(out, "weights {}", summary.weights_hash)?;
-    writeln!(out, "{}", saved.report().terminal(100))?;
+    if !output::is_quiet() {
+        writeln!(out, "{}", saved.report().terminal(output::columns()))?;
+    }
     writeln!(out, "report: {}", saved.report_path().display())?;
-    Ok(())
+    Ok(output::text_out(&out)?)
 }
 
 /// The first setting in which two runs differ that one cannot have changed on the way, and its values.

@@ -18,7 +18,8 @@ use super::super::progress::Display;
 use super::home::{Found, Home, advise_to_record, describe, tell_complete};
 use super::student::Student;
 use super::{described, weights};
-use crate::serve;
+use crate::exit::Wrong;
+use crate::{output, serve};
 
 /// How long workers may take to end when they are told to.
 const GRACE: Duration = Duration::from_secs(10);
@@ -35,8 +36,8 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let workers = args.workers();
     let plan = args.plan(workers)?;
     let relaxed = plan.relaxed.clone().context("a relaxed run")?;
-    let student = Student::new(&plan, 0..1, false)?;
-    plan.optimizer.build(&[])?;
+    let student = Student::new(&plan, 0..1, false).wrong_call()?;
+    plan.optimizer.build(&[]).wrong_call()?;
     let timeout = args.options()?.timeout;
     let run = described(&plan, &relaxed, student.parameters(), workers, timeout);
     let token = match &relaxed.servers {
@@ -76,7 +77,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let display = Display::new();
     let program = std::env::current_exe()?.into_os_string();
     let mut command = vec![program.clone()];
-    command.extend(without_run_dir(std::env::args_os().skip(1)));
+    command.extend(without_run_dir(args.arguments.iter().cloned()));
     command.extend(["--as-worker".into(), "--run-dir".into(), dir.clone().into_os_string()]);
     let servers = match (&relaxed.servers, &journal) {
         (ServersChoice::Started(count), Some(journal)) => {
@@ -96,7 +97,9 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         servers,
         listeners_for_ranks: inside || relaxed.level == Level::Gossip,
         restarts: Restarts { limit: relaxed.restarts },
-        ..Launch::new(command, u32::try_from(workers)?)
+        vars: output::width_for_workers(),
+        quiet: args.quiet,
+        ..Launch::new(command, u32::try_from(workers).wrong_call()?)
     };
     let restarted = launch.restarted.clone();
     let fetches = relaxed.level.has_servers() && !inside;
@@ -125,13 +128,20 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     for (parameter, weights) in weights.iter().enumerate() {
         student.write(parameter, 0, weights)?;
     }
-    let pushes = home.finish(&student, exchanges, restarted.load(Ordering::Relaxed), args.json)?;
-    advise_to_record(pushes, &run);
+    let finished = home.finish(&student, exchanges, restarted.load(Ordering::Relaxed), args.json);
+    let pushes = match finished {
+        // Nobody reads the result, but the run is done.
+        Err(error) if output::is_closed(&error) => Err(error),
+        other => Ok(other?),
+    };
+    if let Ok(pushes) = pushes {
+        advise_to_record(pushes, &run);
+    }
     if let (Some(journal), None) = (journal, relaxed.journal) {
         // It has done its duty.
         let _ = std::fs::remove_dir_all(journal);
     }
-    Ok(ExitCode::SUCCESS)
+    pushes.map(|_| ExitCode::SUCCESS)
 }
 
 /// Where the servers of a run write their journals, if it starts them.
@@ -190,23 +200,25 @@ fn explain(
         _ => false,
     };
     match (outcome, failure) {
+        // Whoever closed the pipe knows.
+        (Ended::OutputLost { closed: true, .. }, _) => {}
         (Ended::Interrupted { .. }, _) => {
             let report = home.leave()?;
             // That it was stopped, the launcher has said.
-            eprintln!("unisono: {again}; report so far: {}", report.display());
+            say!("unisono: {again}; report so far: {}", report.display());
         }
         _ if was_killed => {
-            eprintln!("unisono: {outcome}, more often than --restarts allows; {again}");
+            say!("unisono: {outcome}, more often than --restarts allows; {again}");
         }
         (_, Some(failure)) => match diverged(&home) {
-            Some(report) => eprintln!("unisono: {failure}; report: {}", report.display()),
-            None => eprintln!("unisono: {failure}"),
+            Some(report) => say!("unisono: {failure}; report: {}", report.display()),
+            None => say!("unisono: {failure}"),
         },
         (Ended::ServerFailed(failed), None) => {
             let last = failed.stderr.last().map(|line| line.trim_start_matches("unisono: "));
-            eprintln!("unisono: server {}: {}", failed.server, last.unwrap_or("failed"));
+            say!("unisono: server {}: {}", failed.server, last.unwrap_or("failed"));
         }
-        (other, None) => eprintln!("unisono: {other}; {again}"),
+        (other, None) => say!("unisono: {other}; {again}"),
     }
     Ok(())
 }

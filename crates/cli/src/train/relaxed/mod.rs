@@ -11,7 +11,7 @@ mod hogwild;
 mod home;
 mod inside;
 mod lead;
-mod student;
+pub mod student;
 mod weights;
 mod worker;
 
@@ -30,6 +30,7 @@ use unisono::sync::optimizer::{LearningRate, OptimizerSpec};
 use super::args::{Plan, RelaxedPlan, TrainArgs};
 use super::is_launched;
 use super::progress::Failure;
+use crate::exit;
 use home::Home;
 use student::Computed;
 
@@ -44,7 +45,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     match worker::run(args) {
         Err(error) if args.as_worker => {
             Failure { reason: crate::one_line(&error), consequence: false }.tell();
-            Ok(ExitCode::FAILURE)
+            Ok(ExitCode::from(exit::code(&error)))
         }
         outcome => outcome,
     }

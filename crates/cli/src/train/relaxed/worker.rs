@@ -174,7 +174,7 @@ fn sum_up(
     while !is_over(&reports(run, options)?) {
         if place.is_told_to_stop() {
             let report = home.leave()?;
-            eprintln!("unisono: stopped; report: {}", report.display());
+            say!("unisono: stopped; report: {}", report.display());
             return Ok(());
         }
         std::thread::sleep(GLANCE);

@@ -116,7 +116,7 @@ fn every_other_length_is_noticed() {
         assert!(matches!(error, CheckpointError::Damaged { .. }), "{length}: {error}");
     }
     let error = read(&[&good[..], b"\0"].concat()).unwrap_err();
-    assert!(error.to_string().contains("1 bytes follow its end"), "{error}");
+    assert!(error.to_string().contains("1 byte follows its end"), "{error}");
     // The length of the file may be out of date, too.
     let error = decode(Path::new("a file"), &mut &good[..9], good.len() as u64).unwrap_err();
     assert!(error.to_string().contains("shrank"), "{error}");
@@ -203,7 +203,7 @@ fn snapshots_that_no_file_can_hold_are_refused() {
         (with(vec![one(), one()]), "two tensors are named \"a\""),
         (with(vec![tensor("__metadata__", Dtype::U8, &[1], &[1])]), "cannot be named"),
         (with(vec![tensor("a", Dtype::F32, &[2], &[0; 7])]), "\"a\" has 7 bytes"),
-        (with(vec![tensor("a", Dtype::F4, &[1], &[0])]), "\"a\" has 1 bytes"),
+        (with(vec![tensor("a", Dtype::F4, &[1], &[0])]), "\"a\" has 1 byte,"),
         (with(vec![tensor("a", Dtype::U8, &[usize::MAX, 2], &[])]), "\"a\" has 0 bytes"),
     ];
     for (snapshot, flaw) in bad {
