@@ -550,12 +550,12 @@ impl State {
 
 #[cfg(test)]
 impl Job {
-    pub fn panic_while_locked(&self) {
+    pub(super) fn panic_while_locked(&self) {
         let _state = self.state.lock();
         panic!("on purpose");
     }
 
-    pub fn wait_for_a_version_that_never_comes(&self) {
+    pub(super) fn wait_for_a_version_that_never_comes(&self) {
         self.store.read(0, u64::MAX);
     }
 }
