@@ -8,6 +8,7 @@ older torch, `import unisono.torch` before.
 
 import torch.distributed as dist
 
+from unisono.torch import _untraced
 from unisono.torch._backend.group import Group, create
 from unisono.torch._gradients.accumulate import accumulate
 from unisono.torch._gradients.compress import Compression, compress
@@ -50,3 +51,4 @@ def register(name: str = "unisono") -> None:
 
 
 register()
+_untraced.mark(__name__)
