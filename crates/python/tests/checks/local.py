@@ -86,22 +86,48 @@ def check_diloco_learns(rank, world):
 
 
 def check_local_steps_resume(rank, world):
-    def begin():
-        model = network()
-        inner = torch.optim.AdamW(model.parameters(), lr=5e-3)
-        return model, unisono.torch.DiLoCo(inner, every=4, fragments=2, delay=1, codec="int8")
+    """At every step, whether the model is loaded before or after: the weights of the whole run."""
+    length = 6
 
-    whole, optimizer = begin()
-    steps(whole, optimizer, rank, 14)
-    first, optimizer = begin()
-    steps(first, optimizer, rank, 6)  # A fragment is under way.
-    state = copy.deepcopy((first.state_dict(), optimizer.state_dict()))
-    second, optimizer = begin()
-    second.load_state_dict(state[0])
-    optimizer.load_state_dict(state[1])
-    steps(second, optimizer, rank, 8, first=6)
-    for ours, theirs in zip(second.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    def local_sgd(model):
+        inner = torch.optim.AdamW(model.parameters(), lr=5e-3)
+        return unisono.torch.LocalSGD(inner, every=2, longest=3, codec="int8")
+
+    def diloco(fragments, delay):
+        def begin(model):
+            inner = torch.optim.AdamW(model.parameters(), lr=5e-3)
+            return unisono.torch.DiLoCo(
+                inner, every=4, fragments=fragments, delay=delay, codec="int8"
+            )
+
+        return begin
+
+    for begin in (local_sgd, diloco(1, 0), diloco(2, 1)):
+        # Every rank begins with weights of its own, as one that sets no seed.
+        whole = network()
+        nn.init.normal_(whole[0].weight, generator=torch.Generator().manual_seed(rank))
+        optimizer, saved = begin(whole), []
+        for step in range(length):
+            saved.append(copy.deepcopy((whole.state_dict(), optimizer.state_dict())))
+            steps(whole, optimizer, rank, 1, first=step)
+        orders = [("model first", step) for step in range(length)]
+        for order, step in [*orders, ("model between", 3), ("model last", 5)]:
+            # What is loaded, the optimizer goes on with.
+            weights, state = copy.deepcopy(saved[step])
+            model = network()
+            nn.init.normal_(model[2].weight, generator=torch.Generator().manual_seed(rank))
+            if order == "model first":
+                model.load_state_dict(weights)
+            optimizer = begin(model)
+            if order == "model between":
+                model.load_state_dict(weights)
+            optimizer.load_state_dict(state)
+            if order == "model last":
+                model.load_state_dict(weights)
+            steps(model, optimizer, rank, length - step, first=step)
+            for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+                assert torch.equal(ours, theirs), (optimizer, step, order)
+            optimizer._close(10.0)
 
 
 def check_local_steps_of_halves(rank, world):
