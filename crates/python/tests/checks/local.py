@@ -188,6 +188,30 @@ def check_local_steps_mistakes(rank, world):
     optimizer = unisono.torch.LocalSGD(inner, every=2)
     raises(unisono.InvalidCall, optimizer.add_param_group, {"params": []})
     raises(unisono.InvalidCall, optimizer.load_state_dict, inner.state_dict())
+    state = optimizer.state_dict()
+    state["weights"] = state["weights"][1:]
+    error = raises(unisono.InvalidCall, optimizer.load_state_dict, state)
+    assert "another model" in str(error), error
+    error = raises(
+        unisono.InvalidCall, unisono.torch.LocalSGD, inner, 2, codec="int8", rules={"*.bias": None}
+    )
+    assert "'*.bias'" in str(error) and "'0.0', '0.1'" in str(error), error
+    named = torch.optim.SGD(network().named_parameters(), lr=0.1)
+    unisono.torch.LocalSGD(named, 2, codec="int8", rules={"*.bias": None})
+
+
+def check_local_steps_over_ddp(rank, world):
+    """DDP would average the gradients of every step, and nothing would be local."""
+    for local in (unisono.torch.LocalSGD, unisono.torch.DiLoCo):
+        model = network()
+        replica = DistributedDataParallel(model)
+        inner = torch.optim.SGD(replica.parameters(), lr=0.1)
+        error = raises(unisono.InvalidCall, local, inner, 2)
+        assert "DistributedDataParallel" in str(error), error
+        # One that is gone does nothing any more.
+        del replica, error
+        steps(model, local(inner, 2), rank, 2)
+        assert_replicas_equal(model)
 
 
 def check_accumulate(rank, world):

@@ -157,7 +157,11 @@ impl<E: Exchange> Strategy for Background<E> {
         layout: &Arc<Layout>,
         times: &StepTimes,
     ) -> Result<Option<Arc<Advice>>, SyncError> {
-        self.exchange().observe(step, layout, times)
+        let mut exchange = self.exchange();
+        let advice = exchange.observe(step, layout, times);
+        // What it took to decide was sent in this step.
+        self.sent.store(exchange.sent(), Ordering::Relaxed);
+        advice
     }
 
     fn save(&self, group: &Group, each: &mut Save<'_>) -> Result<(), SyncError> {

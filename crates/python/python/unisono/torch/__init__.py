@@ -12,6 +12,7 @@ from unisono.torch import _untraced
 from unisono.torch._backend.group import Group, create
 from unisono.torch._gradients.accumulate import accumulate
 from unisono.torch._gradients.compress import Compression, compress
+from unisono.torch._gradients.ddp import refuse_builtin_fp16
 from unisono.torch._gradients.local import DiLoCo, LocalSGD
 from unisono.torch._gradients.sampler import ShardedSampler
 from unisono.torch._gradients.sharded import ShardedStep
@@ -51,4 +52,5 @@ def register(name: str = "unisono") -> None:
 
 
 register()
+refuse_builtin_fp16()
 _untraced.mark(__name__)

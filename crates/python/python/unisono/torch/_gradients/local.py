@@ -15,6 +15,7 @@ from unisono import _native
 from unisono.errors import InvalidCall
 from unisono.torch._gradients import saving
 from unisono.torch._gradients.codec import codec_of
+from unisono.torch._gradients.ddp import refuse_ddp
 from unisono.torch._gradients.engine import engine_of
 from unisono.torch._gradients.floats import Floats, refuse_doubles
 from unisono.torch._gradients.member import Member
@@ -41,11 +42,13 @@ class _LocalSteps(Member, torch.optim.Optimizer):
         named = _named_parameters(inner)
         refuse_doubles(named)
         self._parameters = list(named.values())
+        refuse_ddp(self._parameters, type(self).__name__)
+        settings = codec_of(codec, rules, named)
         engine = engine_of(group)
         shapes = [(name, list(parameter.shape)) for name, parameter in named.items()]
         weights = Floats(self._parameters)
         native = _native.LocalSteps(
-            engine.group, shapes, strategy, codec_of(codec, rules), weights.places, engine.seconds
+            engine.group, shapes, strategy, settings, weights.places, engine.seconds
         )
         weights.write_back()
         self._join(native, engine.seconds)
