@@ -154,6 +154,15 @@ def check_local_steps_of_doubles(rank, world):
     assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), before)
 
 
+def check_local_steps_of_shards(rank, world):
+    """What FSDP2 has sharded is refused: its parameters are parts, and have no address."""
+    model = fully_shard(network())
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    error = raises(unisono.Unsupported, unisono.torch.LocalSGD, inner, 2)
+    assert "DTensor" in str(error), error
+    raises(unisono.Unsupported, unisono.torch.ShardedStep, model, inner, shards=world)
+
+
 def check_resume_of_different_steps(rank, world):
     """Ranks that would go on after different steps are told which."""
     model = network()
