@@ -4,6 +4,9 @@ Each class has `key` (its name in options, files and tables), `prepare()`, which
 runnable, installing only what is missing, and returns a line that says what will run, and
 `commands(world, transport, directory, name)`, which gives the processes to start as pairs of
 command and additional environment.
+
+No rank of any system is bound to cores: the threads that Gloo has beside a rank's own would share
+one core with it, and a comparison that binds some systems and not others compares the binding.
 """
 
 import os
@@ -45,7 +48,7 @@ class Unisono:
     def commands(self, world, transport, directory, name):
         serve = [self.program, "bench", "serve", "--fifo-dir", directory, "--name", name,
                  "--transport", transport]
-        return [([self.program, "run", "--bind", "-n", str(world), "--", *serve], {})]
+        return [([self.program, "run", "-n", str(world), "--", *serve], {})]
 
 
 class Gloo:
@@ -149,8 +152,8 @@ class OpenMpi:
             "tcp": ["--mca", "btl", "self,tcp", "--mca", "btl_tcp_if_include", "lo"],
         }[transport]
         root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-        command = ["mpirun", *root, "--oversubscribe", "-n", str(world), "--mca", "pml", "ob1",
-                   *components, self.program, directory, name]
+        command = ["mpirun", *root, "--oversubscribe", "--bind-to", "none", "-n", str(world),
+                   "--mca", "pml", "ob1", *components, self.program, directory, name]
         return [(command, {})]
 
 

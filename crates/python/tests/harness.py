@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 # After this long, ranks that have not ended have hung.  Longer than anything here takes on a busy
 # machine.
-HUNG = 300
+HUNG = 900
 
 
 def run(function, world: int, *arguments, backend: str = "unisono") -> list[int]:

@@ -16,6 +16,8 @@ import traceback
 # Two ranks or more share this machine; and a process that forks must not have started threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+# Torch's compiler would start processes to help it, for each rank.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Programs that jobs start find these modules too.
 here = os.path.dirname(os.path.abspath(__file__))
 os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])

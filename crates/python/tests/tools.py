@@ -28,7 +28,7 @@ equal = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
 
 
 def is_old_torch() -> bool:
-    """Whether this torch neither looks for backends among packages nor mixes them with others."""
+    """Whether this torch neither looks for backends among packages nor holds one of Python's."""
     return not hasattr(dist.Backend, "_ensure_backend_registered")
 
 

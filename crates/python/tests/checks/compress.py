@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 import unisono.torch
-from tools import assert_replicas_equal, equal, raises
+from tools import assert_replicas_equal, equal, on_gloo, raises
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from unisono.torch._gradients.floats import Floats
@@ -72,7 +72,13 @@ def check_compress_auto(rank, world):
     train(replica, rank, 8)
     choices = [None] * world
     dist.all_gather_object(choices, compression.choice)
-    assert choices[0] is not None and choices == [choices[0]] * world, choices
+    codecs = [choice and choice[0] for choice in choices]
+    assert codecs[0] is not None and codecs == [codecs[0]] * world, choices
+    # What it has cost to find out is said with it: it is more than these steps can save.
+    observed, more = compression.observing
+    assert observed == 8 and more > 0, compression.observing
+    told = choices[rank][1]
+    assert "8 steps without a codec" in told and f"{more} bytes" in told, told
     assert_replicas_equal(replica)
 
 
@@ -189,7 +195,11 @@ def check_compress_mistakes(rank, world):
         error = raises(unisono.InvalidCall, unisono.torch.compress, replica, codec)
         assert error.rank == rank, error
     raises(unisono.InvalidCall, unisono.torch.compress, network(), "int8")
-    raises(unisono.InvalidCall, unisono.torch.compress, replica, "int8", rules={"a": "zip"})
+    raises(unisono.InvalidCall, unisono.torch.compress, replica, "int8", rules={"*": "zip"})
+    # A rule for nothing is a mistake, and most often one of spelling.
+    error = raises(ValueError, unisono.torch.compress, replica, "int8", rules={"0.wieght": None})
+    assert isinstance(error, unisono.InvalidCall) and "'0.wieght'" in str(error), error
+    assert "'0.weight', '0.bias', '2.weight'" in str(error), error
     codec = "int8" if rank == 0 else "int4"
     error = raises(unisono.InvalidCall, unisono.torch.compress, replica, codec)
     assert "rank 1 was given other settings" in str(error), error
@@ -197,6 +207,26 @@ def check_compress_mistakes(rank, world):
     raises(unisono.InvalidCall, compression.load_state_dict, {"steps": 1, "tensors": {}})
     raises(unisono.InvalidCall, compression.load_state_dict, {"model": 1})
     train(replica, rank, 1)
+
+
+def check_builtin_hooks(rank, world):
+    """The one that cannot work is refused at once, with what to use instead."""
+    if on_gloo():
+        return
+    replica = DistributedDataParallel(network())
+    kinds = dist.BuiltinCommHookType
+    error = raises(RuntimeError, replica._register_builtin_comm_hook, kinds.FP16_COMPRESS)
+    assert 'unisono.torch.compress(model, "fp16")' in str(error), error
+    replica._register_builtin_comm_hook(kinds.ALLREDUCE)
+    train(replica, rank, 2)
+    assert_replicas_equal(replica)
+    gloo = dist.new_group(backend="gloo")
+    replica = DistributedDataParallel(network(), process_group=gloo)
+    replica._register_builtin_comm_hook(kinds.FP16_COMPRESS)
+    train(replica, rank, 2)
+    assert_replicas_equal(replica)
+    del replica
+    dist.destroy_process_group(gloo)
 
 
 def check_compress_on_another_backend(rank, world):

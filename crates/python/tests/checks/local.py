@@ -86,22 +86,48 @@ def check_diloco_learns(rank, world):
 
 
 def check_local_steps_resume(rank, world):
-    def begin():
-        model = network()
-        inner = torch.optim.AdamW(model.parameters(), lr=5e-3)
-        return model, unisono.torch.DiLoCo(inner, every=4, fragments=2, delay=1, codec="int8")
+    """At every step, whether the model is loaded before or after: the weights of the whole run."""
+    length = 6
 
-    whole, optimizer = begin()
-    steps(whole, optimizer, rank, 14)
-    first, optimizer = begin()
-    steps(first, optimizer, rank, 6)  # A fragment is under way.
-    state = copy.deepcopy((first.state_dict(), optimizer.state_dict()))
-    second, optimizer = begin()
-    second.load_state_dict(state[0])
-    optimizer.load_state_dict(state[1])
-    steps(second, optimizer, rank, 8, first=6)
-    for ours, theirs in zip(second.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    def local_sgd(model):
+        inner = torch.optim.AdamW(model.parameters(), lr=5e-3)
+        return unisono.torch.LocalSGD(inner, every=2, longest=3, codec="int8")
+
+    def diloco(fragments, delay):
+        def begin(model):
+            inner = torch.optim.AdamW(model.parameters(), lr=5e-3)
+            return unisono.torch.DiLoCo(
+                inner, every=4, fragments=fragments, delay=delay, codec="int8"
+            )
+
+        return begin
+
+    for begin in (local_sgd, diloco(1, 0), diloco(2, 1)):
+        # Every rank begins with weights of its own, as one that sets no seed.
+        whole = network()
+        nn.init.normal_(whole[0].weight, generator=torch.Generator().manual_seed(rank))
+        optimizer, saved = begin(whole), []
+        for step in range(length):
+            saved.append(copy.deepcopy((whole.state_dict(), optimizer.state_dict())))
+            steps(whole, optimizer, rank, 1, first=step)
+        orders = [("model first", step) for step in range(length)]
+        for order, step in [*orders, ("model between", 3), ("model last", 5)]:
+            # What is loaded, the optimizer goes on with.
+            weights, state = copy.deepcopy(saved[step])
+            model = network()
+            nn.init.normal_(model[2].weight, generator=torch.Generator().manual_seed(rank))
+            if order == "model first":
+                model.load_state_dict(weights)
+            optimizer = begin(model)
+            if order == "model between":
+                model.load_state_dict(weights)
+            optimizer.load_state_dict(state)
+            if order == "model last":
+                model.load_state_dict(weights)
+            steps(model, optimizer, rank, length - step, first=step)
+            for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+                assert torch.equal(ours, theirs), (optimizer, step, order)
+            optimizer._close(10.0)
 
 
 def check_local_steps_of_halves(rank, world):
@@ -126,6 +152,15 @@ def check_local_steps_of_doubles(rank, world):
         error = raises(unisono.Unsupported, local, inner, 2)
         assert "float64" in str(error), error
     assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), before)
+
+
+def check_local_steps_of_shards(rank, world):
+    """What FSDP2 has sharded is refused: its parameters are parts, and have no address."""
+    model = fully_shard(network())
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    error = raises(unisono.Unsupported, unisono.torch.LocalSGD, inner, 2)
+    assert "DTensor" in str(error), error
+    raises(unisono.Unsupported, unisono.torch.ShardedStep, model, inner, shards=world)
 
 
 def check_resume_of_different_steps(rank, world):
@@ -162,6 +197,30 @@ def check_local_steps_mistakes(rank, world):
     optimizer = unisono.torch.LocalSGD(inner, every=2)
     raises(unisono.InvalidCall, optimizer.add_param_group, {"params": []})
     raises(unisono.InvalidCall, optimizer.load_state_dict, inner.state_dict())
+    state = optimizer.state_dict()
+    state["weights"] = state["weights"][1:]
+    error = raises(unisono.InvalidCall, optimizer.load_state_dict, state)
+    assert "another model" in str(error), error
+    error = raises(
+        unisono.InvalidCall, unisono.torch.LocalSGD, inner, 2, codec="int8", rules={"*.bias": None}
+    )
+    assert "'*.bias'" in str(error) and "'0.0', '0.1'" in str(error), error
+    named = torch.optim.SGD(network().named_parameters(), lr=0.1)
+    unisono.torch.LocalSGD(named, 2, codec="int8", rules={"*.bias": None})
+
+
+def check_local_steps_over_ddp(rank, world):
+    """DDP would average the gradients of every step, and nothing would be local."""
+    for local in (unisono.torch.LocalSGD, unisono.torch.DiLoCo):
+        model = network()
+        replica = DistributedDataParallel(model)
+        inner = torch.optim.SGD(replica.parameters(), lr=0.1)
+        error = raises(unisono.InvalidCall, local, inner, 2)
+        assert "DistributedDataParallel" in str(error), error
+        # One that is gone does nothing any more.
+        del replica, error
+        steps(model, local(inner, 2), rank, 2)
+        assert_replicas_equal(model)
 
 
 def check_accumulate(rank, world):

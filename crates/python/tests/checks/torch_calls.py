@@ -19,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
@@ -609,6 +610,10 @@ def check_refusals(rank, world):
     raises(unisono.InvalidCall, dist.all_reduce, bools, op=dist.ReduceOp.AVG)
     error = raises(unisono.Unsupported, dist.broadcast, torch.ones(2, device="meta"), 0)
     assert isinstance(error, NotImplementedError), error
+    # One that stands for parts on all ranks has no memory; Gloo refuses it too.
+    parts = distribute_tensor(torch.ones(world, 2), init_device_mesh("cpu", (world,)), [Shard(0)])
+    raises(unisono.Unsupported, dist.all_reduce, parts)
+    raises(unisono.Unsupported, dist.broadcast, parts, 0)
     raises(unisono.InvalidCall, dist.all_reduce, torch.ones(1).expand(4))
     expanded = [torch.ones(1).expand(4) for _ in range(world)]
     raises(unisono.InvalidCall, dist.all_gather, expanded, torch.ones(4))

@@ -2,15 +2,17 @@
 
     torch.distributed.init_process_group("unisono")
 
-finds it by itself where torch looks for backends among the installed packages, as 2.15 does; for an
-older torch, `import unisono.torch` before.
+finds it by itself, among the installed packages.
 """
 
 import torch.distributed as dist
 
+from unisono.torch import _untraced
+from unisono.torch._backend import holding as _holding  # Before its functions are marked.
 from unisono.torch._backend.group import Group, create
 from unisono.torch._gradients.accumulate import accumulate
 from unisono.torch._gradients.compress import Compression, compress
+from unisono.torch._gradients.ddp import refuse_builtin_fp16
 from unisono.torch._gradients.local import DiLoCo, LocalSGD
 from unisono.torch._gradients.sampler import ShardedSampler
 from unisono.torch._gradients.sharded import ShardedStep
@@ -50,3 +52,5 @@ def register(name: str = "unisono") -> None:
 
 
 register()
+refuse_builtin_fp16()
+_untraced.mark(__name__)

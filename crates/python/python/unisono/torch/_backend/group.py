@@ -103,10 +103,22 @@ def create(listed_as: str, options) -> Group | Backend:
         native = rendezvous.subgroup(world._native, ranks, store, options.timeout)
     else:
         native = rendezvous.form(store, options.group_rank, options.group_size)
-    # Torch's group is named after the other backend, if there is one beside us.  An older torch
-    # does not show it, and takes ours for the whole group in any case.
-    whole = getattr(options, "process_group", None)
-    face = Group if whole is None or whole.name() in ("custom", listed_as) else Backend
-    group = face(listed_as, native, store, options.timeout)
+    group = _face(listed_as, native, store, options)
     group._has_all = not ranks
     return group
+
+
+def _face(listed_as: str, native: _native.Group, store, options) -> Group | Backend:
+    """What torch is to take the group for: all of it, or a part beside other backends."""
+    whole = getattr(options, "process_group", None)
+    if whole is None:
+        # Needs this module to be whole.
+        from unisono.torch._backend.holding import Holding, others_beside
+
+        others = others_beside(listed_as)
+        if others is not None:
+            return Holding(listed_as, native, store, options.timeout, others)
+        return Group(listed_as, native, store, options.timeout)
+    # Torch's group is named after the other backend, if there is one beside us.
+    face = Group if whole.name() in ("custom", listed_as) else Backend
+    return face(listed_as, native, store, options.timeout)

@@ -2,7 +2,8 @@
 
 Torch then makes a group of its own, which asks one backend per kind of device.  It wraps what a
 backend written in Python returns, and the wrapper knows `wait` and `get_future` only: there,
-`is_completed` is false for ever, and nobody would learn whose message came.
+`is_completed` is false for ever, and nobody would learn whose message came.  `holding` is for an
+older torch.
 """
 
 from datetime import timedelta

@@ -14,6 +14,9 @@ from unisono.errors import InvalidCall, Unsupported
 
 Finish = Callable[[], object] | None
 
+# Those that have memory, if they have elements.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 def byte_count(tensor: torch.Tensor) -> int:
     """Bytes of the elements."""
@@ -145,6 +148,14 @@ def _check_place(tensor: torch.Tensor) -> None:
         raise Unsupported(f"unisono moves tensors of CPUs, not of {tensor.device}; copy it first")
     if tensor.layout is not torch.strided:
         raise Unsupported(f"{tensor.layout} tensors are not supported here; use to_dense()")
+    check_memory(tensor)
+
+
+def check_memory(tensor: torch.Tensor) -> None:
+    """Refuses a tensor that stands for others, such as a `DTensor`: its address leads nowhere."""
+    if type(tensor) not in _PLAIN and tensor.numel() and tensor.data_ptr() == 0:
+        kind = type(tensor).__name__
+        raise Unsupported(f"a {kind} has no memory of its own; give this rank's part: to_local()")
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,13 @@
 """How gradients travel in fewer bytes, as the engine reads it."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+from unisono.errors import InvalidCall
+
+# Names of parameters in an error.  More: nobody reads them.  Fewer: the right one is missing.
+_LISTED = 12
 
 
 @dataclass(frozen=True)
@@ -17,15 +23,32 @@ class Codec:
 
 def codec_of(
     codec: str | None,
-    rules: Mapping[str, str | None] | None = None,
+    rules: Mapping[str, str | None] | None,
+    names: Iterable[str],
     *,
     warm_up: int = 0,
     error_feedback: bool = True,
     seed: int = 0,
 ) -> Codec:
-    """The codec of parameters that are worth it, and exceptions by the pattern of their names."""
+    """The codec of parameters that are worth it, and exceptions by the pattern of their names.
+
+    Refuses an exception for none of the parameters: it would be no exception at all.
+    """
+    _refuse_useless(rules or {}, list(names))
     exceptions = [f"{pattern}={_text(exception)}" for pattern, exception in (rules or {}).items()]
     return Codec(_text(codec), exceptions, warm_up, error_feedback, seed)
+
+
+def _refuse_useless(rules: Mapping[str, str | None], names: list[str]) -> None:
+    for pattern in rules:
+        # As the engine reads it: `*` stands for any text.
+        text = re.compile(".*".join(map(re.escape, pattern.split("*"))), re.DOTALL)
+        if not any(map(text.fullmatch, names)):
+            others = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+            raise InvalidCall(
+                f"no parameter fits the rule {pattern!r}; they are called"
+                f" {', '.join(map(repr, names[:_LISTED]))}{others}"
+            )
 
 
 def _text(codec: str | None) -> str:

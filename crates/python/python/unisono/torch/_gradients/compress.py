@@ -9,6 +9,8 @@ leave `backward` as the exception that it is; and in the first step of a static 
 hooks after backward and looks at the futures at once, so that nobody else could complete them.
 """
 
+import logging
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +25,8 @@ from unisono.torch._gradients.codec import codec_of
 from unisono.torch._gradients.engine import engine_of
 from unisono.torch._gradients.floats import Floats, floats
 from unisono.torch._gradients.member import Member
+
+_LOG = logging.getLogger("unisono")
 
 
 def compress(
@@ -42,14 +46,17 @@ def compress(
     `codec` is one of fp16, bf16, int8, int4, qsgd, sign, topk, randk, dgc and powersgd, with its
     settings (``"topk:1%"``, ``"qsgd:4"``), a sparse one also with a codec for its values
     (``"topk:1%+int8"``); ``"none"``; or ``"auto"``, which observes some steps and then takes what
-    is predicted to be fastest, which may be none.  ``dgc`` has the momentum in it: the optimizer
-    should have none.
+    is predicted to be fastest, which may be none.  Until then gradients travel as they are, and to
+    measure the network takes a second or two and some bytes more (`observing` says how many): a
+    short run is better off with a codec that it names.  ``dgc`` has the momentum in it: the
+    optimizer should have none.
 
     Biases, the parameters of norms and tensors of less than 1024 elements travel as they are,
     unless one of the `rules` says otherwise: ``{"embed*": None, "*.head.weight": "int8"}``, of
-    which the first that fits a parameter's name decides.  In the first `warm_up` steps nothing is
-    encoded.  What an encoding leaves out is added to the next gradient, unless `error_feedback` is
-    off; without it, most codecs do not converge.  `seed` is what codecs that draw draw from.
+    which the first that fits a parameter's name decides; one that fits none is refused.  In the
+    first `warm_up` steps nothing is encoded.  What an encoding leaves out is added to the next
+    gradient, unless `error_feedback` is off; without it, most codecs do not converge.  `seed` is
+    what codecs that draw draw from.
 
     All ranks call this, with the same arguments, after making the model and before the first step.
     It works with `no_sync`, `find_unused_parameters`, `static_graph` and `gradient_as_bucket_view`,
@@ -89,7 +96,7 @@ class Compression(Member):
             if parameter.requires_grad and name not in model.parameters_to_ignore
         }
         settings = codec_of(
-            codec, rules, warm_up=warm_up, error_feedback=error_feedback, seed=seed
+            codec, rules, named, warm_up=warm_up, error_feedback=error_feedback, seed=seed
         )
         shapes = [(name, list(parameter.shape)) for name, parameter in named.items()]
         native = _native.Synchronizer(
@@ -104,6 +111,10 @@ class Compression(Member):
         self._gradients: list[torch.Tensor] = [torch.empty(0)] * len(named)
         self._pending: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
         self._choice: tuple[str, str] | None = None
+        self._observing: tuple[int, int] | None = None
+        # Until a codec is chosen: steps, and what had been sent after each of the last.
+        self._undecided = 0
+        self._sent_after = deque([0], maxlen=3)
         self._join(native, engine.seconds)
 
     @property
@@ -111,14 +122,24 @@ class Compression(Member):
         """With ``"auto"``, the codec that was chosen and why, once it was."""
         return self._choice
 
+    @property
+    def observing(self) -> tuple[int, int] | None:
+        """What the choice of ``"auto"`` has cost, once it was made: steps without a codec, and
+        bytes that this rank has sent beyond their gradients."""
+        return self._observing
+
     def wire_ratio(self) -> float:
         """How many times less than without a codec this rank has sent; below 1 it was more.
 
-        Without a codec, a rank of an all-reduce sends 2·(n−1)/n times the gradients' bytes.
+        Without a codec, a rank of an all-reduce sends 2·(n−1)/n times the gradients' bytes.  What
+        ``"auto"`` sends to choose counts too.
         """
-        dense = self.steps * 4 * self._elements * 2 * (self._world - 1) / self._world
         sent = self.sent_bytes
-        return dense / sent if sent else 1.0
+        return self._dense_bytes() / sent if sent else 1.0
+
+    def _dense_bytes(self) -> float:
+        """What this rank would have sent so far without a codec."""
+        return self.steps * 4 * self._elements * 2 * (self._world - 1) / self._world
 
     def state_dict(self) -> dict[str, Any]:
         """What the codecs owe. All ranks call it, between steps; rank 0 gets the tensors."""
@@ -156,10 +177,24 @@ class Compression(Member):
         means = Floats(self._gradients)
         _, _, choice = self._wait(self._native.finish, means.places)
         means.write_back()
-        self._choice = choice or self._choice
+        if self._choice is None:
+            self._undecided += 1
+            self._sent_after.append(self.sent_bytes)
+            if choice is not None:
+                self._note_choice(*choice)
         for future, buffer in self._pending:
             future.set_result(buffer)
         self._pending.clear()
+
+
+    def _note_choice(self, codec: str, reason: str) -> None:
+        # The choice is made at the end of a step that sends what the one before it has sent.
+        before, last, now = self._sent_after
+        more = max(0, (now - last) - (last - before))
+        self._observing = self._undecided, more
+        cost = f"{self._undecided} steps without a codec, and {more} bytes to measure the network"
+        self._choice = codec, f"{reason}; to find out took {cost}"
+        _LOG.info("auto chose %s: %s", *self._choice)
 
 
 def _take(

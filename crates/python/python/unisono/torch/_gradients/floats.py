@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from unisono.errors import Unsupported
+from unisono.torch._backend.tensors import check_memory
 
 
 def floats(tensor: torch.Tensor) -> torch.Tensor:
@@ -19,6 +20,7 @@ def floats(tensor: torch.Tensor) -> torch.Tensor:
         raise Unsupported("sparse gradients have no codec; build the layer with sparse=False")
     if not tensor.is_floating_point():
         raise Unsupported(f"unisono synchronizes floats, not {tensor.dtype}")
+    check_memory(tensor)
     # The memory of a negated view holds the numbers it is a view of.
     return tensor.detach().to(torch.float32).resolve_neg().contiguous()
 

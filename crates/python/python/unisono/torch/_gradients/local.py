@@ -15,6 +15,7 @@ from unisono import _native
 from unisono.errors import InvalidCall
 from unisono.torch._gradients import saving
 from unisono.torch._gradients.codec import codec_of
+from unisono.torch._gradients.ddp import refuse_ddp
 from unisono.torch._gradients.engine import engine_of
 from unisono.torch._gradients.floats import Floats, refuse_doubles
 from unisono.torch._gradients.member import Member
@@ -41,11 +42,13 @@ class _LocalSteps(Member, torch.optim.Optimizer):
         named = _named_parameters(inner)
         refuse_doubles(named)
         self._parameters = list(named.values())
+        refuse_ddp(self._parameters, type(self).__name__)
+        settings = codec_of(codec, rules, named)
         engine = engine_of(group)
         shapes = [(name, list(parameter.shape)) for name, parameter in named.items()]
         weights = Floats(self._parameters)
         native = _native.LocalSteps(
-            engine.group, shapes, strategy, codec_of(codec, rules), weights.places, engine.seconds
+            engine.group, shapes, strategy, settings, weights.places, engine.seconds
         )
         weights.write_back()
         self._join(native, engine.seconds)
@@ -101,22 +104,34 @@ class _LocalSteps(Member, torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the inner optimizer and of the agreement.
+        """The state of the inner optimizer and of the agreement, and this rank's weights.
 
-        All ranks call it after the same step, and each keeps its own together with its weights.
+        All ranks call it after the same step, and each keeps its own.  The weights are those of the
+        model, not copies: saved together with it, they take no more room.
         """
         agreement = saving.saved(self._native, self._seconds)
-        return {"inner": self._inner.state_dict(), "agreement": agreement}
+        weights = [parameter.detach() for parameter in self._parameters]
+        return {"inner": self._inner.state_dict(), "agreement": agreement, "weights": weights}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a `state_dict`. All ranks call it, once their weights are loaded.
+        """Goes on from a `state_dict`, with the weights that this rank had then. All ranks call it.
 
-        The agreement is rank 0's.  All give a state of the same step.
+        Between two agreements every rank has weights of its own, which the beginning has replaced
+        by rank 0's: so they are restored here, whether the model is loaded before or after.  The
+        agreement is rank 0's.  All give a state of the same step.
         """
-        if not {"inner", "agreement"} <= state_dict.keys():
-            raise InvalidCall("this is no state_dict of local steps: it has no inner or agreement")
+        missing = {"inner", "agreement", "weights"} - state_dict.keys()
+        if missing:
+            text = f"this is no state_dict of local steps: it has no {', '.join(sorted(missing))}"
+            raise InvalidCall(text)
+        weights = state_dict["weights"]
+        if [w.shape for w in weights] != [p.shape for p in self._parameters]:
+            raise InvalidCall("the state_dict has the weights of another model; load the right one")
         self._inner.load_state_dict(state_dict["inner"])
         saving.restore(self._native, state_dict["agreement"], self._seconds)
+        with torch.no_grad():
+            for parameter, saved in zip(self._parameters, weights, strict=True):
+                parameter.copy_(saved)
 
     def _agree(self, call: Callable[..., Any]) -> None:
         weights = Floats(self._parameters)

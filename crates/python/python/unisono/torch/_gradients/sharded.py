@@ -82,15 +82,16 @@ class ShardedStep(Member):
         buffers = {n: b for n, b in model.named_buffers() if b.is_floating_point()}
         others = [b for b in model.buffers() if not b.is_floating_point()]
         exact = {name: None for name in buffers}
+        named = parameters | buffers
         settings = codec_of(
             codec,
             exact | dict(rules or {}) if codec or rules else None,
+            named,
             warm_up=warm_up,
             error_feedback=error_feedback,
             seed=seed,
         )
         engine = engine_of(group)
-        named = parameters | buffers
         shapes = [(name, list(tensor.shape)) for name, tensor in named.items()]
         native = _native.Synchronizer(
             engine.group, shapes, shards, settings, buckets, True, engine.seconds
