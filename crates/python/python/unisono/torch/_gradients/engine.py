@@ -50,11 +50,12 @@ def engine_of(group: dist.ProcessGroup | None = None) -> Engine:
         group = dist.group.WORLD
     if isinstance(group, Core):
         # One of its own: the calls of the program are numbered, and these are not among them.
-        store = rendezvous.own_part(dist.PrefixStore("engine", group._store), group._rank)
+        store = dist.PrefixStore("engine", group._store)
         ranks = list(range(group._size))
-        native = rendezvous.subgroup(group._native, ranks, store, group._timeout)
+        native, _ = rendezvous.subgroup(group._native, ranks, store, group._timeout)
         return Engine(native, group._rank, group._size, group._seconds)
     rank, size, name = dist.get_rank(group), dist.get_world_size(group), group.group_name
     store = dist.PrefixStore(f"unisono/{name}", dist.distributed_c10d._get_default_store())
-    native = rendezvous.form(rendezvous.own_part(store, rank), rank, size)
+    own = rendezvous.own_part(store, rank)
+    native = rendezvous.form(own, rank, size, default_pg_timeout)
     return Engine(native, rank, size, default_pg_timeout.total_seconds())
