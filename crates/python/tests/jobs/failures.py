@@ -74,6 +74,53 @@ def _killed_under_codec(rank, world):
     assert (error.rank, error.peer) == (rank, world - 1), vars(error)
 
 
+def case_killed_beside_workers() -> None:
+    """A rank whose DataLoader has workers is missed at once: they do not keep its connections open.
+
+    They hang, so that none of them ends by itself, and no timeout ends the group in time.
+    """
+    workers = multiprocessing.get_context("fork").Array("i", 2)
+    os.environ["UNISONO_TIMEOUT"] = str(10 * harness.HUNG)
+    try:
+        codes = harness.run(_killed_beside_workers, 3, workers)
+    finally:
+        del os.environ["UNISONO_TIMEOUT"]
+        for worker in filter(None, workers):
+            os.kill(worker, signal.SIGKILL)
+    assert codes == [0, 0, -signal.SIGKILL], codes
+
+
+def _killed_beside_workers(rank, world, workers):
+    dist.barrier()
+    if rank == world - 1:
+        data = _Hangs()
+        loader = torch.utils.data.DataLoader(
+            data, num_workers=len(workers), multiprocessing_context="fork"
+        )
+        loaded = iter(loader)
+        for number, worker in enumerate(loaded._workers):
+            workers[number] = worker.pid
+        for _ in workers:
+            data.started.acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = raises(unisono.PeerLost, dist.barrier)
+    assert error.peer == world - 1 and "connection closed" in str(error), error
+
+
+class _Hangs(torch.utils.data.Dataset):
+    """Data that never comes."""
+
+    def __init__(self):
+        self.started = multiprocessing.get_context("fork").Semaphore(0)
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        self.started.release()
+        signal.pause()
+
+
 def case_mismatch() -> None:
     """Ranks that call different operations are told who called what."""
     codes = harness.run(_mismatch, 2)
