@@ -13,6 +13,7 @@ use crate::history::History;
 use crate::places::{self, Places};
 use crate::traffic::Meter;
 use crate::waits::{Statement, Waits};
+use crate::work::Work;
 
 /// How long a broken link waits for the monitor to say whose fault it is. A process that dies
 /// closes its side channel as well, so that this only runs out where nothing but the link broke.
@@ -125,8 +126,8 @@ struct Users {
     made: AtomicU32,
     /// The thread that runs the calls that were submitted.
     progress: AtomicU64,
-    /// Threads that wait for calls that were submitted.
-    waiting: Mutex<Vec<u64>>,
+    /// Threads that wait for calls that were submitted, and the calls.
+    waiting: Mutex<Vec<(u64, Work)>>,
 }
 
 /// Whether a group still stands. Shared by callers, the progress thread and the monitor.
@@ -395,19 +396,21 @@ impl GroupState {
     }
 
     /// Notes that this thread does nothing but wait for a call that was submitted.
-    pub fn wait_here(self: &Arc<Self>) -> Waiting {
+    pub fn wait_here(self: &Arc<Self>, work: &Work) -> Waiting {
         let thread = this_thread();
-        self.users.waiting.lock().expect("no panic while locked").push(thread);
+        self.users.waiting.lock().expect("no panic while locked").push((thread, work.clone()));
         Waiting { state: self.clone(), thread }
     }
 
-    /// The threads that do nothing before the call ends that this one runs.
+    /// The threads that do nothing before the call ends that this one runs. A call that has ended is
+    /// no reason to wait, also while its thread has not got round to noticing.
     fn waiting_threads(&self) -> Vec<u64> {
         let this = this_thread();
         if self.users.progress.load(Ordering::Relaxed) != this {
             return vec![this];
         }
-        self.users.waiting.lock().expect("no panic while locked").clone()
+        let waiting = self.users.waiting.lock().expect("no panic while locked");
+        waiting.iter().filter(|(_, work)| !work.is_done()).map(|(thread, _)| *thread).collect()
     }
 
     /// Lets all ranks know that a thread waits in a call for `missing`.
@@ -546,7 +549,7 @@ pub struct Waiting {
 impl Drop for Waiting {
     fn drop(&mut self) {
         let mut waiting = self.state.users.waiting.lock().expect("no panic while locked");
-        if let Some(own) = waiting.iter().position(|thread| *thread == self.thread) {
+        if let Some(own) = waiting.iter().rposition(|(thread, _)| *thread == self.thread) {
             waiting.swap_remove(own);
         }
     }

@@ -52,7 +52,7 @@ impl Work {
     #[must_use]
     pub fn waits_here(&self) -> Option<impl Drop + use<>> {
         let group = self.shared.group.as_ref().filter(|_| !self.is_done());
-        group.map(GroupState::wait_here)
+        group.map(|group| group.wait_here(self))
     }
 
     /// Waits until the operation has ended or the deadline has passed, then `None`.

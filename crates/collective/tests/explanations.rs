@@ -284,3 +284,33 @@ fn ranks_that_are_merely_slow_are_left_alone() {
         });
     }
 }
+
+/// A thread that waited for a call which has ended may be slow to go on.
+#[test]
+fn who_has_not_noticed_the_end_of_a_wait_does_not_wait_for_more() {
+    let groups = Kind::Tcp.start(2, &Options::default());
+    let meeting = Barrier::new(2);
+    on_all(&groups, |group| {
+        let one = group.subgroup(&[0, 1]).unwrap();
+        let another = group.subgroup(&[0, 1]).unwrap();
+        if group.rank() == 1 {
+            meeting.wait();
+            one.barrier().unwrap();
+            another.barrier().unwrap();
+            one.barrier().unwrap();
+            return;
+        }
+        let first = one.submit_barrier().unwrap();
+        let waits = first.waits_here();
+        assert!(waits.is_some());
+        meeting.wait();
+        while !first.is_done() {
+            std::thread::yield_now();
+        }
+        let second = one.submit_barrier().unwrap();
+        std::thread::sleep(Duration::from_millis(700));
+        drop(waits);
+        another.barrier().unwrap();
+        second.wait().unwrap();
+    });
+}

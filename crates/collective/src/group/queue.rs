@@ -59,7 +59,7 @@ impl Queue {
         if line.busy || !line.requests.is_empty() {
             drop(line);
             let work = self.enqueue(request);
-            let _waits = self.state.wait_here();
+            let _waits = self.state.wait_here(&work);
             loop {
                 if let Some(outcome) = work.wait_until(Instant::now() + ASK_EVERY) {
                     return outcome;
