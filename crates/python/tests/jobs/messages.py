@@ -3,9 +3,12 @@
 import multiprocessing
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
 from datetime import timedelta
 
 import harness
@@ -112,8 +115,6 @@ def case_mismatch_of_a_program_that_ends() -> None:
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]
 
@@ -161,8 +162,6 @@ def case_opposite_orders_that_are_right() -> None:
 
 
 def _opposite_orders_that_are_right(rank, world):
-    import time
-
     one, another = dist.new_group(), dist.new_group()
     first, second = (one, another) if rank == 0 else (another, one)
     tensor = torch.ones(4)
@@ -275,8 +274,6 @@ def _forked(function, world, *arguments) -> list[int]:
         try:
             function(rank, world, *arguments)
         except BaseException:
-            import traceback
-
             traceback.print_exc()
             os._exit(1)
 
