@@ -3,13 +3,15 @@
 use zerocopy::byteorder::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use crate::dtype::{Dtype, Reduction};
+use crate::dtype::{Dtype, Reduction, Unit};
 use crate::schedule::{Algorithm, Op};
 
 /// One collective call of one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Call {
-    /// The number of the call in its group, from 0.
+    /// Its place in the order of the group: `2n + 1` for call `n`, from 1; `2n` for the exchange of
+    /// lengths with which an all-to-all of unequal blocks begins; 1 for what a group runs to measure
+    /// itself.
     pub seq: u32,
     /// The operation.
     pub op: Op,
@@ -17,6 +19,8 @@ pub struct Call {
     pub barrier: bool,
     /// The element type.
     pub dtype: Dtype,
+    /// What the caller counts in.
+    pub unit: Unit,
     /// The reduction; [`Reduction::Sum`] where nothing is reduced.
     pub reduction: Reduction,
     /// Elements in the buffer that is equal on all ranks, or of the longest block.
@@ -30,6 +34,12 @@ pub struct Call {
 }
 
 impl Call {
+    /// The place of a group's first call, or of its exchange of lengths.
+    pub const FIRST: u32 = 2;
+
+    /// The place of what a group runs to measure itself.
+    pub const MEASURING: u32 = 1;
+
     /// A hash in which two different calls differ, but for one chance in 2⁶⁴.
     pub fn fingerprint(&self) -> u64 {
         let wire = WireCall::from(*self);
@@ -42,30 +52,58 @@ impl Call {
         hash
     }
 
-    /// The operation's name.
+    /// The number of the call in its group, as users count: from 1.
+    pub fn number(&self) -> u32 {
+        self.seq / 2
+    }
+
+    /// Whether it is the exchange of lengths before an all-to-all of unequal blocks.
+    pub fn is_exchange_of_lengths(&self) -> bool {
+        self.seq.is_multiple_of(2)
+    }
+
+    /// The name of the function that makes such a call.
     pub fn name(&self) -> &'static str {
-        if self.barrier { "barrier" } else { self.op.name() }
+        match self {
+            Call { barrier: true, .. } => "barrier",
+            _ if self.is_exchange_of_lengths() => Op::AllToAll.function(),
+            _ => self.op.function(),
+        }
+    }
+
+    /// What to add to each of two calls that differ in nothing that their texts show.
+    pub(crate) fn hidden_difference(&self, other: &Call) -> [String; 2] {
+        if self.algorithm != other.algorithm {
+            return [self, other].map(|call| format!(" by the algorithm {}", call.algorithm));
+        }
+        if self.shape != other.shape {
+            return [self, other].map(|_| " with other lengths per rank".into());
+        }
+        [self, other].map(|call| format!(" in segments of {} elements", call.column))
     }
 }
 
 impl std::fmt::Display for Call {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Call { seq, dtype, count, reduction, algorithm, .. } = self;
-        write!(f, "{} #{seq}", self.name())?;
+        write!(f, "{} #{}", self.name(), self.number())?;
         if self.barrier {
             return Ok(());
         }
-        write!(f, " of {count} {dtype}")?;
-        if self.shape != 0 {
-            write!(f, " at most, blocks {:08x}", self.shape as u32)?;
+        if self.is_exchange_of_lengths() {
+            return write!(f, " with a length for each rank");
+        }
+        let (count, name) = self.unit.seen(self.count, self.dtype);
+        write!(f, " of {}{count} {name}", if self.shape == 0 { "" } else { "up to " })?;
+        if self.op.has_blocks() {
+            write!(f, " per rank")?;
         }
         if matches!(self.op, Op::AllReduce | Op::ReduceScatter | Op::Reduce { .. }) {
-            write!(f, " by {reduction}")?;
+            write!(f, " by {}", self.reduction)?;
         }
-        if let Some(root) = self.op.root() {
-            write!(f, " with root {root}")?;
+        match self.op.root() {
+            Some(root) => write!(f, " with root {root}"),
+            None => Ok(()),
         }
-        write!(f, " ({algorithm})")
     }
 }
 
@@ -75,6 +113,7 @@ impl std::fmt::Display for Call {
 pub struct WireCall {
     seq: U32,
     op: u8,
+    /// The type in the lower three bits, the unit in the others.
     dtype: u8,
     reduction: u8,
     algorithm: u8,
@@ -86,12 +125,15 @@ pub struct WireCall {
 
 const BARRIER: u8 = 0x80;
 
+const TYPE_BITS: u8 = 3;
+const _: () = assert!(Dtype::ALL.len() <= 1 << TYPE_BITS);
+
 impl From<Call> for WireCall {
     fn from(call: Call) -> WireCall {
         WireCall {
             seq: call.seq.into(),
             op: call.op.code() | if call.barrier { BARRIER } else { 0 },
-            dtype: call.dtype as u8,
+            dtype: call.dtype as u8 | call.unit.code() << TYPE_BITS,
             reduction: call.reduction as u8,
             algorithm: call.algorithm as u8,
             root: (call.op.root().unwrap_or(0) as u32).into(),
@@ -111,13 +153,32 @@ impl TryFrom<WireCall> for Call {
             seq: wire.seq.get(),
             op,
             barrier: wire.op & BARRIER != 0,
-            dtype: Dtype::from_code(wire.dtype).ok_or(MalformedCall)?,
+            dtype: Dtype::from_code(wire.dtype & ((1 << TYPE_BITS) - 1)).ok_or(MalformedCall)?,
+            unit: Unit::from_code(wire.dtype >> TYPE_BITS).ok_or(MalformedCall)?,
             reduction: Reduction::from_code(wire.reduction).ok_or(MalformedCall)?,
             count: wire.count.get(),
             shape: wire.shape.get(),
             algorithm: *Algorithm::ALL.get(usize::from(wire.algorithm)).ok_or(MalformedCall)?,
             column: wire.column.get(),
         })
+    }
+}
+
+/// A [`Call`] inside of a serialized message, as [`WireCall`].
+pub(crate) mod wire {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
+
+    use super::{Call, WireCall};
+
+    pub fn serialize<S: Serializer>(call: &Call, serializer: S) -> Result<S::Ok, S::Error> {
+        let bytes: [u8; size_of::<WireCall>()] = zerocopy::transmute!(WireCall::from(*call));
+        bytes.serialize(serializer)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Call, D::Error> {
+        let bytes = <[u8; size_of::<WireCall>()]>::deserialize(deserializer)?;
+        let wire: WireCall = zerocopy::transmute!(bytes);
+        Call::try_from(wire).map_err(Error::custom)
     }
 }
 
@@ -161,6 +222,19 @@ impl Op {
             Op::Gather { .. } => "gather",
             Op::Scatter { .. } => "scatter",
             Op::AllToAll => "all-to-all",
+        }
+    }
+
+    /// The name of the function, in Rust and in Python, that calls it.
+    pub const fn function(self) -> &'static str {
+        match self {
+            Op::AllReduce => "all_reduce",
+            Op::ReduceScatter => "reduce_scatter",
+            Op::AllGather => "all_gather",
+            Op::AllToAll => "all_to_all",
+            Op::Broadcast { .. } | Op::Reduce { .. } | Op::Gather { .. } | Op::Scatter { .. } => {
+                self.name()
+            }
         }
     }
 

@@ -88,6 +88,66 @@ impl std::str::FromStr for Dtype {
     }
 }
 
+/// A type as the caller calls it. Data that only moves may travel as bytes, and a complex number is
+/// reduced as a pair of floats: a message about the call counts in the caller's elements all the same.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Unit(u8);
+
+/// Names and bytes of units, by their codes on the wire. The first stands for the engine's own type.
+const UNITS: [(&str, usize); 22] = [
+    ("", 0),
+    ("float32", 4),
+    ("float64", 8),
+    ("float16", 2),
+    ("bfloat16", 2),
+    ("int8", 1),
+    ("uint8", 1),
+    ("int32", 4),
+    ("int64", 8),
+    ("bool", 1),
+    ("int16", 2),
+    ("uint16", 2),
+    ("uint32", 4),
+    ("uint64", 8),
+    ("complex32", 4),
+    ("complex64", 8),
+    ("complex128", 16),
+    ("float8_e4m3fn", 1),
+    ("float8_e5m2", 1),
+    ("float8_e4m3fnuz", 1),
+    ("float8_e5m2fnuz", 1),
+    ("float8_e8m0fnu", 1),
+];
+
+impl Unit {
+    /// The engine's own type.
+    pub const OWN: Unit = Unit(0);
+
+    /// The unit of this name, if there is one.
+    pub fn named(name: &str) -> Option<Unit> {
+        let found = UNITS.iter().skip(1).position(|(unit, _)| *unit == name)?;
+        Some(Unit(found as u8 + 1))
+    }
+
+    /// Its code on the wire, below 32.
+    pub const fn code(self) -> u8 {
+        self.0
+    }
+
+    /// The unit with this wire code.
+    pub fn from_code(code: u8) -> Option<Unit> {
+        (usize::from(code) < UNITS.len()).then_some(Unit(code))
+    }
+
+    /// How many elements the caller sees where the engine has `count` of `dtype`, and their type.
+    pub fn seen(self, count: u64, dtype: Dtype) -> (u64, &'static str) {
+        match UNITS[usize::from(self.0)] {
+            (_, 0) => (count, dtype.name()),
+            (name, size) => (count.saturating_mul(dtype.size() as u64) / size as u64, name),
+        }
+    }
+}
+
 /// A Rust type that a collective can move and reduce.
 ///
 /// # Safety

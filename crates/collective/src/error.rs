@@ -12,8 +12,11 @@ pub enum Loss {
     Closed,
     /// It sent no heartbeat for the configured timeout: stopped, hung, or cut off.
     Silent(Duration),
-    /// It left the group in an orderly way before this operation.
+    /// It left the group in an orderly way before this operation: its program ended, or dropped
+    /// its group.
     Left,
+    /// It left the group because of an error of its own, which this text names.
+    Failed(String),
 }
 
 /// Why an operation of a group failed.
@@ -26,8 +29,8 @@ pub enum Loss {
 pub enum Error {
     /// A peer is gone. Start the job again, from its last checkpoint if it has one.
     #[error(
-        "rank {peer} {}{}; restart the job, from its last checkpoint if it has one",
-        loss_text(.loss), during_text(.during)
+        "{}; see what rank {peer} printed, and restart the job, from its last checkpoint if it has one",
+        lost_text(*.peer, .loss, .during)
     )]
     PeerLost {
         /// The lost rank, numbered in this group.
@@ -46,7 +49,8 @@ pub enum Error {
     },
     /// Ranks called different operations. Fix the program.
     #[error(
-        "rank {rank} called {call} but rank {peer} called {peer_call}; make both ranks issue the same call in the same order"
+        "{}; make both ranks issue the same call in the same order",
+        mismatch_text([(*.rank, .call), (*.peer, .peer_call)], .places)
     )]
     Mismatch {
         /// One rank.
@@ -57,6 +61,19 @@ pub enum Error {
         peer: usize,
         /// What that one called.
         peer_call: Call,
+        /// From which lines of their programs, in the order of the ranks above, where their callers say
+        /// so ([`crate::Request::place`]).
+        places: Box<[Option<String>; 2]>,
+    },
+    /// Ranks wait for each other in calls of different groups, because they make them in different
+    /// orders. All groups in which they wait have ended. Fix the program.
+    #[error(
+        "{}; make all ranks issue the calls of these groups in the same order",
+        circle_text(.waits)
+    )]
+    Deadlock {
+        /// Each waits for the next one, and the last for the first.
+        waits: Vec<CircleWait>,
     },
     /// The lengths of a matching send and receive differ. Fix the program.
     #[error(
@@ -110,10 +127,29 @@ pub enum Error {
 }
 
 impl Error {
+    /// Ranks called different operations; where, they have not told yet.
+    pub(crate) fn mismatch(rank: usize, call: Call, peer: usize, peer_call: Call) -> Error {
+        Error::Mismatch { rank, call, peer, peer_call, places: Box::default() }
+    }
+
     /// Whether the call itself was right: a job that is started again may succeed with it.
     pub fn is_retryable(&self) -> bool {
         matches!(self, Error::PeerLost { .. } | Error::EpochEnded { .. })
     }
+}
+
+/// One rank of those that wait for each other.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct CircleWait {
+    /// The rank, as the job numbers it.
+    pub rank: usize,
+    /// The call in which it waits.
+    #[serde(with = "crate::call::wire")]
+    pub call: Call,
+    /// The ranks of the group of that call, as the job numbers them; the first few.
+    pub members: Vec<usize>,
+    /// From which line of its program.
+    pub place: Option<String>,
 }
 
 /// What is wrong with a call.
@@ -187,7 +223,7 @@ pub enum FormError {
         after: Duration,
     },
     /// A peer could not form its side of the group.
-    #[error("rank {peer} could not form the group: {reason}")]
+    #[error("{}; see what rank {peer} printed", unformed_text(*.peer, .reason))]
     Peer {
         /// Who.
         peer: usize,
@@ -224,9 +260,9 @@ pub enum FormError {
         /// The epoch that ended.
         epoch: u64,
     },
-    /// The parent group failed while agreeing on the sub-group.
-    #[error("the parent group failed: {0}")]
-    Parent(Error),
+    /// The parent group failed before the sub-group was formed. What to do next is what that says.
+    #[error("no group can be made of a group that has ended: {0}")]
+    Parent(Box<Error>),
     /// The list of members is wrong. The parent group stays usable. Fix the call.
     #[error("invalid call: {0}")]
     InvalidCall(InvalidCall),
@@ -242,7 +278,7 @@ pub enum FormError {
 
 impl From<Error> for FormError {
     fn from(e: Error) -> FormError {
-        FormError::Parent(e)
+        FormError::Parent(Box::new(e))
     }
 }
 
@@ -252,16 +288,60 @@ impl From<InvalidCall> for FormError {
     }
 }
 
-fn loss_text(loss: &Loss) -> String {
+fn lost_text(peer: usize, loss: &Loss, during: &Option<Call>) -> String {
+    let when = |word: &str| during.map(|call| format!(" {word} {call}")).unwrap_or_default();
     match loss {
-        Loss::Closed => "died or was cut off (its connection closed)".into(),
-        Loss::Silent(after) => format!("has been silent for {:.1} s", after.as_secs_f64()),
-        Loss::Left => "left the group".into(),
+        Loss::Closed => {
+            format!("rank {peer} died or was cut off (its connection closed){}", when("during"))
+        }
+        Loss::Silent(after) => {
+            let seconds = after.as_secs_f64();
+            format!("rank {peer} has been silent for {seconds:.1} s{}", when("during"))
+        }
+        Loss::Left => {
+            let when = when("before");
+            format!("rank {peer} left the group{when} (its program ended, or closed the group)")
+        }
+        Loss::Failed(reason) => {
+            format!("rank {peer} failed and left the group{}: {reason}", when("before"))
+        }
     }
 }
 
-fn during_text(during: &Option<Call>) -> String {
-    during.map(|call| format!(" during {call}")).unwrap_or_default()
+fn mismatch_text(made: [(usize, &Call); 2], places: &[Option<String>; 2]) -> String {
+    let [(_, one), (_, other)] = made;
+    let hidden = (one.to_string() == other.to_string()).then(|| one.hidden_difference(other));
+    let mut said = [0, 1].map(|i| {
+        let (rank, call) = made[i];
+        let more = hidden.as_ref().map_or("", |hidden| &hidden[i]);
+        (rank, format!("rank {rank} called {call}{more}{}", place_text(&places[i])))
+    });
+    said.sort();
+    said.map(|(_, text)| text).join("; ")
+}
+
+fn circle_text(waits: &[CircleWait]) -> String {
+    let said = waits.iter().enumerate().map(|(i, wait)| {
+        let CircleWait { rank, call, members, place } = wait;
+        let next = waits[(i + 1) % waits.len()].rank;
+        let place = place_text(place);
+        format!(
+            "rank {rank} waits in {call} of the group of ranks {members:?}{place} for rank {next}"
+        )
+    });
+    let said: Vec<String> = said.collect();
+    format!("ranks wait for each other: {}", said.join("; "))
+}
+
+fn place_text(place: &Option<String>) -> String {
+    place.as_ref().map(|place| format!(" at {place}")).unwrap_or_default()
+}
+
+fn unformed_text(peer: usize, reason: &str) -> String {
+    if reason.is_empty() {
+        return format!("rank {peer} died or was cut off while the group formed");
+    }
+    format!("rank {peer} could not form the group: {reason}")
 }
 
 fn missing_text(missing: &[usize]) -> String {

@@ -5,10 +5,12 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::call::{Call, WireCall};
+use crate::schedule::Op;
 
-/// Calls remembered. More: memory. Fewer: a rank that is far ahead of another no longer knows
-/// what the other's call should have been.
-const REMEMBERED: usize = 64;
+/// Places in the order of calls that are remembered, of which most calls use every second. More:
+/// memory. Fewer: a rank that is far ahead of another no longer knows what the other's call should
+/// have been.
+const REMEMBERED: usize = 128;
 
 const WORDS: usize = size_of::<WireCall>() / 8;
 
@@ -42,6 +44,20 @@ impl History {
         slot[0].store(words[0], Ordering::Release);
     }
 
+    /// What was called where a peer made this call: at the same place, or, since only some calls
+    /// begin with an exchange of lengths, at the other place of the same number. `None` if this rank
+    /// has not come there, or has forgotten.
+    pub fn counterpart(&self, theirs: &Call) -> Option<Call> {
+        let other = || self.call(theirs.seq ^ 1);
+        match self.call(theirs.seq) {
+            Some(call) => Some(call),
+            // This rank made the call without an exchange of lengths.
+            None if theirs.is_exchange_of_lengths() => other(),
+            // This rank exchanges lengths; after that, it makes the same call, or it never will.
+            None => other().filter(|_| theirs.op != Op::AllToAll),
+        }
+    }
+
     /// The call with this number, if it was made and is not forgotten.
     pub fn call(&self, seq: u32) -> Option<Call> {
         let slot = &self.calls[seq as usize % REMEMBERED];
@@ -61,7 +77,8 @@ impl History {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Algorithm, Dtype, Op, Reduction};
+    use crate::dtype::Unit;
+    use crate::{Algorithm, Dtype, Reduction};
 
     fn call(seq: u32) -> Call {
         Call {
@@ -69,6 +86,7 @@ mod tests {
             op: Op::Broadcast { root: seq as usize % 7 },
             barrier: false,
             dtype: Dtype::F32,
+            unit: Unit::OWN,
             reduction: Reduction::Sum,
             shape: 0,
             count: u64::from(seq) * 3,
@@ -88,6 +106,22 @@ mod tests {
         assert_eq!(history.call(1000 - REMEMBERED as u32), Some(call(1000 - REMEMBERED as u32)));
         assert_eq!(history.call(1000 - REMEMBERED as u32 - 1), None);
         assert_eq!(history.call(1000), None);
+    }
+
+    #[test]
+    fn a_call_meets_what_stands_at_its_number() {
+        let history = History::new();
+        let exchange = Call { op: Op::AllGather, ..call(6) };
+        let all_to_all = Call { op: Op::AllToAll, ..call(7) };
+        history.record(&exchange);
+        assert_eq!(history.counterpart(&exchange), Some(exchange));
+        assert_eq!(history.counterpart(&all_to_all), None, "this rank will come there");
+        assert_eq!(history.counterpart(&call(7)), Some(exchange), "this rank never will");
+        history.record(&all_to_all);
+        assert_eq!(history.counterpart(&call(7)), Some(all_to_all));
+        history.record(&call(9));
+        assert_eq!(history.counterpart(&call(8)), Some(call(9)), "nobody exchanges lengths here");
+        assert_eq!(history.counterpart(&call(11)), None);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! What the threads of a group share: whether it still stands, and if not, why.
 
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,10 @@ use socket2::Socket;
 use crate::call::Call;
 use crate::error::{Error, Loss};
 use crate::history::History;
+use crate::places::{self, Places};
 use crate::traffic::Meter;
+use crate::waits::{Statement, Waits};
+use crate::work::Work;
 
 /// How long a broken link waits for the monitor to say whose fault it is. A process that dies
 /// closes its side channel as well, so that this only runs out where nothing but the link broke.
@@ -31,12 +34,15 @@ pub struct Epoch {
     number: u64,
     ended: AtomicBool,
     groups: Mutex<Vec<Weak<GroupState>>>,
+    /// Who waits for whom.
+    waits: Mutex<Waits>,
 }
 
 impl Epoch {
     /// A new epoch.
     pub fn new(number: u64) -> Arc<Epoch> {
-        Arc::new(Epoch { number, ended: AtomicBool::new(false), groups: Mutex::default() })
+        let (groups, waits) = Default::default();
+        Arc::new(Epoch { number, ended: AtomicBool::new(false), groups, waits })
     }
 
     /// Its number.
@@ -56,6 +62,22 @@ impl Epoch {
         let groups = std::mem::take(&mut *self.groups.lock().expect("no panic while locked"));
         for group in groups.iter().filter_map(Weak::upgrade) {
             group.fail(Error::EpochEnded { epoch: self.number });
+        }
+    }
+
+    /// Its groups that still stand.
+    fn standing(&self) -> Vec<Arc<GroupState>> {
+        let groups = self.groups.lock().expect("no panic while locked");
+        groups.iter().filter_map(Weak::upgrade).filter(|group| !group.is_over()).collect()
+    }
+
+    /// A thread of this rank, or of another, says that it waits. If that closes a circle, the groups
+    /// in which its ranks wait have failed.
+    fn hear(&self, statement: Statement) {
+        let closed = self.waits.lock().expect("no panic while locked").state(statement);
+        let Some((waits, groups)) = closed else { return };
+        for group in self.standing().iter().filter(|group| groups.contains(&group.id)) {
+            group.fail(Error::Deadlock { waits: waits.clone() });
         }
     }
 
@@ -84,9 +106,37 @@ struct Wait {
     missing: Vec<usize>,
 }
 
+thread_local! {
+    /// The number of this thread among all that ever used a group.
+    static THREAD: u64 = {
+        static THREADS: AtomicU64 = AtomicU64::new(1);
+        THREADS.fetch_add(1, Ordering::Relaxed)
+    };
+}
+
+fn this_thread() -> u64 {
+    THREAD.with(|thread| *thread)
+}
+
+/// Which threads use a group.
+struct Users {
+    /// The thread that made the last call, or formed the group: the next call is its to make.
+    caller: AtomicU64,
+    /// Calls made, also those that wait in line.
+    made: AtomicU32,
+    /// The thread that runs the calls that were submitted.
+    progress: AtomicU64,
+    /// Threads that wait for calls that were submitted, and the calls.
+    waiting: Mutex<Vec<(u64, Work)>>,
+}
+
 /// Whether a group still stands. Shared by callers, the progress thread and the monitor.
 pub struct GroupState {
     rank: usize,
+    /// The group's number in its epoch.
+    id: u64,
+    /// Its ranks, as the job numbers them.
+    members: Vec<usize>,
     over: AtomicBool,
     failure: Mutex<Option<Error>>,
     /// For each peer, the first call it takes no part in; `u32::MAX` while it is present.
@@ -111,13 +161,30 @@ pub struct GroupState {
     meter: Meter,
     /// Whether a link broke, so that the side channels should be tried at once.
     suspicion: AtomicBool,
+    /// Where calls were made.
+    places: Places,
+    users: Users,
+    /// What threads of this rank state, for the other ranks.
+    statements: Mutex<Vec<Statement>>,
+    /// Why this rank leaves, if not because it is done.
+    parting: OnceLock<String>,
+    /// Why others left, where they said so.
+    partings: Mutex<Vec<(usize, String)>>,
 }
 
 impl GroupState {
-    /// The state of a new group.
-    pub fn new(rank: usize, world: usize, stall_after: Duration) -> Arc<GroupState> {
+    /// The state of a new group with this number and these ranks, as the job numbers them.
+    pub fn new(
+        rank: usize,
+        id: u64,
+        members: Vec<usize>,
+        stall_after: Duration,
+    ) -> Arc<GroupState> {
+        let world = members.len();
         Arc::new(GroupState {
             rank,
+            id,
+            members,
             over: AtomicBool::new(false),
             failure: Mutex::new(None),
             left: (0..world).map(|_| AtomicU32::new(u32::MAX)).collect(),
@@ -131,6 +198,16 @@ impl GroupState {
             stop: OnceLock::new(),
             meter: Meter::default(),
             suspicion: AtomicBool::new(false),
+            places: Places::default(),
+            users: Users {
+                caller: AtomicU64::new(this_thread()),
+                made: AtomicU32::new(0),
+                progress: AtomicU64::new(0),
+                waiting: Mutex::default(),
+            },
+            statements: Mutex::default(),
+            parting: OnceLock::new(),
+            partings: Mutex::default(),
         })
     }
 
@@ -158,7 +235,7 @@ impl GroupState {
     /// Whether `call` cannot complete: the group failed, or `peer` left before it.
     pub fn is_over_for(&self, peer: usize, call: &Call) -> bool {
         if self.has_left(peer, call.seq) {
-            self.fail(Error::PeerLost { peer, loss: Loss::Left, during: Some(*call) });
+            self.fail(Error::PeerLost { peer, loss: self.parting_of(peer), during: Some(*call) });
         }
         self.is_over()
     }
@@ -204,9 +281,32 @@ impl GroupState {
         while !self.is_over() && !self.has_left(peer, call.seq) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
         }
-        let loss = if self.has_left(peer, call.seq) { Loss::Left } else { Loss::Closed };
+        let left = self.has_left(peer, call.seq);
+        let loss = if left { self.parting_of(peer) } else { Loss::Closed };
         self.fail(Error::PeerLost { peer, loss, during: Some(*call) });
         self.error(Some(*call))
+    }
+
+    /// Why the group failed, if it has or is about to.
+    pub fn verdict(&self) -> Option<Error> {
+        let deadline = Instant::now() + VERDICT;
+        while !self.is_over() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.is_over().then(|| self.settled_error(None))
+    }
+
+    /// As [`GroupState::error`], once the ranks that disagree have told where they made their calls.
+    /// Not for the monitor, which hears of it.
+    pub fn settled_error(&self, during: Option<Call>) -> Error {
+        if let Error::Mismatch { rank, call, peer, peer_call, .. } = self.error(None) {
+            let deadline = Instant::now() + places::PATIENCE;
+            let callers = [(rank, call.number()), (peer, peer_call.number())];
+            for caller in callers.into_iter().filter(|(rank, _)| *rank < self.members.len()) {
+                self.places.wait_for(caller, deadline);
+            }
+        }
+        self.error(during)
     }
 
     /// Why the group failed, as seen by `during`.
@@ -214,6 +314,11 @@ impl GroupState {
         let failure = self.failure.lock().expect("no panic while locked").clone();
         match failure {
             Some(Error::PeerLost { peer, loss, .. }) => Error::PeerLost { peer, loss, during },
+            Some(Error::Mismatch { rank, call, peer, peer_call, .. }) => {
+                let callers = [(rank, call.number()), (peer, peer_call.number())];
+                let places = Box::new(callers.map(|caller| self.places.told(caller)));
+                Error::Mismatch { rank, call, peer, peer_call, places }
+            }
             Some(error) => error,
             None => Error::System { what: "waiting", reason: "interrupted for no reason".into() },
         }
@@ -247,6 +352,109 @@ impl GroupState {
         self.left[peer].load(Ordering::SeqCst) <= seq
     }
 
+    /// Notes why a peer left.
+    pub fn note_parting(&self, peer: usize, reason: String) {
+        self.partings.lock().expect("no panic while locked").push((peer, reason));
+    }
+
+    /// How a peer that left was lost.
+    pub fn parting_of(&self, peer: usize) -> Loss {
+        let partings = self.partings.lock().expect("no panic while locked");
+        let said = partings.iter().find(|(rank, _)| *rank == peer);
+        said.map_or(Loss::Left, |(_, reason)| Loss::Failed(reason.clone()))
+    }
+
+    /// Notes why this rank is about to leave; the first reason counts.
+    pub fn leave_because(&self, reason: &str) {
+        let _ = self.parting.set(reason.into());
+    }
+
+    /// Why this rank leaves, if not because it is done.
+    pub fn parting(&self) -> Option<&str> {
+        self.parting.get().map(String::as_str)
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// Where calls were made.
+    pub fn places(&self) -> &Places {
+        &self.places
+    }
+
+    /// Notes that this thread makes a call.
+    pub fn note_caller(&self) {
+        self.users.caller.store(this_thread(), Ordering::Relaxed);
+        self.users.made.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Notes that this thread runs the calls that were submitted.
+    pub fn note_progress(&self) {
+        self.users.progress.store(this_thread(), Ordering::Relaxed);
+    }
+
+    /// Notes that this thread does nothing but wait for a call that was submitted.
+    pub fn wait_here(self: &Arc<Self>, work: &Work) -> Waiting {
+        let thread = this_thread();
+        self.users.waiting.lock().expect("no panic while locked").push((thread, work.clone()));
+        Waiting { state: self.clone(), thread }
+    }
+
+    /// The threads that do nothing before the call ends that this one runs. A call that has ended is
+    /// no reason to wait, also while its thread has not got round to noticing.
+    fn waiting_threads(&self) -> Vec<u64> {
+        let this = this_thread();
+        if self.users.progress.load(Ordering::Relaxed) != this {
+            return vec![this];
+        }
+        let waiting = self.users.waiting.lock().expect("no panic while locked");
+        waiting.iter().filter(|(_, work)| !work.is_done()).map(|(thread, _)| *thread).collect()
+    }
+
+    /// Lets all ranks know that a thread waits in a call for `missing`.
+    fn state_wait(&self, thread: u64, call: &Call, missing: &[usize]) {
+        let Some(epoch) = self.epoch.get().and_then(Weak::upgrade) else { return };
+        let mut groups = epoch.standing();
+        groups.retain(|group| {
+            let own = group.members[group.rank] == self.members[self.rank];
+            own && (group.users.caller.load(Ordering::Relaxed) == thread || group.id == self.id)
+        });
+        let next = |group: &GroupState| group.users.made.load(Ordering::Relaxed).wrapping_add(1);
+        let held = groups.iter().filter(|g| g.users.caller.load(Ordering::Relaxed) == thread);
+        let statement = Statement {
+            rank: self.members[self.rank],
+            thread,
+            group: self.id,
+            members: self.members.clone(),
+            call: *call,
+            place: self.places.own(call.number()),
+            missing: missing.iter().map(|rank| self.members[*rank]).collect(),
+            holds: held.map(|group| (group.id, next(group))).collect(),
+        };
+        let statement = statement.shortened();
+        for group in &groups {
+            group.statements.lock().expect("no panic while locked").push(statement.clone());
+            group.wake_monitor();
+        }
+        epoch.hear(statement);
+    }
+
+    /// What to tell the others about threads that wait.
+    pub fn take_statements(&self) -> Vec<Statement> {
+        std::mem::take(&mut *self.statements.lock().expect("no panic while locked"))
+    }
+
+    /// A peer says that a thread of it waits. It speaks for itself alone.
+    pub fn hear(&self, peer: usize, statement: Statement) {
+        if statement.rank == self.members[peer]
+            && let Some(epoch) = self.epoch.get().and_then(Weak::upgrade)
+        {
+            epoch.hear(statement);
+        }
+    }
+
     /// Says in the log that `what` has waited since `since` for the ranks `missing`, if that is
     /// long enough; whether it was.
     pub fn report_stall(
@@ -272,10 +480,14 @@ impl GroupState {
     /// Lets the monitor tell the others that this rank waits in a call. What a group runs to measure
     /// itself is not in the history, has no number of its own, and is nobody else's business.
     fn tell_stuck(&self, call: &Call) {
-        if self.history.call(call.seq).as_ref() == Some(call) {
+        if self.is_counted(call) {
             *self.stuck.lock().expect("no panic while locked") = Some(*call);
             self.wake_monitor();
         }
+    }
+
+    fn is_counted(&self, call: &Call) -> bool {
+        self.history.call(call.seq).as_ref() == Some(call)
     }
 
     /// Whether a link broke since the last time this was asked.
@@ -291,10 +503,9 @@ impl GroupState {
     /// A peer says that it waits in a call: the group fails if this rank made another in its
     /// place. `false` if this rank has not come there yet.
     pub fn compare(&self, peer: usize, peer_call: &Call) -> bool {
-        let Some(call) = self.history.call(peer_call.seq) else { return false };
+        let Some(call) = self.history.counterpart(peer_call) else { return false };
         if call != *peer_call {
-            let rank = self.rank;
-            self.fail(Error::Mismatch { rank, call, peer, peer_call: *peer_call });
+            self.fail(Error::mismatch(self.rank, call, peer, *peer_call));
         }
         true
     }
@@ -309,7 +520,8 @@ impl GroupState {
     /// Starts to watch a wait of `call`.
     pub fn watch<'a>(&'a self, call: &'a Call) -> StallWatch<'a> {
         let since = Instant::now();
-        StallWatch { state: self, call, since, asked: since, told: false, reported: false }
+        let (told, stated) = (None, Vec::new());
+        StallWatch { state: self, call, since, asked: since, told, stated, reported: false }
     }
 }
 
@@ -321,9 +533,26 @@ pub struct StallWatch<'a> {
     since: Instant,
     /// When it asked whether to go on.
     asked: Instant,
-    /// Whether the other ranks have been told.
-    told: bool,
+    /// When the other ranks were told.
+    told: Option<Instant>,
+    /// The threads that wait for the call, as the other ranks were told.
+    stated: Vec<u64>,
     reported: bool,
+}
+
+/// A thread that does nothing but wait, until this is dropped.
+pub struct Waiting {
+    state: Arc<GroupState>,
+    thread: u64,
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        let mut waiting = self.state.users.waiting.lock().expect("no panic while locked");
+        if let Some(own) = waiting.iter().rposition(|(thread, _)| *thread == self.thread) {
+            waiting.swap_remove(own);
+        }
+    }
 }
 
 impl StallWatch<'_> {
@@ -331,11 +560,14 @@ impl StallWatch<'_> {
     /// arrived.
     pub fn tick(&mut self, missing: impl FnOnce() -> Vec<usize>) {
         let now = Instant::now();
-        if !self.told && now - self.since >= ASK_AFTER {
-            self.told = true;
-            self.state.tell_stuck(self.call);
-        }
         let missing = missing();
+        if now - self.told.unwrap_or(self.since) >= ASK_AFTER {
+            if self.told.is_none() {
+                self.state.tell_stuck(self.call);
+            }
+            self.told = Some(now);
+            self.tell_who_waits(&missing);
+        }
         let report = || missing.clone();
         self.reported |= !self.reported && self.state.report_stall(self.since, self.call, report);
         *self.state.wait.lock().expect("no panic while locked") =
@@ -343,6 +575,22 @@ impl StallWatch<'_> {
         if now - self.asked >= ASK_EVERY {
             self.asked = now;
             self.state.ask_to_stop();
+        }
+    }
+}
+
+impl StallWatch<'_> {
+    /// Says of each thread that waits, once, that it does: one may begin to wait for a call only
+    /// when the call has waited for others for a while.
+    fn tell_who_waits(&mut self, missing: &[usize]) {
+        if !self.state.is_counted(self.call) {
+            return;
+        }
+        for thread in self.state.waiting_threads() {
+            if !self.stated.contains(&thread) {
+                self.stated.push(thread);
+                self.state.state_wait(thread, self.call, missing);
+            }
         }
     }
 }

@@ -4,6 +4,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::Instant;
 
 use crate::error::Error;
+use crate::state::GroupState;
 
 type Outcome = Result<(), Error>;
 type Callback = Box<dyn FnOnce(&Outcome) + Send>;
@@ -20,6 +21,8 @@ pub struct Work {
 struct Shared {
     progress: Mutex<Progress>,
     done: Condvar,
+    /// The group whose call it is, if it is one: then whoever waits for it waits in the group.
+    group: Option<Arc<GroupState>>,
 }
 
 #[derive(Default)]
@@ -33,6 +36,7 @@ struct Progress {
 impl Work {
     /// Waits until the operation has ended.
     pub fn wait(&self) -> Outcome {
+        let _waits = self.waits_here();
         let mut progress = self.lock();
         loop {
             if let Some(outcome) = &progress.outcome {
@@ -40,6 +44,15 @@ impl Work {
             }
             progress = self.shared.done.wait(progress).expect("no panic while locked");
         }
+    }
+
+    /// Says that this thread does nothing but wait for the operation, until what this returns is
+    /// dropped: for callers that wait in pieces ([`Work::wait_until`]). Ranks that wait for each other
+    /// in calls of different groups are found out by it.
+    #[must_use]
+    pub fn waits_here(&self) -> Option<impl Drop + use<>> {
+        let group = self.shared.group.as_ref().filter(|_| !self.is_done());
+        group.map(|group| group.wait_here(self))
     }
 
     /// Waits until the operation has ended or the deadline has passed, then `None`.
@@ -78,8 +91,8 @@ impl Work {
         }
     }
 
-    pub(crate) fn new() -> Work {
-        Work { shared: Arc::default() }
+    fn new(group: Option<Arc<GroupState>>) -> Work {
+        Work { shared: Arc::new(Shared { group, ..Shared::default() }) }
     }
 
     /// Ends the operation; later endings are ignored.
@@ -143,6 +156,8 @@ impl Ended<'_> {
 pub(crate) struct WorkPool {
     handles: Vec<Work>,
     next: usize,
+    /// The group whose calls the handles are of, if they are of calls.
+    group: Option<Arc<GroupState>>,
 }
 
 impl WorkPool {
@@ -154,11 +169,17 @@ impl WorkPool {
     /// longer than whoever waits for it: with fewer, now and then all would be in use.
     const FIRST: usize = 16;
 
+    /// Handles of a group's calls.
+    pub fn of(group: Arc<GroupState>) -> WorkPool {
+        WorkPool { group: Some(group), ..WorkPool::default() }
+    }
+
     /// A handle nobody uses.
     pub fn take(&mut self) -> Work {
+        let new = || Work::new(self.group.clone());
         if self.handles.is_empty() {
             self.handles.reserve(Self::KEPT);
-            self.handles.extend(std::iter::repeat_with(Work::new).take(Self::FIRST));
+            self.handles.extend(std::iter::repeat_with(new).take(Self::FIRST));
         }
         // Submissions end in order, so the handle after the last one taken is the one that has
         // been in use for longest.
@@ -170,7 +191,7 @@ impl WorkPool {
                 return handle.clone();
             }
         }
-        let handle = Work::new();
+        let handle = new();
         if self.handles.len() < Self::KEPT {
             self.handles.push(handle.clone());
         }

@@ -44,7 +44,7 @@ fn assert_mismatch(groups: &[Group], call: Rooted, what: &str) {
     });
     for (rank, outcome) in outcomes.into_iter().enumerate() {
         match outcome {
-            Err(Error::Mismatch { rank: one, call, peer: other, peer_call }) => {
+            Err(Error::Mismatch { rank: one, call, peer: other, peer_call, .. }) => {
                 assert_eq!((call.seq, call.op.name()), (peer_call.seq, peer_call.op.name()));
                 let roots = [(one, call), (other, peer_call)].map(|(rank, call)| {
                     (call.op.root(), Some(if rank == last { last } else { 0 }))

@@ -18,9 +18,13 @@ use unisono_collective::handshake::{
     Initiated, Initiator, Introduction, Nonce, Purpose, Responder, Step, Token, fuzz_initiator,
     fuzz_responder,
 };
-use unisono_collective::internals::frame::{self, Frame, MAX_DATA, MAX_REASON};
+use unisono_collective::internals::frame::{
+    self, Frame, MAX_DATA, MAX_REASON, MAX_STATEMENT, MAX_TEXT,
+};
 use unisono_collective::internals::receive_ready;
-use unisono_collective::{Algorithm, Dtype, Error, FormError, InvalidCall, Loss, Op, Reduction};
+use unisono_collective::{
+    Algorithm, CircleWait, Dtype, Error, FormError, InvalidCall, Loss, Op, Reduction, Unit,
+};
 use zerocopy::{FromBytes, IntoBytes};
 
 /// The system's allocator; notes the largest request of each thread.
@@ -171,6 +175,7 @@ fn calls() -> Vec<Call> {
         op,
         barrier: i == 0,
         dtype: Dtype::ALL[i],
+        unit: Unit::from_code(5 * i as u8).unwrap(),
         reduction: Reduction::ALL[i],
         count: 1 << (13 * i),
         shape: i as u64,
@@ -205,12 +210,14 @@ fn calls_and_headers_decode_to_what_they_say_or_not_at_all() {
 fn frames_decode_to_what_they_say_or_not_at_all() {
     let seeds = [
         Frame::Heartbeat,
-        Frame::Goodbye { seq: u32::MAX },
+        Frame::Goodbye { seq: u32::MAX, length: MAX_TEXT },
         Frame::Abort { length: MAX_REASON },
         Frame::Announce { tag: 1, id: 2, length: u64::MAX },
         Frame::Clear { id: 9 },
         Frame::Data { id: 9, length: MAX_DATA },
         Frame::Stuck,
+        Frame::Place { number: 9, length: MAX_TEXT },
+        Frame::Waits { length: MAX_STATEMENT },
     ]
     .map(|frame| frame.encode().to_vec());
     let mut mutator = Mutator(3);
@@ -226,6 +233,10 @@ fn frames_decode_to_what_they_say_or_not_at_all() {
             match frame {
                 Frame::Abort { length } => assert!(length <= MAX_REASON),
                 Frame::Data { length, .. } => assert!(length <= MAX_DATA),
+                Frame::Waits { length } => assert!(length <= MAX_STATEMENT),
+                Frame::Goodbye { length, .. } | Frame::Place { length, .. } => {
+                    assert!(length <= MAX_TEXT);
+                }
                 _ => {}
             }
         });
@@ -240,12 +251,31 @@ fn errors() -> Vec<Error> {
         Error::PeerLost { peer: 3, loss: Loss::Silent(Duration::from_secs(10)), during: None },
         Error::PeerLost { peer: 3, loss: Loss::Left, during: None },
         Error::EpochEnded { epoch: u64::MAX },
-        Error::Mismatch { rank: 1, call, peer: 2, peer_call },
+        Error::PeerLost { peer: 3, loss: Loss::Failed("ValueError: ü".into()), during: None },
+        Error::Mismatch { rank: 1, call, peer: 2, peer_call, places: Box::default() },
+        Error::Deadlock { waits: vec![circle_wait(call), circle_wait(peer_call)] },
         Error::LengthMismatch { from: 1, to: 2, tag: 3, sent: 4, expected: u64::MAX },
         Error::Aborted { peer: 1, reason: "ümlaut".repeat(1000) },
         Error::InvalidCall(InvalidCall::Members),
         Error::System { what: "poll", reason: "x".repeat(10_000) },
     ]
+}
+
+/// As long as one can be.
+fn circle_wait(call: Call) -> CircleWait {
+    CircleWait {
+        rank: 65535,
+        call,
+        members: (65528..65536).collect(),
+        place: Some("x".repeat(200)),
+    }
+}
+
+#[test]
+fn the_longest_circle_fits() {
+    let waits = vec![circle_wait(calls()[0]); 6];
+    let bytes = frame::encode_reason(&Error::Deadlock { waits });
+    assert!(bytes.len() <= MAX_REASON, "{} bytes", bytes.len());
 }
 
 #[test]
@@ -270,7 +300,8 @@ fn corrupted_reasons_still_make_an_error() {
     for _ in 0..300_000 {
         let mut bytes = mutator.input(&seeds);
         bytes.truncate(MAX_REASON);
-        let error = within(MAX_REASON, || frame::decode_reason(1, &bytes));
+        // A list of ranks takes eight times its bytes.
+        let error = within(8 * MAX_REASON, || frame::decode_reason(1, &bytes));
         assert!(!error.to_string().is_empty());
         // What is heard may be passed on.
         assert!(frame::encode_reason(&error).len() <= MAX_REASON);
@@ -344,11 +375,15 @@ fn a_peer_gone_mad_ends_the_group_and_nothing_else() {
     ]
     .concat();
     let wrong_length = Frame::Announce { tag: RECEIVED, id: 0, length: u64::MAX }.encode().to_vec();
-    let goodbye = Frame::Goodbye { seq: 0 }.encode().to_vec();
+    let goodbye = Frame::Goodbye { seq: 0, length: 0 }.encode().to_vec();
     // Waits in a call nobody made, and in one that is none.
     let stuck = [&Frame::Stuck.encode()[..], WireCall::from(calls()[0]).as_bytes()].concat();
     let lost = [&Frame::Stuck.encode()[..], &[0xff; size_of::<WireCall>()]].concat();
-    let seeds = [side, abort, flood, again, too_much, wrong_length, goodbye, stuck, lost];
+    // A place that nobody asked for, and a statement that is none.
+    let place = [&Frame::Place { number: 1, length: 3 }.encode()[..], b"a:1"].concat();
+    let waits = [&Frame::Waits { length: 3 }.encode()[..], &[0xff; 3]].concat();
+    let seeds =
+        [side, abort, flood, again, too_much, wrong_length, goodbye, stuck, lost, place, waits];
     let panics = watch_for_panics();
     let mut mutator = Mutator(6);
     for attack in 0..200 {

@@ -272,9 +272,9 @@ fn nothing_works_after_its_epoch_ended() {
             assert_eq!(group.send(&[1u8], (group.rank() + 1) % 3, 0), Err(ended.clone()));
             let work = group.submit_all_reduce(vec![1f32; 10], Reduction::Sum).unwrap();
             assert_eq!(work.wait(), Err(ended.clone()));
-            assert_eq!(group.split(Some(0), 0).err(), Some(FormError::Parent(ended.clone())));
+            assert_eq!(group.split(Some(0), 0).err(), Some(FormError::from(ended.clone())));
             let list = [group.rank()];
-            assert_eq!(group.subgroup(&list).err(), Some(FormError::Parent(ended.clone())));
+            assert_eq!(group.subgroup(&list).err(), Some(FormError::from(ended.clone())));
             assert!(group.epoch().has_ended());
         }
     }

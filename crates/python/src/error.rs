@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PyTuple};
-use unisono_collective::{Error, FormError, InvalidCall};
+use unisono_collective::{Call, Error, FormError, InvalidCall};
 use unisono_sync::SyncError;
 
 /// What a rank was asked to do.
@@ -51,25 +51,42 @@ pub struct Site {
 impl Site {
     /// The exception for an operation that failed.
     pub fn failed(&self, py: Python<'_>, error: &Error) -> PyErr {
+        self.failed_with(py, error, error)
+    }
+
+    /// The exception for a group that could not be made of another: that of the other's failure,
+    /// where this is the cause, since the caller can do what is to be done after that.
+    pub fn not_formed(&self, py: Python<'_>, error: &FormError) -> PyErr {
+        match error {
+            FormError::Parent(cause) => self.failed_with(py, cause, error),
+            FormError::InvalidCall(_) => self.raise(py, "InvalidCall", None, error),
+            FormError::Peer { peer, .. } => self.raise(py, "FormError", Some(*peer), error),
+            _ => self.raise(py, "FormError", None, error),
+        }
+    }
+
+    fn failed_with(&self, py: Python<'_>, error: &Error, text: &dyn Display) -> PyErr {
         let (kind, peer) = match error {
             Error::PeerLost { peer, .. } => ("PeerLost", Some(*peer)),
             Error::Aborted { peer, .. } => ("Aborted", Some(*peer)),
             Error::EpochEnded { .. } => ("Aborted", None),
-            Error::Mismatch { rank, call, peer, peer_call } => {
-                let calls = [(*rank, call), (*peer, peer_call)];
-                let calls = calls.map(|(rank, call)| (rank, (call.seq, call.to_string())));
-                let calls = ("calls", calls.into_py_dict(py));
-                return self.raise_with(py, "Mismatch", self.other(*rank, *peer), error, calls);
+            Error::Mismatch { rank, call, peer, peer_call, .. } => {
+                let calls = numbered(py, [(*rank, call), (*peer, peer_call)]);
+                return self.raise_with(py, "Mismatch", self.other(*rank, *peer), text, calls);
+            }
+            Error::Deadlock { waits } => {
+                let calls = numbered(py, waits.iter().map(|wait| (wait.rank, &wait.call)));
+                return self.raise_with(py, "Mismatch", None, text, calls);
             }
             Error::LengthMismatch { from, to, .. } => ("Mismatch", self.other(*from, *to)),
-            Error::TimedOut { missing, .. } => return self.timed_out(py, missing, error),
+            Error::TimedOut { missing, .. } => return self.timed_out(py, missing, text),
             Error::InvalidCall(InvalidCall::NoSuchRank { rank, .. }) => {
                 ("InvalidCall", Some(*rank))
             }
             Error::InvalidCall(_) => ("InvalidCall", None),
             _ => ("Error", None),
         };
-        self.raise(py, kind, peer, error)
+        self.raise(py, kind, peer, text)
     }
 
     /// The exception for a message that nobody took or sent in time.
@@ -106,7 +123,7 @@ impl Site {
     pub fn not_synchronized(&self, py: Python<'_>, error: &SyncError) -> PyErr {
         match error {
             SyncError::Group(error) => self.failed(py, error),
-            SyncError::Form(error) => not_formed(py, error),
+            SyncError::Form(error) => self.not_formed(py, error),
             SyncError::DifferentModels { rank, .. } => {
                 self.raise(py, "InvalidCall", Some(*rank), &error)
             }
@@ -147,7 +164,16 @@ impl Site {
     }
 }
 
-/// The exception for a group that could not form.
+/// What ranks called, by rank: the number of the call and its text.
+fn numbered<'py, 'a>(
+    py: Python<'py>,
+    calls: impl IntoIterator<Item = (usize, &'a Call)>,
+) -> (&'static str, PyResult<Bound<'py, PyDict>>) {
+    let calls = calls.into_iter().map(|(rank, call)| (rank, (call.number(), call.to_string())));
+    ("calls", calls.into_py_dict(py))
+}
+
+/// The exception for a group of all ranks that could not form.
 pub fn not_formed(py: Python<'_>, error: &FormError) -> PyErr {
     let kind = match error {
         FormError::InvalidCall(_) => "InvalidCall",

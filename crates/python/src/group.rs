@@ -9,8 +9,8 @@ use unisono_collective::{AbortHandle, Error};
 
 use crate::deadline::{self, Deadlines};
 use crate::dispatch::Dispatcher;
-use crate::error::{Operation, Site, not_formed};
-use crate::request::Call;
+use crate::error::{Operation, Site};
+use crate::request::{Call, Origin};
 use crate::signals;
 use crate::work::Work;
 
@@ -33,9 +33,6 @@ pub struct Group {
     /// Ranks in the group.
     #[pyo3(get)]
     size: usize,
-    /// The number of its first call.
-    #[pyo3(get)]
-    first_call: u32,
     /// Until it was closed.
     group: Arc<Mutex<Option<Arc<unisono_collective::Group>>>>,
     deadlines: Arc<Deadlines>,
@@ -51,7 +48,6 @@ impl Group {
         Group {
             rank: group.rank(),
             size: group.size(),
-            first_call: group.next_call(),
             deadlines: Deadlines::new(group.abort_handle()),
             group: Arc::new(Mutex::new(Some(Arc::new(group)))),
             dispatcher: Arc::default(),
@@ -128,9 +124,10 @@ impl Group {
 impl Group {
     /// Runs a call and waits for it, at most `seconds`. The caller keeps its memory alive, and away
     /// from others, meanwhile.
-    fn run(&self, py: Python<'_>, call: Call, seconds: f64) -> PyResult<()> {
+    fn run(&self, py: Python<'_>, call: Call, origin: &Origin, seconds: f64) -> PyResult<()> {
         let site = self.site(Operation::Collective(call.name()));
         let request = call.request(self.size).map_err(|text| site.invalid(py, text))?;
+        let request = origin.of(request);
         let group = self.open(py, site)?;
         self.within(py, seconds, site, move || {
             // SAFETY: the caller keeps the memory valid and to itself until this returns.
@@ -139,9 +136,16 @@ impl Group {
     }
 
     /// Starts a call on memory that `keep` owns. Nobody else uses it until the call has ended.
-    fn submit(&self, py: Python<'_>, call: Call, keep: Py<PyAny>) -> PyResult<Work> {
+    fn submit(
+        &self,
+        py: Python<'_>,
+        call: Call,
+        origin: &Origin,
+        keep: Py<PyAny>,
+    ) -> PyResult<Work> {
         let site = self.site(Operation::Collective(call.name()));
         let request = call.request(self.size).map_err(|text| site.invalid(py, text))?;
+        let request = origin.of(request);
         let group = self.open(py, site)?;
         // SAFETY: `keep` owns the memory and is kept until the call has ended; the caller leaves it
         // alone until then.
@@ -194,9 +198,10 @@ impl Group {
 
     /// The group of these ranks, in this order. Only they call it, all with the same list.
     fn subgroup(&self, py: Python<'_>, members: Vec<usize>) -> PyResult<Group> {
-        let group = self.open(py, self.site(Operation::Collective("forming a sub-group")))?;
+        let site = self.site(Operation::Collective("new_group"));
+        let group = self.open(py, site)?;
         let formed = py.detach(|| group.subgroup(&members));
-        Ok(Group::new(formed.map_err(|error| not_formed(py, &error))?))
+        Ok(Group::new(formed.map_err(|error| site.not_formed(py, &error))?))
     }
 
     /// Bytes that this rank's collective calls in this group have handed to others so far, by sockets
@@ -220,14 +225,18 @@ impl Group {
     }
 
     /// Leaves the group, after the calls that were started. If they do not end within `seconds`,
-    /// ends the group for all. Does nothing if the group was closed before, or by a child of
-    /// `fork`.
-    fn close(&self, py: Python<'_>, seconds: f64) {
+    /// ends the group for all. The others, if they still need this rank, are told `reason`, if there
+    /// is one. Does nothing if the group was closed before, or by a child of `fork`.
+    #[pyo3(signature = (seconds, reason=None))]
+    fn close(&self, py: Python<'_>, seconds: f64, reason: Option<&str>) {
         if self.is_forked() {
             return;
         }
         if let Some(group) = self.take() {
             let ends = group.abort_handle();
+            if let Some(reason) = reason {
+                ends.leave_because(reason);
+            }
             py.detach(|| leave(group, Some(&ends), deadline::limit(seconds), self.rank));
             py.detach(|| self.dispatcher.close(PATIENCE));
         }

@@ -31,6 +31,8 @@ mod _native {
     #[pymodule_export]
     use super::insight::{Stamp, write_report};
     #[pymodule_export]
+    use super::request::Origin;
+    #[pymodule_export]
     use super::server::{ServerClient, ServerShard};
     #[pymodule_export]
     use super::sync::{LocalSteps, Synchronizer, shards_of};

@@ -1,7 +1,33 @@
 //! A collective call as Python writes it.
 
+use std::sync::Arc;
+
 use pyo3::prelude::*;
-use unisono_collective::{Dtype, Op, Reduction, Request, Separate, Unequal};
+use unisono_collective::{Dtype, Op, Reduction, Request, Separate, Unequal, Unit};
+
+/// Where a call comes from, in its caller's words: for errors. One serves all calls from one line.
+#[pyclass(frozen)]
+pub struct Origin {
+    place: Option<Arc<str>>,
+    unit: Unit,
+}
+
+#[pymethods]
+impl Origin {
+    /// The line of the program, and the name of the tensors' type; neither need be known.
+    #[new]
+    fn new(place: Option<String>, dtype: Option<&str>) -> Origin {
+        let unit = dtype.and_then(Unit::named).unwrap_or_default();
+        Origin { place: place.map(Arc::from), unit }
+    }
+}
+
+impl Origin {
+    /// A request that says where it comes from.
+    pub fn of(&self, request: Request) -> Request {
+        Request { place: self.place.clone(), unit: self.unit, ..request }
+    }
+}
 
 /// What to do, in the form that fits the operation. `unisono/torch/_backend/codes.py` has the codes.
 #[derive(FromPyObject)]
@@ -30,9 +56,9 @@ impl Call {
         match self {
             Call::Plain(BARRIER, ..) => "barrier",
             Call::Plain(code, ..) => {
-                Op::from_code(*code, 0).map_or("an unknown operation", Op::name)
+                Op::from_code(*code, 0).map_or("an unknown operation", Op::function)
             }
-            Call::Unequal(..) => Op::AllToAll.name(),
+            Call::Unequal(..) => Op::AllToAll.function(),
         }
     }
 

@@ -59,6 +59,7 @@ impl Work {
     fn wait(&self, py: Python<'_>, seconds: f64) -> PyResult<()> {
         let limit = deadline::limit(seconds);
         let end = Instant::now() + limit;
+        let _waits = self.work.waits_here();
         loop {
             let until = end.min(Instant::now() + LOOK);
             match py.detach(|| self.work.wait_until(until)) {

@@ -36,7 +36,9 @@ pub enum SyncError {
     },
     /// A shard's encoding is none that a codec writes: the worker runs other code, or the data was
     /// damaged. The weights are those of no step.
-    #[error("the encoded gradient of shard {shard} is damaged: {source}")]
+    #[error(
+        "the encoded gradient of shard {shard} is damaged: {source}; run one version with the same settings on all ranks"
+    )]
     Encoding {
         /// The shard.
         shard: usize,
@@ -44,7 +46,9 @@ pub enum SyncError {
         source: BadEncoding,
     },
     /// As [`SyncError::Encoding`], of a mean.
-    #[error("the encoded mean of rank {rank} is damaged: {source}")]
+    #[error(
+        "the encoded mean of rank {rank} is damaged: {source}; run one version with the same settings on all ranks"
+    )]
     EncodingOfMean {
         /// Who encoded it.
         rank: usize,
@@ -63,7 +67,8 @@ pub enum SyncError {
     /// The replicas are no longer equal. Something changed weights outside of the optimizer, or a
     /// rank's arithmetic differs. Resume from the last checkpoint.
     #[error(
-        "at step {step} the weights of rank {rank} differ from the others', first in {parameter}"
+        "at step {step} the weights of rank {rank} differ from the others', first in {parameter}; \
+         resume from an earlier checkpoint, and look for what else changes weights there"
     )]
     Diverged {
         /// When it was noticed.

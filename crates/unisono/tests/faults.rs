@@ -292,14 +292,14 @@ fn disagreements() -> Vec<(Call, Call)> {
 fn name(call: Call) -> String {
     match call {
         Call::AllReduce { dtype, count, reduction } => {
-            format!("all-reduce of {count} {dtype} by {reduction} (")
+            format!("all_reduce of {count} {dtype} by {reduction}")
         }
-        Call::AllGather { count } => format!("all-gather of {count} i64 ("),
+        Call::AllGather { count } => format!("all_gather of {count} i64 per rank"),
         Call::Broadcast { count, root } => {
-            format!("broadcast of {count} i64 with root {root} (")
+            format!("broadcast of {count} i64 with root {root}")
         }
         Call::Reduce { count, root } => {
-            format!("reduce of {count} i64 by sum with root {root} (")
+            format!("reduce of {count} i64 by sum with root {root}")
         }
         Call::Barrier => "barrier".into(),
         Call::Send { .. } | Call::Receive { .. } => unreachable!("messages are not collective"),

@@ -242,7 +242,7 @@ impl Output {
                     heard.failure = Some(failure);
                 }
             }
-            Err(error) => log::debug!("a message that is none: {error}"),
+            Err(error) => log::debug!("a worker sent a message that cannot be read: {error}"),
         }
         Ok(())
     }

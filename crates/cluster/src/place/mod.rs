@@ -120,7 +120,9 @@ pub enum PlaceError {
         meaning: &'static str,
     },
     /// A rank is not below its world.
-    #[error("started by {launcher} as {which} {rank} in a world of {world}")]
+    #[error(
+        "started by {launcher} as {which} {rank} in a world of {world}, where ranks are below {world}"
+    )]
     OutOfRange {
         /// Who started the process.
         launcher: Launcher,

@@ -59,7 +59,9 @@ pub struct Gathered {
 pub enum RendezvousError {
     /// Nobody of this job answered until the deadline. Is rank 0 (or the launcher) running, and
     /// can this machine reach it?
-    #[error("found no rendezvous at {address} in time; the last attempt: {last}")]
+    #[error(
+        "nobody of this job answered at {address} in time ({last}); check that rank 0 or the launcher runs there and can be reached"
+    )]
     Unreachable {
         /// Where it was looked for.
         address: String,
@@ -89,13 +91,17 @@ pub enum RendezvousError {
     #[error("the rendezvous was called off: {0}")]
     Aborted(Abort),
     /// The host of the rendezvous disappeared.
-    #[error("the connection to the rendezvous was lost: {0}")]
+    #[error(
+        "the connection to rank 0 or the launcher, which brings the ranks together, was lost: {0}; see what it printed"
+    )]
     Lost(String),
     /// The host of the rendezvous did not answer until the deadline.
-    #[error("the rendezvous did not answer in time")]
+    #[error(
+        "rank 0 or the launcher, which brings the ranks together, did not answer in time; see whether it still runs"
+    )]
     TimedOut,
     /// The blob is too large; the limit is [`MAX_BLOB`].
-    #[error("a blob of {len} bytes, where {MAX_BLOB} are allowed")]
+    #[error("this rank brings {len} bytes to the rendezvous, where {MAX_BLOB} are allowed")]
     BlobTooLarge {
         /// The size of the blob.
         len: usize,

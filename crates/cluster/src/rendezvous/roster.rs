@@ -39,7 +39,9 @@ enum State {
 #[non_exhaustive]
 pub enum JoinRefusal {
     /// There is no such rank.
-    #[error("rank {rank} in a world of {world}")]
+    #[error(
+        "there is no rank {rank} in a world of {world} ranks; give each process a rank below {world}"
+    )]
     RankOutOfRange {
         /// The rank that wanted to join.
         rank: u32,
@@ -47,13 +49,15 @@ pub enum JoinRefusal {
         world: u32,
     },
     /// Another process joined as this rank.
-    #[error("another process has joined as rank {rank}")]
+    #[error("another process has joined as rank {rank}; give each process a rank of its own")]
     DuplicateRank {
         /// The rank both claim.
         rank: u32,
     },
     /// The rank was started for a world of another size.
-    #[error("rank {rank} believes in a world of {theirs}, the others in one of {ours}")]
+    #[error(
+        "rank {rank} was started for a world of {theirs} ranks, the others for one of {ours}; start all for the same"
+    )]
     WorldMismatch {
         /// The rank that wanted to join.
         rank: u32,
@@ -63,7 +67,7 @@ pub enum JoinRefusal {
         ours: u32,
     },
     /// The group has formed without this process.
-    #[error("rank {rank} came after the group had formed")]
+    #[error("rank {rank} came after the group had formed; start the whole job again")]
     Late {
         /// The rank that wanted to join.
         rank: u32,
@@ -75,19 +79,19 @@ pub enum JoinRefusal {
 #[non_exhaustive]
 pub enum Abort {
     /// A rank joined, and its connection closed before the roster was complete.
-    #[error("rank {rank} left before everyone had come")]
+    #[error("rank {rank} left before all ranks had joined; see what it printed")]
     Left {
         /// The rank that left.
         rank: u32,
     },
     /// A rank's process ended before it joined.
-    #[error("rank {rank} ended before it joined")]
+    #[error("rank {rank} ended before it joined; see what it printed")]
     Gone {
         /// The rank that ended.
         rank: u32,
     },
     /// A rank's patience ended first.
-    #[error("{} did not come in time", Ranks(missing))]
+    #[error("{} did not join in time; check that every rank is started", Ranks(missing))]
     Missing {
         /// The ranks that had not brought their blob.
         missing: Vec<u32>,

@@ -60,6 +60,12 @@ impl AbortHandle {
         self.state.fail(Error::TimedOut { after, during, missing });
     }
 
+    /// Says why this rank is about to leave the group, where it is not done: the others, if they
+    /// still need it, get this text ([`crate::Loss::Failed`]). The first reason counts.
+    pub fn leave_because(&self, reason: &str) {
+        self.state.leave_because(reason);
+    }
+
     /// Whether the group has ended.
     pub fn has_ended(&self) -> bool {
         self.state.is_over()

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::buffers::Buffers;
 use crate::call::Call;
 use crate::cost::{Contest, Costs, Cut, Prediction};
-use crate::dtype::{Dtype, Reduction};
+use crate::dtype::{Dtype, Reduction, Unit};
 use crate::error::{Error, InvalidCall};
 use crate::fabric::staging_buffer;
 use crate::link::{Links, Run};
@@ -48,6 +48,10 @@ pub struct Request {
     pub separate: Separate,
     /// Use this algorithm for this call.
     pub algorithm: Option<Algorithm>,
+    /// What the caller counts in, for messages; equal on all ranks.
+    pub unit: Unit,
+    /// From which line of the program the call comes, for messages.
+    pub place: Option<Arc<str>>,
 }
 
 // SAFETY: whoever submits a request keeps its memory valid, and away from other threads, until
@@ -95,7 +99,8 @@ pub struct Engine {
     pub(super) window: Option<WindowMemory>,
     costs: Costs,
     pub(super) state: Arc<GroupState>,
-    pub(super) seq: u32,
+    /// The place of the next call in the order of the group.
+    seq: u32,
     contests: HashMap<(Op, bool), Contest>,
     schedules: HashMap<(Op, Algorithm), Arc<Schedule>>,
     decisions: HashMap<(Op, Dtype, usize, Option<Algorithm>), Decision>,
@@ -131,16 +136,25 @@ impl Engine {
             window,
             costs,
             state,
-            seq: 0,
+            seq: Call::MEASURING,
             contests: HashMap::new(),
             schedules: HashMap::new(),
             decisions: HashMap::new(),
         }
     }
 
-    /// The number of the next call.
+    /// The place of the next call in the order of the group.
     pub fn seq(&self) -> u32 {
         self.seq
+    }
+
+    /// The group has formed: from now on calls are its user's.
+    pub fn start_counting(&mut self) {
+        self.seq = Call::FIRST;
+    }
+
+    fn is_measuring(&self) -> bool {
+        self.seq == Call::MEASURING
     }
 
     /// The measured costs.
@@ -162,17 +176,24 @@ impl Engine {
         if let Some(unequal) = &request.unequal
             && unequal.longest.is_none()
         {
-            let longest = Some(self.agree_on_lengths(unequal, request.dtype.size())?);
+            let longest = Some(self.agree_on_lengths(request, unequal)?);
             let unequal = Some(Unequal { longest, ..unequal.clone() });
             // SAFETY: passed on from the caller.
             return unsafe { self.execute(&Request { unequal, ..request.clone() }) };
         }
+        // SAFETY: passed on from the caller.
+        unsafe { self.perform(request, self.seq | 1) }
+    }
+
+    /// Runs a call, or its exchange of lengths, at its place in the order of the group.
+    unsafe fn perform(&mut self, request: &Request, seq: u32) -> Result<(), Error> {
         let Decision { algorithm, column } = self.decide(request)?;
         let call = Call {
-            seq: self.seq,
+            seq,
             op: request.op,
             barrier: request.barrier,
             dtype: request.dtype,
+            unit: request.unit,
             reduction: request.reduction,
             count: request.extent() as u64,
             shape: request.unequal.as_ref().map_or(0, |unequal| unequal.shape),
@@ -180,25 +201,33 @@ impl Engine {
             column: column as u32,
         };
         if self.state.is_over() {
-            return Err(self.state.error(Some(call)));
+            return Err(self.state.settled_error(Some(call)));
         }
-        self.seq = self.seq.wrapping_add(1);
-        self.state.history().record(&call);
+        if !self.is_measuring() {
+            self.state.places().note(call.number(), request.place.as_ref());
+            self.state.history().record(&call);
+            if !call.is_exchange_of_lengths() {
+                self.count();
+            }
+        }
         // SAFETY: passed on from the caller.
         let outcome = unsafe { self.run(request, &call) };
         // Whoever notices takes the group down; the monitor tells the others. If somebody else was
         // first, that is the error of all calls.
-        if let Err(error) = &outcome
-            && !self.state.fail(error.clone())
-        {
-            return Err(self.state.error(Some(call)));
-        }
-        outcome
+        outcome.map_err(|error| {
+            self.state.fail(error);
+            self.state.settled_error(Some(call))
+        })
+    }
+
+    fn count(&mut self) {
+        self.seq = self.seq.wrapping_add(2).max(Call::FIRST);
     }
 
     /// Compares what every rank means to send with what its peers expect; the longest block. All
     /// ranks compare the same numbers, so that all of them refuse or none.
-    fn agree_on_lengths(&mut self, unequal: &Unequal, size: usize) -> Result<usize, Error> {
+    fn agree_on_lengths(&mut self, request: &Request, unequal: &Unequal) -> Result<usize, Error> {
+        let size = request.dtype.size();
         let world = self.topology.world();
         let lengths = |offsets: &[usize]| -> Vec<u64> {
             offsets.windows(2).map(|ends| (ends[1] - ends[0]) as u64).collect()
@@ -206,17 +235,18 @@ impl Engine {
         let own = [lengths(&unequal.input), lengths(&unequal.output)].concat();
         let mut all = vec![0u64; own.len() * world];
         let (input, output) = (own.as_ptr().cast::<i64>(), all.as_mut_ptr().cast::<i64>());
+        let exchange = Request::new(Op::AllGather, input, output, own.len());
+        let exchange = Request { place: request.place.clone(), ..exchange };
         // SAFETY: both vectors outlive the call, and the second has room for all ranks' lengths.
-        unsafe { self.execute(&Request::new(Op::AllGather, input, output, own.len())) }?;
+        unsafe { self.perform(&exchange, self.seq) }?;
         let count = |rank: usize, entry: usize| all[rank * 2 * world + entry];
         for (from, to) in (0..world).flat_map(|from| (0..world).map(move |to| (from, to))) {
             let (sent, expected) = (count(from, to), count(to, world + from));
             if sent != expected {
                 let bytes = |count: u64| count.saturating_mul(size as u64);
                 let (sent, expected) = (bytes(sent), bytes(expected));
-                // The number of the exchange that does not take place is used up: a call of this
-                // kind has two, whatever becomes of it.
-                self.seq = self.seq.wrapping_add(1);
+                // The call that does not take place keeps its number.
+                self.count();
                 return Err(Error::LengthMismatch { from, to, tag: 0, sent, expected });
             }
         }

@@ -118,11 +118,6 @@ impl Group {
         self.inner.queue.with_engine(|engine| *engine.costs())
     }
 
-    /// The number of the next call. A group that measured itself when it formed does not begin at 0.
-    pub fn next_call(&self) -> u32 {
-        self.inner.queue.with_engine(|engine| engine.seq())
-    }
-
     /// What this rank has handed to others so far.
     pub fn traffic(&self) -> Traffic {
         self.inner.state.meter().read()
@@ -141,7 +136,7 @@ impl Group {
 
     /// Why the group can no longer be used, if so.
     pub fn failure(&self) -> Option<Error> {
-        self.inner.state.is_over().then(|| self.inner.state.error(None))
+        self.inner.state.is_over().then(|| self.inner.state.settled_error(None))
     }
 
     fn form(
@@ -155,7 +150,8 @@ impl Group {
         }
         let world = plan.members.len();
         let Fabric { topology, side, data, regions, crowd } = connector.clone().connect(&plan)?;
-        let state = GroupState::new(plan.me, world, plan.options.stall_after);
+        let (members, stall_after) = (plan.members.clone(), plan.options.stall_after);
+        let state = GroupState::new(plan.me, plan.id, members, stall_after);
         let failed =
             |what| move |e: std::io::Error| FormError::System { what, reason: e.to_string() };
 
@@ -178,6 +174,7 @@ impl Group {
         if inherited.is_none() && world > 1 {
             tune::measure(&mut engine, crowd)?;
         }
+        engine.start_counting();
         let queue = Queue::new(engine, plan.me);
         let (children, made) = Default::default();
         let side = std::sync::Mutex::new(side);
@@ -189,6 +186,9 @@ impl Group {
 impl Drop for Inner {
     /// Runs what is queued, so that no call is under way when this rank leaves.
     fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.state.leave_because("its program panicked");
+        }
         let closing = self.queue.closing();
         let side = self.side.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         let leaving = side.leaving();

@@ -42,7 +42,8 @@ impl Queue {
     pub fn new(engine: Engine, rank: usize) -> Queue {
         let state = engine.state.clone();
         let requests = VecDeque::with_capacity(64);
-        let line = Line { requests, busy: false, closed: false, pool: WorkPool::default() };
+        let pool = WorkPool::of(state.clone());
+        let line = Line { requests, busy: false, closed: false, pool };
         let shared =
             Shared { line: Mutex::new(line), change: Condvar::new(), engine: Mutex::new(engine) };
         Queue { shared: Arc::new(shared), thread: Mutex::default(), rank, state }
@@ -53,11 +54,12 @@ impl Queue {
     /// # Safety
     /// The request's memory is valid for its layouts, and nobody else uses it meanwhile.
     pub unsafe fn run(&self, request: Request) -> Result<(), Error> {
+        self.state.note_caller();
         let mut line = self.shared.lock();
         if line.busy || !line.requests.is_empty() {
             drop(line);
-            // SAFETY: the memory outlives the wait.
-            let work = unsafe { self.submit(request) };
+            let work = self.enqueue(request);
+            let _waits = self.state.wait_here(&work);
             loop {
                 if let Some(outcome) = work.wait_until(Instant::now() + ASK_EVERY) {
                     return outcome;
@@ -79,6 +81,11 @@ impl Queue {
     /// The request's memory is valid for its layouts, and nobody else uses it, until the work is
     /// done.
     pub unsafe fn submit(&self, request: Request) -> Work {
+        self.state.note_caller();
+        self.enqueue(request)
+    }
+
+    fn enqueue(&self, request: Request) -> Work {
         self.start_thread();
         let mut line = self.shared.lock();
         let work = line.pool.take();
@@ -104,9 +111,12 @@ impl Queue {
         if thread.is_some() {
             return;
         }
-        let shared = self.shared.clone();
+        let (shared, state) = (self.shared.clone(), self.state.clone());
         let name = format!("unisono-progress-{}", self.rank);
-        let spawned = std::thread::Builder::new().name(name).spawn(move || shared.serve());
+        let spawned = std::thread::Builder::new().name(name).spawn(move || {
+            state.note_progress();
+            shared.serve();
+        });
         *thread = Some(spawned.expect("the system can start one more thread"));
     }
 }

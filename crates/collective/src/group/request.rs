@@ -4,7 +4,7 @@
 //! (`ops.rs`) or is submitted (`submit.rs`). Lengths are computed so that they cannot wrap: a sum or
 //! a product that no buffer can have is as wrong as any other that the buffer does not have.
 
-use crate::dtype::{Dtype, Element, Reduction};
+use crate::dtype::{Dtype, Element, Reduction, Unit};
 use crate::error::{Error, InvalidCall};
 use crate::schedule::Op;
 
@@ -251,6 +251,8 @@ impl Request {
             unequal: None,
             separate: Separate::default(),
             algorithm: None,
+            unit: Unit::OWN,
+            place: None,
         }
     }
 

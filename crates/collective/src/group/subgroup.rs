@@ -62,7 +62,7 @@ impl Group {
 
     fn descend(&self, members: &[usize], id: u64) -> Result<Group, FormError> {
         if let Some(failure) = self.failure() {
-            return Err(FormError::Parent(failure));
+            return Err(failure.into());
         }
         let inner = &self.inner;
         let me = members.iter().position(|&m| m == self.rank()).expect("checked by the caller");
@@ -73,7 +73,14 @@ impl Group {
             me,
             options: inner.plan.options.clone(),
         };
-        Group::form(inner.connector.clone(), inner.epoch.clone(), plan, Some(self.costs()))
+        let (connector, epoch) = (inner.connector.clone(), inner.epoch.clone());
+        Group::form(connector, epoch, plan, Some(self.costs())).map_err(|error| match error {
+            // Who is missed here is about to be missed in this group, which tells its caller more.
+            FormError::Peer { .. } | FormError::Missing { .. } => {
+                inner.state.verdict().map_or(error, FormError::from)
+            }
+            error => error,
+        })
     }
 }
 

@@ -11,7 +11,7 @@ use super::engine::{Engine, Request};
 use crate::buffers::Buffers;
 use crate::call::Call;
 use crate::cost::{Costs, LinkCost, WindowCost};
-use crate::dtype::{Dtype, Reduction};
+use crate::dtype::{Dtype, Reduction, Unit};
 use crate::error::Error;
 use crate::kernel;
 use crate::link::Run;
@@ -210,7 +210,7 @@ fn partner(topology: &Topology, rank: usize, near: bool) -> Option<usize> {
 /// Seconds until all ranks of the host have noticed that all have arrived.
 fn wait(engine: &mut Engine) -> Result<Option<f64>, Error> {
     let schedule = Window { cells: 1, ..Window::default() };
-    let call = call(engine, 0);
+    let call = call(0);
     let buffers = buffers(std::ptr::null_mut(), 0, 1);
     let Some(window) = &mut engine.window else { return Ok(None) };
     let state = &engine.state;
@@ -248,7 +248,7 @@ fn through_window(engine: &mut Engine, fold: bool) -> Result<Option<f64>, Error>
     let column = WINDOW_COLUMN.min(engine.window.as_ref().map_or(usize::MAX, |w| w.capacity()));
     let bytes = column * WINDOW_SEGMENTS;
     let mut memory = vec![0u8; 2 * bytes];
-    let call = call(engine, bytes);
+    let call = call(bytes);
     let buffers = buffers(memory.as_mut_ptr(), bytes, column);
     let Some(window) = &mut engine.window else { return Ok(None) };
     let state = &engine.state;
@@ -272,7 +272,7 @@ fn exchange(
     let recvs = vec![Recv { from: peer, blocks: 0..1, into: Place::Output }];
     let schedule = Rounds { rounds: vec![Round { sends, recvs, folds: Vec::new() }] };
     let mut memory = vec![0u8; 2 * bytes];
-    let call = call(engine, bytes);
+    let call = call(bytes);
     let buffers = buffers(memory.as_mut_ptr(), bytes, bytes);
     let (rank, state) = (engine.rank, Arc::clone(&engine.state));
     let run = Run {
@@ -347,14 +347,14 @@ fn fold() -> f64 {
     std::iter::repeat_with(time).take(SHORT).fold(f64::INFINITY, f64::min) / (2 * PROBE) as f64
 }
 
-/// The next call of a measurement. Ranks without a partner skip it, so it has a number of its
-/// own: the measurement ends with calls of all ranks, which count again.
-fn call(engine: &Engine, bytes: usize) -> Call {
+/// A call of a measurement.
+fn call(bytes: usize) -> Call {
     Call {
-        seq: engine.seq,
+        seq: Call::MEASURING,
         op: Op::AllReduce,
         barrier: false,
         dtype: Dtype::U8,
+        unit: Unit::OWN,
         reduction: Reduction::Max,
         count: bytes as u64,
         shape: 0,

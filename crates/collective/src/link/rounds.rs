@@ -226,8 +226,8 @@ impl Links {
         let call = Call::try_from(header.call).map_err(|_| malformed("a malformed header"))?;
         if call != *run.call {
             // A message that was left over from an earlier call belongs beside that one.
-            let mine = run.state.history().call(call.seq).unwrap_or(*run.call);
-            return Err(Error::Mismatch { rank: run.rank, call: mine, peer, peer_call: call });
+            let mine = run.state.history().counterpart(&call).unwrap_or(*run.call);
+            return Err(Error::mismatch(run.rank, mine, peer, call));
         }
         let segment = header.segment.get() as usize;
         let round = header.round.get() as usize;

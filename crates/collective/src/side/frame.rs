@@ -4,8 +4,8 @@
 //! 0   kind u8, 3 zero bytes
 //! 4   tag u32        (announce)
 //! 8   id u32         (announce, clear, data: number of the message, per direction)
-//! 12  seq u32        (goodbye: first call the sender takes no part in)
-//! 16  length u64     (announce: of the message; data, abort: of what follows)
+//! 12  seq u32        (goodbye: first call the sender takes no part in; place: number of the call)
+//! 16  length u64     (announce: of the message; others: of what follows)
 //! ```
 
 use serde::{Deserialize, Serialize};
@@ -14,10 +14,17 @@ use zerocopy::byteorder::little_endian::{U32, U64};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::call::{Call, WireCall};
-use crate::error::{Error, Loss};
+use crate::error::{CircleWait, Error, Loss};
+use crate::waits::{LISTED, NAMED, PLACE};
 
 /// The largest explanation that travels with an abort.
-pub const MAX_REASON: usize = 1024;
+pub const MAX_REASON: usize = 2048;
+
+/// The largest text that travels with a goodbye or a place.
+pub const MAX_TEXT: usize = 512;
+
+/// The largest statement of a rank that waits.
+pub const MAX_STATEMENT: usize = 2048;
 
 /// Bytes of a message that follow one data frame. Larger: news wait longer behind a message.
 /// Smaller: more system calls.
@@ -28,10 +35,13 @@ pub const MAX_DATA: usize = 1 << 20;
 pub enum Frame {
     /// The sender is alive.
     Heartbeat,
-    /// The sender leaves; it takes no part in call `seq` and later ones.
+    /// The sender leaves; it takes no part in call `seq` and later ones. Why follows, if it is not
+    /// because it is done.
     Goodbye {
         /// The first call without the sender.
         seq: u32,
+        /// Bytes of the reason.
+        length: usize,
     },
     /// The group has failed; the reason follows.
     Abort {
@@ -54,6 +64,18 @@ pub enum Frame {
     },
     /// The sender waits in a call, which follows.
     Stuck,
+    /// Where in its program the sender made a call follows, if it knows.
+    Place {
+        /// The number of the call.
+        number: u32,
+        /// Bytes of the place.
+        length: usize,
+    },
+    /// A statement of the sender follows: a thread of it waits.
+    Waits {
+        /// Bytes of the statement.
+        length: usize,
+    },
     /// Part of a message follows.
     Data {
         /// Its number.
@@ -88,9 +110,10 @@ impl Frame {
         let mut wire = WireFrame::new_zeroed();
         match self {
             Frame::Heartbeat => wire.kind = 1,
-            Frame::Goodbye { seq } => {
+            Frame::Goodbye { seq, length } => {
                 wire.kind = 2;
                 wire.seq = seq.into();
+                wire.length = (length as u64).into();
             }
             Frame::Abort { length } => {
                 wire.kind = 3;
@@ -112,6 +135,15 @@ impl Frame {
                 wire.length = (length as u64).into();
             }
             Frame::Stuck => wire.kind = 7,
+            Frame::Place { number, length } => {
+                wire.kind = 8;
+                wire.seq = number.into();
+                wire.length = (length as u64).into();
+            }
+            Frame::Waits { length } => {
+                wire.kind = 9;
+                wire.length = (length as u64).into();
+            }
         }
         zerocopy::transmute!(wire)
     }
@@ -126,12 +158,14 @@ impl Frame {
         let (tag, id) = (wire.tag.get(), wire.id.get());
         Ok(match wire.kind {
             1 => Frame::Heartbeat,
-            2 => Frame::Goodbye { seq: wire.seq.get() },
+            2 => Frame::Goodbye { seq: wire.seq.get(), length: bounded(MAX_TEXT)? },
             3 => Frame::Abort { length: bounded(MAX_REASON)? },
             4 => Frame::Announce { tag, id, length: wire.length.get() },
             5 => Frame::Clear { id },
             6 => Frame::Data { id, length: bounded(MAX_DATA)? },
             7 => Frame::Stuck,
+            8 => Frame::Place { number: wire.seq.get(), length: bounded(MAX_TEXT)? },
+            9 => Frame::Waits { length: bounded(MAX_STATEMENT)? },
             _ => return Err(MalformedFrame),
         })
     }
@@ -164,6 +198,13 @@ enum Reason {
         expected: u64,
     },
     Other(String),
+    Failed {
+        peer: u32,
+        reason: String,
+    },
+    Deadlock {
+        waits: Box<[Option<CircleWait>; NAMED]>,
+    },
 }
 
 /// Encodes why a group failed, for the other ranks.
@@ -171,15 +212,22 @@ pub fn encode_reason(error: &Error) -> Vec<u8> {
     let wire = |call: Call| zerocopy::transmute!(WireCall::from(call));
     let reason = match error {
         Error::PeerLost { peer, loss: Loss::Left, .. } => Reason::Left { peer: *peer as u32 },
+        Error::PeerLost { peer, loss: Loss::Failed(reason), .. } => {
+            Reason::Failed { peer: *peer as u32, reason: shortened(reason) }
+        }
         Error::PeerLost { peer, loss, .. } => Reason::Lost {
             peer: *peer as u32,
             silent_ms: match loss {
                 Loss::Silent(after) => Some(after.as_millis() as u64),
-                Loss::Closed | Loss::Left => None,
+                Loss::Closed | Loss::Left | Loss::Failed(_) => None,
             },
         },
+        Error::Deadlock { waits } => {
+            let waits = Box::new(std::array::from_fn(|i| waits.get(i).cloned()));
+            Reason::Deadlock { waits }
+        }
         Error::EpochEnded { epoch } => Reason::EpochEnded { epoch: *epoch },
-        Error::Mismatch { rank, call, peer, peer_call } => Reason::Mismatch {
+        Error::Mismatch { rank, call, peer, peer_call, .. } => Reason::Mismatch {
             rank: *rank as u32,
             call: wire(*call),
             peer: *peer as u32,
@@ -206,6 +254,13 @@ fn shortened(text: &str) -> String {
     text.chars().take((MAX_REASON - 16) / char::MAX.len_utf8()).collect()
 }
 
+/// A wait as short as correct peers make it, so that it may be passed on.
+fn shortened_wait(mut wait: CircleWait) -> CircleWait {
+    wait.members.truncate(LISTED);
+    wait.place = wait.place.map(|place| crate::waits::shortened(&place, PLACE));
+    wait
+}
+
 /// The error that `peer` reported.
 pub fn decode_reason(peer: usize, bytes: &[u8]) -> Error {
     let call = |bytes: [u8; size_of::<WireCall>()]| {
@@ -227,7 +282,7 @@ pub fn decode_reason(peer: usize, bytes: &[u8]) -> Error {
         Ok(Reason::Mismatch { rank, call: mine, peer: other, peer_call }) => {
             match (call(mine), call(peer_call)) {
                 (Some(call), Some(peer_call)) => {
-                    Error::Mismatch { rank: rank as usize, call, peer: other as usize, peer_call }
+                    Error::mismatch(rank as usize, call, other as usize, peer_call)
                 }
                 _ => unreadable(),
             }
@@ -236,6 +291,13 @@ pub fn decode_reason(peer: usize, bytes: &[u8]) -> Error {
             Error::LengthMismatch { from: from as usize, to: to as usize, tag, sent, expected }
         }
         Ok(Reason::Other(reason)) => Error::Aborted { peer, reason },
+        Ok(Reason::Failed { peer, reason }) => {
+            Error::PeerLost { peer: peer as usize, loss: Loss::Failed(reason), during: None }
+        }
+        Ok(Reason::Deadlock { waits }) => {
+            let waits: Vec<CircleWait> = waits.into_iter().flatten().map(shortened_wait).collect();
+            if waits.is_empty() { unreadable() } else { Error::Deadlock { waits } }
+        }
     }
 }
 
@@ -247,7 +309,10 @@ mod tests {
     fn frames_survive_the_wire() {
         let frames = [
             Frame::Heartbeat,
-            Frame::Goodbye { seq: 7 },
+            Frame::Goodbye { seq: 7, length: 0 },
+            Frame::Goodbye { seq: 7, length: MAX_TEXT },
+            Frame::Place { number: 9, length: MAX_TEXT },
+            Frame::Waits { length: MAX_STATEMENT },
             Frame::Abort { length: 12 },
             Frame::Announce { tag: 1, id: 2, length: 1 << 40 },
             Frame::Clear { id: 9 },
@@ -263,6 +328,8 @@ mod tests {
     fn excessive_lengths_are_refused() {
         let abort = Frame::Abort { length: MAX_REASON + 1 }.encode();
         assert_eq!(Frame::decode(&abort), Err(MalformedFrame));
+        let place = Frame::Place { number: 0, length: MAX_TEXT + 1 }.encode();
+        assert_eq!(Frame::decode(&place), Err(MalformedFrame));
         let data = Frame::Data { id: 0, length: MAX_DATA + 1 }.encode();
         assert_eq!(Frame::decode(&data), Err(MalformedFrame));
     }

@@ -25,6 +25,7 @@ use zerocopy::IntoBytes;
 use crate::call::{Call, WireCall};
 use crate::error::{Error, Loss};
 use crate::state::GroupState;
+use crate::waits::{PLACE, shortened};
 use crate::work::{Work, WorkPool};
 use frame::Frame;
 use mailbox::{Announced, Mailbox, Wanted};
@@ -102,6 +103,7 @@ impl Side {
             state,
             shared: shared.clone(),
             told: false,
+            placed: false,
         };
         let monitor = std::thread::Builder::new()
             .name(format!("unisono-monitor-{rank}"))
@@ -174,6 +176,8 @@ struct Monitor {
     shared: Arc<Shared>,
     /// Whether the other ranks have been told that the group failed.
     told: bool,
+    /// Whether they have been told where this rank made the calls that differ.
+    placed: bool,
     /// Room for the commands being carried out; kept to allocate nothing per transfer.
     commands: Vec<Command>,
     /// Room for the list to poll; empty but while polling.
@@ -200,6 +204,7 @@ impl Monitor {
             if let Some(call) = self.state.take_stuck() {
                 self.tell_stuck(call);
             }
+            self.tell_waits();
             let now = Instant::now();
             if now >= next_beat || self.state.take_suspicion() {
                 next_beat = now + beat;
@@ -254,7 +259,7 @@ impl Monitor {
     /// Ends the receives of messages of a rank that has left.
     fn end_receives(&mut self, from: usize) {
         self.mailbox.forget(from);
-        let error = peer(&mut self.peers, from).left();
+        let error = peer(&mut self.peers, from).left(&self.state);
         for wanted in self.mailbox.take(|wanted| wanted.from == Some(from)) {
             wanted.receive.transfer.work.complete(Err(error.clone()));
         }
@@ -266,7 +271,8 @@ impl Monitor {
         if self.peers.iter().flatten().any(Peer::is_here) {
             return;
         }
-        let Some(error) = self.peers.iter().flatten().next().map(Peer::left) else { return };
+        let Some(peer) = self.peers.iter().flatten().next() else { return };
+        let error = peer.left(&self.state);
         for wanted in self.mailbox.take(|wanted| wanted.from.is_none()) {
             wanted.receive.transfer.work.complete(Err(error.clone()));
         }
@@ -284,6 +290,7 @@ impl Monitor {
     fn act_on(&mut self, rank: usize, event: Event) {
         match event {
             Event::Lost => {
+                self.state.places().miss(rank);
                 self.state.fail(Error::PeerLost { peer: rank, loss: Loss::Closed, during: None });
             }
             Event::Aborted(error) => {
@@ -295,6 +302,7 @@ impl Monitor {
                 }
             }
             Event::Failed(error) => {
+                self.state.places().miss(rank);
                 self.state.fail(error);
             }
             Event::Stuck(call) => {
@@ -312,12 +320,17 @@ impl Monitor {
                     self.act_on(rank, event);
                 }
             },
-            Event::Left { seq } => {
+            Event::Left { seq, reason } => {
+                if let Some(reason) = reason {
+                    self.state.note_parting(rank, reason);
+                }
                 self.state.note_left(rank, seq);
                 let peer = peer(&mut self.peers, rank);
-                peer.fail_transfers(&peer.left());
+                peer.fail_transfers(&peer.left(&self.state));
                 self.end_receives(rank);
             }
+            Event::Place { number, place } => self.state.places().tell((rank, number), place),
+            Event::Waits(statement) => self.state.hear(rank, statement),
         }
     }
 
@@ -329,6 +342,35 @@ impl Monitor {
                 && self.state.compare(peer.rank, &theirs)
             {
                 peer.stuck = None;
+            }
+        }
+    }
+
+    /// Tells everybody what threads of this rank state: that they wait, here or in other groups.
+    fn tell_waits(&mut self) {
+        for statement in self.state.take_statements() {
+            let body = postcard::to_stdvec(&statement).expect("plain data always encodes");
+            for peer in self.peers.iter_mut().flatten().filter(|p| p.is_present()) {
+                peer.queue(Frame::Waits { length: body.len() }, body.clone());
+            }
+        }
+    }
+
+    /// Tells everybody, this rank too, where it made the calls that differ.
+    fn tell_places(&mut self) {
+        let Error::Mismatch { rank, call, peer, peer_call, .. } = self.state.error(None) else {
+            return;
+        };
+        let me = self.state.rank();
+        for (caller, number) in [(rank, call.number()), (peer, peer_call.number())] {
+            let place = self.state.places().own(number);
+            let text = place.as_deref().map(|place| shortened(place, PLACE)).unwrap_or_default();
+            for peer in self.peers.iter_mut().flatten().filter(|p| p.is_present()) {
+                let length = text.len();
+                peer.queue(Frame::Place { number, length }, text.clone().into_bytes());
+            }
+            if caller == me {
+                self.state.places().tell((me, number), place);
             }
         }
     }
@@ -359,11 +401,22 @@ impl Monitor {
             peer.fail_transfers(&error);
             if !self.told && peer.is_present() {
                 peer.queue(Frame::Abort { length: reason.len() }, reason.clone());
-                // Whatever this brings comes too late to matter.
-                while peer.progress().is_some() {}
+                // Whatever this brings comes too late to matter, but for what explains the failure.
+                while let Some(event) = peer.progress() {
+                    match event {
+                        Event::Place { number, place } => {
+                            self.state.places().tell((peer.rank, number), place);
+                        }
+                        Event::Lost | Event::Failed(_) => self.state.places().miss(peer.rank),
+                        _ => {}
+                    }
+                }
             }
         }
         self.told = true;
+        if !std::mem::replace(&mut self.placed, true) {
+            self.tell_places();
+        }
         self.end_all_receives(|_| error.clone());
     }
 
@@ -380,9 +433,11 @@ impl Monitor {
         let deadline = Instant::now() + FAREWELL;
         for peer in self.peers.iter_mut().flatten() {
             if !self.state.is_over() {
-                peer.queue(Frame::Goodbye { seq }, Vec::new());
+                let why = self.state.parting().map(|why| first_line(why, frame::MAX_TEXT));
+                let why = why.unwrap_or_default();
+                peer.queue(Frame::Goodbye { seq, length: why.len() }, why.into_bytes());
             }
-            peer.fail_transfers(&peer.left());
+            peer.fail_transfers(&peer.left(&self.state));
         }
         let left = |peer| Error::PeerLost { peer, loss: Loss::Left, during: None };
         let anybody = self.peers.iter().flatten().next().map_or(0, |peer| peer.rank);
@@ -416,6 +471,13 @@ impl Monitor {
         // Empty the counter; nothing to read is fine.
         let _ = rustix::io::read(&self.shared.wake, &mut count);
     }
+}
+
+/// The first line of a text, of at most `most` bytes.
+fn first_line(text: &str, most: usize) -> String {
+    let line = text.lines().next().unwrap_or_default();
+    let cut = (0..=most.min(line.len())).rev().find(|at| line.is_char_boundary(*at));
+    line[..cut.unwrap_or(0)].into()
 }
 
 /// A receive and a message have met.

@@ -11,8 +11,9 @@ use super::Transfer;
 use super::frame::{self, Frame, MAX_DATA};
 use super::mailbox::Announced;
 use crate::call::{Call, WireCall};
-use crate::error::{Error, Loss};
+use crate::error::Error;
 use crate::state::GroupState;
+use crate::waits::Statement;
 
 /// Room in the queues of a peer before they grow. More: more idle memory. Less: the first burst
 /// of messages allocates.
@@ -61,7 +62,18 @@ pub enum Event {
     Left {
         /// The first call without it.
         seq: u32,
+        /// Why, where it was not done.
+        reason: Option<String>,
     },
+    /// It tells where it made a call.
+    Place {
+        /// The number of the call.
+        number: u32,
+        /// The place, if it knows.
+        place: Option<String>,
+    },
+    /// It says that a thread of it waits.
+    Waits(Statement),
 }
 
 struct Output {
@@ -120,7 +132,7 @@ impl Idle {
 /// What is being read.
 enum Input {
     Head { bytes: [u8; frame::SIZE], filled: usize },
-    Reason { bytes: Vec<u8>, filled: usize },
+    Body { of: Frame, bytes: Vec<u8>, filled: usize },
     Stuck { bytes: [u8; size_of::<WireCall>()], filled: usize },
     Data { id: u32, left: usize },
 }
@@ -168,7 +180,7 @@ impl Peer {
 
     pub fn submit_send(&mut self, transfer: Transfer, state: &GroupState) {
         if self.presence != Presence::Here || state.is_over() {
-            return transfer.work.complete(Err(self.left()));
+            return transfer.work.complete(Err(self.left(state)));
         }
         let id = self.next_id;
         self.next_id = self.next_id.wrapping_add(1);
@@ -254,8 +266,8 @@ impl Peer {
     }
 
     /// The error of a transfer with a rank that has left.
-    pub fn left(&self) -> Error {
-        Error::PeerLost { peer: self.rank, loss: Loss::Left, during: None }
+    pub fn left(&self, state: &GroupState) -> Error {
+        Error::PeerLost { peer: self.rank, loss: state.parting_of(self.rank), during: None }
     }
 
     fn write(&mut self) -> Result<(), Errno> {
@@ -345,16 +357,16 @@ impl Peer {
                     Err(_) => Some(self.broke_rules("an unreadable frame")),
                 })
             }
-            Input::Reason { bytes, filled } => {
+            Input::Body { of, bytes, filled } => {
                 if *filled < bytes.len() {
                     *filled += receive(&self.socket, &mut bytes[*filled..])?;
                 }
                 if *filled < bytes.len() {
                     return Ok(None);
                 }
-                let error = frame::decode_reason(self.rank, bytes);
+                let (of, bytes) = (*of, std::mem::take(bytes));
                 self.input = EMPTY;
-                Ok(Some(Event::Aborted(error)))
+                Ok(Some(self.act_on_body(of, &bytes)))
             }
             Input::Stuck { bytes, filled } => {
                 *filled += receive(&self.socket, &mut bytes[*filled..])?;
@@ -412,12 +424,11 @@ impl Peer {
                 self.input = Input::Stuck { bytes: [0; size_of::<WireCall>()], filled: 0 };
                 None
             }
-            Frame::Goodbye { seq } => {
-                self.presence = Presence::Leaving;
-                Some(Event::Left { seq })
-            }
-            Frame::Abort { length } => {
-                self.input = Input::Reason { bytes: vec![0; length], filled: 0 };
+            Frame::Goodbye { length, .. }
+            | Frame::Abort { length }
+            | Frame::Place { length, .. }
+            | Frame::Waits { length } => {
+                self.input = Input::Body { of: frame, bytes: vec![0; length], filled: 0 };
                 None
             }
             Frame::Announce { tag, id, length } => {
@@ -434,6 +445,23 @@ impl Peer {
                 self.input = Input::Data { id, left: length };
                 None
             }
+        }
+    }
+
+    /// What a frame and that which followed it mean.
+    fn act_on_body(&mut self, frame: Frame, body: &[u8]) -> Event {
+        let text = || (!body.is_empty()).then(|| String::from_utf8_lossy(body).into_owned());
+        match frame {
+            Frame::Goodbye { seq, .. } => {
+                self.presence = Presence::Leaving;
+                Event::Left { seq, reason: text() }
+            }
+            Frame::Place { number, .. } => Event::Place { number, place: text() },
+            Frame::Waits { .. } => match postcard::from_bytes(body) {
+                Ok(statement) => Event::Waits(statement),
+                Err(_) => self.broke_rules("an unreadable statement"),
+            },
+            _ => Event::Aborted(frame::decode_reason(self.rank, body)),
         }
     }
 

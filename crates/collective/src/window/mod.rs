@@ -367,12 +367,8 @@ impl Steps for Run<'_> {
         for (rank, region) in self.regions.iter().enumerate() {
             if region.fingerprint(self.slot) != self.fingerprint {
                 let peer_call = region.call(self.slot).unwrap_or(*self.call);
-                self.disagreement = Some(Error::Mismatch {
-                    rank: self.members[self.me],
-                    call: *self.call,
-                    peer: self.members[rank],
-                    peer_call,
-                });
+                let (me, peer) = (self.members[self.me], self.members[rank]);
+                self.disagreement = Some(Error::mismatch(me, *self.call, peer, peer_call));
                 return Err(Interrupted);
             }
         }

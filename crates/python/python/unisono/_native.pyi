@@ -65,14 +65,10 @@ class Group:
     def size(self) -> int:
         """Ranks in the group."""
 
-    @property
-    def first_call(self) -> int:
-        """The number of its first call."""
-
-    def run(self, call: _Call, seconds: float) -> None:
+    def run(self, call: _Call, origin: Origin, seconds: float) -> None:
         """Runs a call and waits for it. The caller keeps its memory to itself meanwhile."""
 
-    def submit(self, call: _Call, keep: object) -> Work:
+    def submit(self, call: _Call, origin: Origin, keep: object) -> Work:
         """Starts a call on memory that `keep` owns."""
 
     def send(self, address: int, length: int, to: int, tag: int, keep: object) -> Work:
@@ -95,8 +91,16 @@ class Group:
     def abort(self, reason: str) -> None:
         """Ends the group, here and on the other ranks, which are told why."""
 
-    def close(self, seconds: float) -> None:
-        """Leaves the group, after the calls that were started, waiting `seconds` at most."""
+    def close(self, seconds: float, reason: str | None = None) -> None:
+        """Leaves the group, after the calls that were started, waiting `seconds` at most.
+
+        Ranks that still need this one are told the reason, if there is one.
+        """
+
+class Origin:
+    """Where a call comes from, in its caller's words."""
+
+    def __init__(self, place: str | None, dtype: str | None) -> None: ...
 
 class Stamp:
     """When an operation ended."""

@@ -16,7 +16,7 @@ class Error(RuntimeError):
 
     #: The rank that raised this, as its group numbers it.
     rank: int | None
-    #: What it was doing, such as ``"all-reduce"`` or ``"send to rank 1 with tag 0"``.
+    #: What it was doing, such as ``"all_reduce"`` or ``"send to rank 1 with tag 0"``.
     operation: str | None
     #: The other rank that is the cause, where one is.
     peer: int | None
@@ -44,7 +44,10 @@ class Error(RuntimeError):
 
 
 class PeerLost(Error):
-    """A rank died, was cut off, or left. Start the job again, from its last checkpoint."""
+    """A rank died, was cut off, or left. Start the job again, from its last checkpoint.
+
+    Also raised by `new_group`, where the group of all ranks has lost one.
+    """
 
 
 class Aborted(Error):
@@ -52,10 +55,13 @@ class Aborted(Error):
 
 
 class Mismatch(Error):
-    """The ranks called different operations, or one operation differently. Fix the program."""
+    """The ranks called different operations, or one operation differently, or made the calls of
+    several groups in different orders. Fix the program.
+    """
 
     #: What two ranks called in each other's place: by rank, the number of the call in its group,
-    #: from 0, and what it was.  Empty if a message and its buffer differ in length.
+    #: from 1, and what it was.  Where ranks wait for each other in different groups, the call in
+    #: which each waits, by its rank in the job.  Empty if a message and its buffer differ in length.
     calls: dict[int, tuple[int, str]]
 
     def __init__(self, text: str, *, calls: dict[int, tuple[int, str]] | None = None, **fields):
@@ -86,4 +92,9 @@ class Unsupported(Error, NotImplementedError):
 
 
 class FormError(Error):
-    """The ranks did not find each other. Fix how the job is started, and start it again."""
+    """The ranks did not find each other, or did not all make a group.
+
+    Of `init_process_group`: fix how the job is started, and start it again. Of `new_group`: let all
+    of its ranks make it; the group of all ranks goes on. Where that one has failed, `new_group` raises
+    what ended it, a `PeerLost` for instance.
+    """

@@ -50,7 +50,7 @@ def _killed_in_backward(rank, world, killed):
     error = raises(unisono.PeerLost, lambda: replica(batch).sum().backward())
     elapsed = time.time() - killed.value
     assert killed.value > 0, "nobody was killed"
-    assert (error.rank, error.peer, error.operation) == (rank, world - 1, "all-reduce"), vars(error)
+    assert (error.rank, error.peer, error.operation) == (rank, world - 1, "all_reduce"), vars(error)
     assert error.bucket is not None and f"rank {world - 1}" in str(error), error
     print(f"     rank {rank} raised {elapsed * 1000:.0f} ms after the kill", flush=True)
 
@@ -72,6 +72,53 @@ def _killed_under_codec(rank, world):
         model[1].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
     error = raises(unisono.PeerLost, lambda: replica(batch).sum().backward())
     assert (error.rank, error.peer) == (rank, world - 1), vars(error)
+
+
+def case_killed_beside_workers() -> None:
+    """A rank whose DataLoader has workers is missed at once: they do not keep its connections open.
+
+    They hang, so that none of them ends by itself, and no timeout ends the group in time.
+    """
+    workers = multiprocessing.get_context("fork").Array("i", 2)
+    os.environ["UNISONO_TIMEOUT"] = str(10 * harness.HUNG)
+    try:
+        codes = harness.run(_killed_beside_workers, 3, workers)
+    finally:
+        del os.environ["UNISONO_TIMEOUT"]
+        for worker in filter(None, workers):
+            os.kill(worker, signal.SIGKILL)
+    assert codes == [0, 0, -signal.SIGKILL], codes
+
+
+def _killed_beside_workers(rank, world, workers):
+    dist.barrier()
+    if rank == world - 1:
+        data = _Hangs()
+        loader = torch.utils.data.DataLoader(
+            data, num_workers=len(workers), multiprocessing_context="fork"
+        )
+        loaded = iter(loader)
+        for number, worker in enumerate(loaded._workers):
+            workers[number] = worker.pid
+        for _ in workers:
+            data.started.acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = raises(unisono.PeerLost, dist.barrier)
+    assert error.peer == world - 1 and "connection closed" in str(error), error
+
+
+class _Hangs(torch.utils.data.Dataset):
+    """Data that never comes."""
+
+    def __init__(self):
+        self.started = multiprocessing.get_context("fork").Semaphore(0)
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        self.started.release()
+        signal.pause()
 
 
 def case_mismatch() -> None:
@@ -102,7 +149,7 @@ def _another_call(tensor):
 
 def _expect_lines(error, where: str = "") -> None:
     """The error names both lines."""
-    for rank, name, function in ((0, "all-reduce", _one_call), (1, "broadcast", _another_call)):
+    for rank, name, function in ((0, "all_reduce", _one_call), (1, "broadcast", _another_call)):
         line = function.__code__.co_firstlineno + 1
         place = f"{os.path.basename(__file__)}:{line}{where}"
         told = [part for part in str(error).split(";") if f"rank {rank} called {name}" in part]
@@ -164,7 +211,7 @@ def _timeout(rank, world, asynchronous):
                 work.wait()
 
         error = raises(unisono.TimedOut, call)
-        assert isinstance(error, TimeoutError) and error.operation == "all-reduce", error
+        assert isinstance(error, TimeoutError) and error.operation == "all_reduce", error
         assert error.missing == (1,) and "rank 1 has not arrived" in str(error), error
         store.set("over", b"yes")
     else:
@@ -438,7 +485,7 @@ def _never_in_group(rank, world):
 def _dead_before_group(rank, world):
     if rank == 1:
         os._exit(9)
-    error = raises(unisono.FormError, dist.new_group)
+    error = raises(unisono.PeerLost, dist.new_group)
     assert "rank 1" in str(error), error
 
 

@@ -241,7 +241,9 @@ pub fn read<T: DeserializeOwned>(
     scratch.resize(length, 0);
     from.read_exact(scratch)?;
     let message = postcard::from_bytes(scratch);
-    message.map(Some).map_err(|error| invalid(format!("a text that is none: {error}")))
+    message
+        .map(Some)
+        .map_err(|error| invalid(format!("a control message that cannot be read: {error}")))
 }
 
 /// An error about what the other side said.

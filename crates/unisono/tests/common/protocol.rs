@@ -196,7 +196,7 @@ impl From<Error> for Failure {
                 Failure::Lost { peer, how, during: during.map(|call| call.to_string()) }
             }
             Error::EpochEnded { epoch } => Failure::EpochEnded { epoch },
-            Error::Mismatch { rank, call, peer, peer_call } => Failure::Mismatch {
+            Error::Mismatch { rank, call, peer, peer_call, .. } => Failure::Mismatch {
                 rank,
                 call: call.to_string(),
                 peer,
@@ -216,7 +216,7 @@ impl From<FormError> for Failure {
             FormError::Staging { bytes, .. } => Failure::Staging { bytes },
             FormError::Peer { peer, reason } => Failure::Peer { peer, reason },
             FormError::EpochEnded { epoch } => Failure::EpochEnded { epoch },
-            FormError::Parent(error) => error.into(),
+            FormError::Parent(error) => (*error).into(),
             other => Failure::Other(format!("{other:?}")),
         }
     }

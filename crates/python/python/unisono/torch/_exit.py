@@ -5,6 +5,7 @@ Their threads call back into Python, which lets nobody in once it is ending.
 
 import atexit
 import logging
+import sys
 import weakref
 from typing import Protocol
 
@@ -36,8 +37,26 @@ def watched() -> list[Leaves]:
     return list(_open)
 
 
+def reason() -> str | None:
+    """Why this rank leaves, if not because it is done: the exception that ends it."""
+    error = sys.exc_info()[1]
+    # The one that nobody caught.  Whoever types at a prompt goes on after it.
+    if error is None and _ending and not hasattr(sys, "ps1"):
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is None:
+        return None
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+# Whether the interpreter is about to end.
+_ending = False
+
+
 @atexit.register
 def _close_all() -> None:
+    global _ending
+    _ending = True
     for group in watched():
         try:
             group._close(PATIENCE)

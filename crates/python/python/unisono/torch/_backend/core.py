@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 
 from unisono import _native
-from unisono.errors import Error, InvalidCall, Mismatch
+from unisono.errors import Error, InvalidCall
 from unisono.torch import _exit
+from unisono.torch._backend import lines
 from unisono.torch._backend.codes import Call
-from unisono.torch._backend.lines import Lines
 from unisono.torch._backend.tensors import Finish
 from unisono.torch._backend.work import Work, Works
 
@@ -49,9 +49,8 @@ class Core:
         self._rank = native.rank
         self._size = native.size
         self._set_timeout(timeout)
-        # The number that the engine gives the next call, but that this one does not wrap around.
-        self._numbered = native.first_call
-        self._lines = Lines(store, native.rank)
+        # Calls made so far.
+        self._numbered = 0
         self._barriers = 0
         # Whether it is the group of all ranks, which were brought together by the store.
         self._has_all = False
@@ -66,7 +65,7 @@ class Core:
         self._seconds = timeout.total_seconds()
 
     def _close(self, seconds: float) -> None:
-        self._native.close(seconds)
+        self._native.close(seconds, _exit.reason())
 
     def _sent(self) -> int:
         return self._native.sent_bytes() or 0
@@ -77,21 +76,19 @@ class Core:
         seconds = seconds or self._seconds
         profiled = torch.autograd._profiler_enabled()
         if opts is not None and not getattr(opts, "asyncOp", True) and not profiled:
-            self._run(call, seconds)
+            self._native.run(call, lines.here(_dtype_of(prepared), None), seconds)
+            self._numbered += 1
             if finish is not None:
                 finish()
             return None
         task = torch._C._current_graph_task_id()
         bucket = None if task == -1 else len(self._backward.get(task, ()))
-        self._note(call, bucket)
+        origin = lines.here(_dtype_of(prepared), bucket)
         # A tensor can be given other memory, by `tensor.data = …`; its storage is the memory.
         memory = [tensor.untyped_storage() for tensor in keep]
-        try:
-            native = self._native.submit(call, memory)
-        except InvalidCall:
-            self._forget(call)
-            raise
-        work = Work(native, result, finish, seconds, self._lines)
+        native = self._native.submit(call, origin, memory)
+        self._numbered += 1
+        work = Work(native, result, finish, seconds)
         if profiled and name is not None:
             self._record(work, name, shown)
         if task != -1:
@@ -109,29 +106,8 @@ class Core:
             self._record(works[-1], name, shown)
         return Works(works, result)
 
-    def _run(self, call: Call, seconds: float) -> None:
-        self._note(call, None)
-        try:
-            self._native.run(call, seconds)
-        except InvalidCall:
-            self._forget(call)
-            raise
-        except Mismatch as error:
-            self._lines.explain(error)
-            raise
-
-    def _note(self, call: Call, bucket: int | None) -> None:
-        """Counts a call as the engine does: one of different lengths begins with another."""
-        for _ in range(_numbers(call)):
-            self._lines.note(self._numbered, bucket)
-            self._numbered += 1
-
-    def _forget(self, call: Call) -> None:
-        """The engine refused a call before it counted it."""
-        self._numbered -= _numbers(call)
-
     def _start_message(self, native: _native.Work, tensors, finish: Finish, name: str) -> Work:
-        work = Work(native, tensors, finish, self._seconds, self._lines)
+        work = Work(native, tensors, finish, self._seconds)
         if torch.autograd._profiler_enabled():
             self._record(work, name, tensors)
         if self._collected is not None:
@@ -180,6 +156,11 @@ class Core:
             raise InvalidCall(text, rank=self._rank, peer=rank)
 
 
-def _numbers(call: Call) -> int:
-    """How many calls the engine makes of one."""
-    return 1 if len(call) == 7 else 2
+def _dtype_of(prepared: Prepared) -> torch.dtype | None:
+    """The type of the tensors that the caller handed over; a barrier has none."""
+    for tensors in (prepared.shown, prepared.result):
+        while isinstance(tensors, Sequence) and tensors:
+            tensors = tensors[0]
+        if isinstance(tensors, torch.Tensor):
+            return tensors.dtype
+    return None

@@ -86,9 +86,8 @@ class Group(Calls, ProcessGroup):
             return None
         ranks = list(ranks)
         store = dist.PrefixStore(f"{group_name}/", self._store)
-        store = rendezvous.own_part(store, ranks.index(self._rank))
         timeout = timeout or self._timeout
-        native = rendezvous.subgroup(self._native, ranks, store, timeout)
+        native, store = rendezvous.subgroup(self._native, ranks, store, timeout)
         group = Group(self._listed_as, native, store, timeout)
         group._group_name, group._group_desc = group_name or "", group_desc or ""
         return group
@@ -98,11 +97,12 @@ def create(listed_as: str, options) -> Group | Backend:
     """Called by torch on every member of a new group."""
     ranks = list(options.global_ranks_in_group)  # Empty for the group of all.
     world = dist.group.WORLD if dist.is_initialized() else None
-    store = rendezvous.own_part(options.store, options.group_rank)
+    rank, size, timeout = options.group_rank, options.group_size, options.timeout
     if ranks and isinstance(world, Group):
-        native = rendezvous.subgroup(world._native, ranks, store, options.timeout)
+        native, store = rendezvous.subgroup(world._native, ranks, options.store, timeout)
     else:
-        native = rendezvous.form(store, options.group_rank, options.group_size)
+        store = rendezvous.own_part(options.store, rank)
+        native = rendezvous.form(store, rank, size, timeout)
     group = _face(listed_as, native, store, options)
     group._has_all = not ranks
     return group

@@ -11,8 +11,6 @@ import torch
 from torch._C._distributed_c10d import Work as C10dWork
 
 from unisono import _native
-from unisono.errors import Mismatch
-from unisono.torch._backend.lines import Lines
 from unisono.torch._backend.tensors import Finish
 
 
@@ -25,7 +23,6 @@ class Work(C10dWork):
         result,
         finish: Finish = None,
         seconds: float = 0.0,
-        lines: Lines | None = None,
     ):
         """For a call that fills `result`; without `native`, one that has ended well."""
         super().__init__()
@@ -37,8 +34,6 @@ class Work(C10dWork):
         self._future = None
         # How long `wait` waits unless it is told otherwise.
         self._seconds = seconds
-        # Knows from which lines calls came.
-        self._lines = lines
         # Set when the profiler has seen the end.
         self._recorded = None
 
@@ -46,11 +41,7 @@ class Work(C10dWork):
         """Waits until the call has ended; raises what went wrong."""
         native = self._native
         if native is not None:
-            try:
-                native.wait(timeout.total_seconds() if timeout else self._seconds)
-            except Mismatch as error:
-                self._lines.explain(error)
-                raise
+            native.wait(timeout.total_seconds() if timeout else self._seconds)
             self._settle()
             if self._recorded is not None:
                 self._recorded.wait()
@@ -73,10 +64,7 @@ class Work(C10dWork):
 
     def exception(self) -> Exception | None:
         """What went wrong, if anything did."""
-        error = None if self._native is None else self._native.error()
-        if isinstance(error, Mismatch):
-            self._lines.explain(error)
-        return error
+        return None if self._native is None else self._native.error()
 
     def result(self):
         """The tensors that the call fills."""

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from unisono import _native
-from unisono.torch._backend import rendezvous
+from unisono.torch._backend import lines, rendezvous
 from unisono.torch._backend.codes import BROADCAST, SUM, U8
 from unisono.torch._backend.core import Core
 from unisono.torch._backend.tensors import byte_count, place_for
@@ -32,7 +32,7 @@ class Engine(NamedTuple):
             flat, finish = place_for(tensor.detach(), keep=True)
             address = flat.data_ptr()
             call = (BROADCAST, U8, SUM, address, address, byte_count(flat), 0)
-            self.group.run(call, self.seconds)
+            self.group.run(call, lines.here(tensor.dtype, None), self.seconds)
             if finish is not None:
                 finish()
 
@@ -50,11 +50,12 @@ def engine_of(group: dist.ProcessGroup | None = None) -> Engine:
         group = dist.group.WORLD
     if isinstance(group, Core):
         # One of its own: the calls of the program are numbered, and these are not among them.
-        store = rendezvous.own_part(dist.PrefixStore("engine", group._store), group._rank)
+        store = dist.PrefixStore("engine", group._store)
         ranks = list(range(group._size))
-        native = rendezvous.subgroup(group._native, ranks, store, group._timeout)
+        native, _ = rendezvous.subgroup(group._native, ranks, store, group._timeout)
         return Engine(native, group._rank, group._size, group._seconds)
     rank, size, name = dist.get_rank(group), dist.get_world_size(group), group.group_name
     store = dist.PrefixStore(f"unisono/{name}", dist.distributed_c10d._get_default_store())
-    native = rendezvous.form(rendezvous.own_part(store, rank), rank, size)
+    own = rendezvous.own_part(store, rank)
+    native = rendezvous.form(own, rank, size, default_pg_timeout)
     return Engine(native, rank, size, default_pg_timeout.total_seconds())
