@@ -28,6 +28,7 @@ pub mod cost;
 pub mod dtype;
 pub mod error;
 pub mod fabric;
+pub mod fork;
 mod group;
 pub mod handshake;
 mod history;

@@ -15,6 +15,7 @@ use super::staging::{create_region, staging_buffer};
 use super::{Connector, Fabric, Plan, STAGING_BUFFERS, system};
 use crate::acceptor::Acceptor;
 use crate::error::FormError;
+use crate::fork;
 use crate::handshake::{self, HandshakeError, Introduction, Purpose, Token};
 use crate::options::Transport;
 use crate::schedule::Topology;
@@ -75,7 +76,7 @@ pub struct Endpoint {
 impl Endpoint {
     /// Listens on a free port of `ip`, and on a Unix socket.
     pub fn bind(ip: IpAddr) -> std::io::Result<Endpoint> {
-        let tcp = Socket::new(Domain::for_address((ip, 0).into()), Type::STREAM, None)?;
+        let tcp = new_socket(Domain::for_address((ip, 0).into()))?;
         tcp.bind(&SocketAddr::from((ip, 0)).into())?;
         tcp.listen(4096)?;
         let bound = tcp.local_addr()?.as_socket();
@@ -85,7 +86,7 @@ impl Endpoint {
         getrandom::fill(&mut nonce).map_err(std::io::Error::from)?;
         let name: String = nonce.iter().map(|b| format!("{b:02x}")).collect();
         let name = format!("unisono-{name}");
-        let unix = Socket::new(Domain::UNIX, Type::STREAM, None)?;
+        let unix = new_socket(Domain::UNIX)?;
         unix.bind(&abstract_address(&name)?)?;
         unix.listen(4096)?;
         let address =
@@ -208,11 +209,9 @@ impl Job {
     ) -> Result<Socket, Unanswered> {
         let address = &self.roster[peer];
         let (socket, target) = if unix {
-            let socket = Socket::new(Domain::UNIX, Type::STREAM, None);
-            (socket, abstract_address(&address.unix))
+            (new_socket(Domain::UNIX), abstract_address(&address.unix))
         } else {
-            let socket = Socket::new(Domain::for_address(address.tcp), Type::STREAM, None);
-            (socket, Ok(address.tcp.into()))
+            (new_socket(Domain::for_address(address.tcp)), Ok(address.tcp.into()))
         };
         let (socket, target) = (socket?, target?);
         let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
@@ -374,6 +373,13 @@ fn compare_settings(
     let is_difference = |outcome: &Result<_, _>| matches!(outcome, Err(FormError::Settings { .. }));
     let (differences, rest): (Vec<_>, Vec<_>) = outcomes.into_iter().partition(is_difference);
     differences.into_iter().chain(rest).try_for_each(|outcome| outcome.map(drop))
+}
+
+fn new_socket(domain: Domain) -> std::io::Result<Socket> {
+    let no_fork = fork::hold_off();
+    let socket = Socket::new(domain, Type::STREAM, None)?;
+    no_fork.make_private(&socket);
+    Ok(socket)
 }
 
 fn abstract_address(name: &str) -> std::io::Result<SockAddr> {

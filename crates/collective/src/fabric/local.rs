@@ -9,6 +9,7 @@ use super::cores::{available_cores, crowd};
 use super::staging::create_region;
 use super::{Connector, Fabric, Plan, system};
 use crate::error::FormError;
+use crate::fork;
 use crate::options::Transport;
 use crate::schedule::Topology;
 
@@ -50,7 +51,14 @@ impl LocalHub {
                 crowd,
             });
         }
-        let pair = || Socket::pair(Domain::UNIX, Type::STREAM, None).map_err(system("socketpair"));
+        let pair = || -> Result<(Socket, Socket), FormError> {
+            let no_fork = fork::hold_off();
+            let pair = Socket::pair(Domain::UNIX, Type::STREAM, None);
+            let (here, there) = pair.map_err(system("socketpair"))?;
+            no_fork.make_private(&here);
+            no_fork.make_private(&there);
+            Ok((here, there))
+        };
         for a in 0..world {
             for b in a + 1..world {
                 let (here, there) = pair()?;

@@ -34,6 +34,9 @@ pub enum Command {
     Leave,
     /// Panic with the group in hand.
     Panic,
+    /// Fork a child that lives on by itself, as a loader of data does; answered by
+    /// [`Reply::Forked`].
+    Fork,
     /// Say what the process holds; answered by [`Reply::Residue`].
     Inspect,
 }
@@ -101,6 +104,8 @@ pub enum Reply {
     /// Seconds of each repetition, in order.
     Timed(Vec<f64>),
     Residue(Residue),
+    /// The child's process number.
+    Forked(u32),
 }
 
 /// An operation ended in an error.
