@@ -25,6 +25,11 @@ impl Waves {
         Waves { segments, rounds, stride: rounds.div_ceil(depth), wave: 0, segment: 0 }
     }
 
+    /// The place of a start in the order: whatever has a smaller one comes earlier.
+    pub fn place(&self, segment: usize, round: usize) -> (usize, usize) {
+        (segment * self.stride + round, segment)
+    }
+
     /// The next start, or `None` when all have been taken.
     pub fn peek(&self) -> Option<(usize, usize)> {
         (self.segment < self.segments)
@@ -65,6 +70,7 @@ mod tests {
                         waves.advance();
                     }
                     assert_eq!(order.len(), segments * rounds, "{segments} {rounds} {depth}");
+                    assert!(order.is_sorted_by_key(|&(s, k)| waves.place(s, k)));
                     let at =
                         |start| order.iter().position(|&s| s == start).expect("each start occurs");
                     for s in 0..segments {

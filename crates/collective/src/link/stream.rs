@@ -35,6 +35,9 @@ pub struct Stream {
     body: Option<Incoming>,
     /// A header whose message nobody wants yet.
     parked: Option<MessageHeader>,
+    /// The last message of the running call that was accepted: its round's place in the order of all,
+    /// and which of the round's it is.
+    last: Option<((usize, usize), u16)>,
 }
 
 /// Part of a message in the memory of a call.
@@ -91,7 +94,19 @@ impl Stream {
             input,
             body: None,
             parked: None,
+            last: None,
         }
+    }
+
+    /// A call begins.
+    pub fn begin(&mut self) {
+        self.last = None;
+    }
+
+    /// Whether a message may come after those that were accepted. Everybody sends in one order, so
+    /// that a message which does not come later has come twice, or is none of this call's.
+    pub fn is_next(&self, round: (usize, usize), index: u16) -> bool {
+        self.last.is_none_or(|last| last < (round, index))
     }
 
     /// Queues a message. The memory it names must stay as it is until it is sent.
@@ -198,8 +213,10 @@ impl Stream {
         Ok(Received::Message { segment })
     }
 
-    /// Says where the message of the header just received goes.
-    pub fn accept(&mut self, part: Part) {
+    /// Says where the message of the header just received goes, and when it comes in the order of
+    /// all.
+    pub fn accept(&mut self, part: Part, round: (usize, usize), index: u16) {
+        self.last = Some((round, index));
         self.body = Some(Incoming { part, received: 0 });
     }
 
