@@ -1,7 +1,7 @@
 //! What the threads of a group share: whether it still stands, and if not, why.
 
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
@@ -84,13 +84,16 @@ struct Wait {
     missing: Vec<usize>,
 }
 
+/// What no call has as its number.
+const PRESENT: u64 = u64::MAX;
+
 /// Whether a group still stands. Shared by callers, the progress thread and the monitor.
 pub struct GroupState {
     rank: usize,
     over: AtomicBool,
     failure: Mutex<Option<Error>>,
-    /// For each peer, the first call it takes no part in; `u32::MAX` while it is present.
-    left: Vec<AtomicU32>,
+    /// For each peer, the number of the first call it takes no part in; [`PRESENT`] until it leaves.
+    left: Vec<AtomicU64>,
     /// Sockets whose shutdown wakes whoever waits for them.
     sockets: Mutex<Vec<Arc<Socket>>>,
     /// Wakes the monitor, which tells the other ranks.
@@ -120,7 +123,7 @@ impl GroupState {
             rank,
             over: AtomicBool::new(false),
             failure: Mutex::new(None),
-            left: (0..world).map(|_| AtomicU32::new(u32::MAX)).collect(),
+            left: (0..world).map(|_| AtomicU64::new(PRESENT)).collect(),
             sockets: Mutex::default(),
             monitor: OnceLock::new(),
             epoch: OnceLock::new(),
@@ -239,12 +242,14 @@ impl GroupState {
 
     /// Notes that a peer takes part only in calls before `seq`.
     pub fn note_left(&self, peer: usize, seq: u32) {
-        self.left[peer].store(seq, Ordering::SeqCst);
+        self.left[peer].store(seq.into(), Ordering::SeqCst);
     }
 
-    /// Whether a peer takes no part in call `seq`.
+    /// Whether a peer takes no part in call `seq`. Numbers begin again at 0 after the last: of two,
+    /// the one from which it is less far to the other comes first.
     pub fn has_left(&self, peer: usize, seq: u32) -> bool {
-        self.left[peer].load(Ordering::SeqCst) <= seq
+        let left = self.left[peer].load(Ordering::SeqCst);
+        left != PRESENT && seq.wrapping_sub(left as u32) as i32 >= 0
     }
 
     /// Says in the log that `what` has waited since `since` for the ranks `missing`, if that is
@@ -352,6 +357,25 @@ impl Drop for StallWatch<'_> {
         // The failure of a group is often what ends a wait: who looks for its cause comes after.
         if !self.state.is_over() {
             *self.state.wait.lock().expect("no panic while locked") = Wait::default();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_takes_part_in_every_call_until_it_leaves() {
+        let state = GroupState::new(0, 2, Duration::MAX);
+        let last = u32::MAX;
+        assert!([0, 1, last - 1, last].iter().all(|&seq| !state.has_left(1, seq)));
+        for first in [0, 1, 7, last - 1, last] {
+            state.note_left(1, first);
+            for calls in 0..10 {
+                assert!(!state.has_left(1, first.wrapping_sub(1 + calls)), "{first} {calls}");
+                assert!(state.has_left(1, first.wrapping_add(calls)), "{first} {calls}");
+            }
         }
     }
 }
