@@ -323,7 +323,7 @@ impl Monitor {
 
     /// Tells everybody that this rank waits in a call, and compares it with where others wait.
     fn tell_stuck(&mut self, call: Call) {
-        for peer in self.peers.iter_mut().flatten().filter(|p| p.is_present()) {
+        for peer in self.peers.iter_mut().flatten().filter(|p| p.is_here()) {
             peer.queue(Frame::Stuck, WireCall::from(call).as_bytes().to_vec());
             if let Some(theirs) = peer.stuck
                 && self.state.compare(peer.rank, &theirs)
@@ -334,7 +334,8 @@ impl Monitor {
     }
 
     fn beat(&mut self, now: Instant) {
-        for peer in self.peers.iter_mut().flatten().filter(|p| p.is_present()) {
+        // Who said goodbye owes no sign of life, even if its connection is still open.
+        for peer in self.peers.iter_mut().flatten().filter(|p| p.is_here()) {
             peer.queue(Frame::Heartbeat, Vec::new());
             peer.report_stalls(&self.state);
             let silence = now.saturating_duration_since(peer.last_heard);
@@ -357,7 +358,7 @@ impl Monitor {
         let reason = frame::encode_reason(&error);
         for peer in self.peers.iter_mut().flatten() {
             peer.fail_transfers(&error);
-            if !self.told && peer.is_present() {
+            if !self.told && peer.is_here() {
                 peer.queue(Frame::Abort { length: reason.len() }, reason.clone());
                 // Whatever this brings comes too late to matter.
                 while peer.progress().is_some() {}
@@ -428,4 +429,50 @@ fn meet(peers: &mut [Option<Peer>], receive: Receive, message: Announced, state:
 /// Another rank, which is not this one.
 fn peer(peers: &mut [Option<Peer>], rank: usize) -> &mut Peer {
     peers[rank].as_mut().expect("the group checks that transfers are with another rank")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use socket2::{Domain, Type};
+
+    use super::*;
+
+    /// After this long, what has not happened never will.
+    const HUNG: Duration = Duration::from_secs(30);
+
+    fn wait_until(what: &str, done: impl Fn() -> bool) {
+        let deadline = Instant::now() + HUNG;
+        while !done() {
+            assert!(Instant::now() < deadline, "waited too long until {what}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// A rank whose peers are at the command of a test.
+    fn monitored(timeout: Duration) -> (Side, Arc<GroupState>, [Socket; 2]) {
+        let pair = || Socket::pair(Domain::UNIX, Type::STREAM, None).unwrap();
+        let ((one, first), (two, second)) = (pair(), pair());
+        let state = GroupState::new(0, 3, Duration::MAX);
+        let sockets = vec![None, Some(one), Some(two)];
+        let side = Side::start(sockets, 0, timeout, state.clone()).unwrap();
+        (side, state, [first, second])
+    }
+
+    /// A peer that has left owes no sign of life: not even if its connection stays open, because
+    /// somebody else holds it.
+    #[test]
+    fn a_peer_that_has_left_is_never_silent() {
+        let (_side, state, [mut left, mut silent]) = monitored(Duration::from_millis(100));
+        left.write_all(&Frame::Goodbye { seq: 5 }.encode()).unwrap();
+        wait_until("the goodbye was heard", || state.has_left(1, 5));
+        // Heard from later than the one that left.
+        silent.write_all(&Frame::Heartbeat.encode()).unwrap();
+        wait_until("somebody is given up", || state.is_over());
+        let error = state.error(None);
+        let Error::PeerLost { peer: 2, loss: Loss::Silent(_), .. } = error else {
+            panic!("{error:?}")
+        };
+    }
 }
