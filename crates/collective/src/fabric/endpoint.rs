@@ -19,6 +19,7 @@ use crate::fork;
 use crate::handshake::{self, HandshakeError, Introduction, Purpose, Token};
 use crate::options::Transport;
 use crate::schedule::Topology;
+use crate::side::flow::keep_alive;
 use crate::window::region::Region;
 
 /// Connections that wait for their group to form. More than a large job needs; fewer would
@@ -246,16 +247,21 @@ impl Job {
             to: to as u32,
             channel,
         };
-        if dials {
+        let socket = if dials {
             self.dial(theirs, unix, &introduction, deadline).map_err(|reason| FormError::Peer {
                 peer,
                 reason: format!("cannot connect to it: {reason}"),
-            })
+            })?
         } else {
             self.inbox
                 .take(&introduction, deadline)
-                .ok_or(FormError::Missing { missing: vec![peer], after: plan.options.timeout })
+                .ok_or(FormError::Missing { missing: vec![peer], after: plan.options.timeout })?
+        };
+        if !unix {
+            let kept = keep_alive(&socket, plan.options.timeout);
+            kept.map_err(system("asking for keepalive probes"))?;
         }
+        Ok(socket)
     }
 
     /// Ranks of this host per core, whatever the transport.

@@ -18,6 +18,7 @@ use crate::link::Links;
 use crate::options::Options;
 use crate::schedule::Topology;
 use crate::side::Side;
+use crate::side::flow::Flow;
 use crate::state::{Epoch, GroupState};
 use crate::traffic::Traffic;
 use crate::window::{Patience, WindowMemory};
@@ -162,12 +163,13 @@ impl Group {
         let here = topology.members(topology.host(plan.me)).to_vec();
         let patience = Patience::for_crowd(crowd);
         let links = Links::new(data, patience.for_links()).map_err(failed("preparing links"))?;
-        state.shut_down_on_failure(links.handles());
+        let flows = links.handles().filter_map(|(peer, socket)| Flow::new(peer, socket)).collect();
+        state.shut_down_on_failure(links.handles().map(|(_, socket)| socket).collect());
         let window = (!regions.is_empty()).then(|| {
             let me = here.iter().position(|&m| m == plan.me).expect("a rank is on its own host");
             WindowMemory::new(regions, crate::fabric::STAGING_BUFFERS, here, me, patience)
         });
-        let side = Side::start(side, plan.me, plan.options.timeout, state.clone());
+        let side = Side::start(side, flows, plan.me, plan.options.timeout, state.clone());
         let side = side.map_err(failed("starting the monitor"))?;
         epoch.enter(&state);
 
@@ -204,3 +206,6 @@ impl Drop for Inner {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -8,6 +8,7 @@
 //! straight into the receiver's buffer. A receive may leave open whose message it wants; `mailbox`
 //! says which message belongs to which receive.
 
+pub mod flow;
 pub mod frame;
 mod mailbox;
 mod peer;
@@ -26,6 +27,7 @@ use crate::call::{Call, WireCall};
 use crate::error::{Error, Loss};
 use crate::state::GroupState;
 use crate::work::{Work, WorkPool};
+use flow::Flow;
 use frame::Frame;
 use mailbox::{Announced, Mailbox, Wanted};
 use peer::{Event, Idle, Peer};
@@ -72,9 +74,11 @@ enum Command {
 }
 
 impl Side {
-    /// Starts the monitor over the connections; `sockets[peer]` is `None` for this rank itself.
+    /// Starts the monitor over the connections; `sockets[peer]` is `None` for this rank itself. It also
+    /// watches `flows`, on which data travels.
     pub fn start(
         sockets: Vec<Option<Socket>>,
+        flows: Vec<Flow>,
         rank: usize,
         timeout: Duration,
         state: Arc<GroupState>,
@@ -97,6 +101,7 @@ impl Side {
             fds: Vec::with_capacity(peers.len() + 1),
             commands: Vec::with_capacity(ROOM),
             peers,
+            flows,
             mailbox: Mailbox::new(),
             timeout,
             state,
@@ -168,6 +173,7 @@ impl Shared {
 
 struct Monitor {
     peers: Vec<Option<Peer>>,
+    flows: Vec<Flow>,
     mailbox: Mailbox<Receive>,
     timeout: Duration,
     state: Arc<GroupState>,
@@ -344,6 +350,12 @@ impl Monitor {
                 self.state.fail(Error::PeerLost { peer: peer.rank, loss, during: None });
             }
         }
+        for flow in &mut self.flows {
+            if let Some(silence) = flow.silence(now).filter(|silence| *silence > self.timeout) {
+                let loss = Loss::Silent(silence);
+                self.state.fail(Error::PeerLost { peer: flow.peer, loss, during: None });
+            }
+        }
         let Monitor { peers, mailbox, state, .. } = self;
         let here = || peers.iter().flatten().filter(|p| p.is_here()).map(|p| p.rank).collect();
         for Wanted { from, receive, .. } in mailbox.waiting() {
@@ -456,7 +468,7 @@ mod tests {
         let ((one, first), (two, second)) = (pair(), pair());
         let state = GroupState::new(0, 3, Duration::MAX);
         let sockets = vec![None, Some(one), Some(two)];
-        let side = Side::start(sockets, 0, timeout, state.clone()).unwrap();
+        let side = Side::start(sockets, Vec::new(), 0, timeout, state.clone()).unwrap();
         (side, state, [first, second])
     }
 
