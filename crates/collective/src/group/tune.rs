@@ -28,6 +28,10 @@ const SHORT: usize = 12;
 /// Batches; the quickest counts, since whatever else the machine does can only add to it.
 const BATCHES: usize = 8;
 
+/// Messages that the measurement of empty messages between all ranks may send. More: a better
+/// measurement. Fewer: large groups form sooner; each of a thousand ranks sends a thousand.
+const MESSAGES: usize = 200_000;
+
 /// How many times slower than typical shared memory may seem before it is not believed.
 const UNLIKELY: f64 = 4.0;
 
@@ -297,14 +301,23 @@ fn exchange(
 /// Seconds that all ranks take to send an empty message to all others.
 fn all_to_all(engine: &mut Engine) -> Result<Option<f64>, Error> {
     let request = Request { algorithm: Some(Algorithm::Direct), ..Request::barrier() };
-    quickest_batch(|| {
-        for _ in 0..SHORT {
+    let (batches, short) = rounds_of_all(engine.topology.world());
+    quickest_of(batches, || {
+        for _ in 0..short {
             // SAFETY: no memory is involved.
             unsafe { engine.execute(&request) }?;
         }
-        Ok(SHORT)
+        Ok(short)
     })
     .map(Some)
+}
+
+/// How many batches of how many exchanges between all ranks a measurement has: as many as others, or
+/// as the number of their messages allows. Equal on all ranks.
+fn rounds_of_all(world: usize) -> (usize, usize) {
+    let rounds = (MESSAGES / (world * world)).max(1);
+    let batches = rounds.min(BATCHES);
+    (batches, (rounds / batches).min(SHORT))
 }
 
 /// Seconds to copy a byte of cached memory.
@@ -379,12 +392,36 @@ fn buffers<'a>(memory: *mut u8, bytes: usize, column: usize) -> Buffers<'a> {
 }
 
 /// Seconds per unit of the quickest of a few batches; `batch` says how many units it was.
-fn quickest_batch(mut batch: impl FnMut() -> Result<usize, Error>) -> Result<f64, Error> {
+fn quickest_batch(batch: impl FnMut() -> Result<usize, Error>) -> Result<f64, Error> {
+    quickest_of(BATCHES, batch)
+}
+
+fn quickest_of(
+    batches: usize,
+    mut batch: impl FnMut() -> Result<usize, Error>,
+) -> Result<f64, Error> {
     let mut quickest = f64::INFINITY;
-    for _ in 0..BATCHES {
+    for _ in 0..batches {
         let start = Instant::now();
         let units = batch()?;
         quickest = quickest.min(start.elapsed().as_secs_f64() / units as f64);
     }
     Ok(quickest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn measuring_a_large_group_does_not_take_forever() {
+        for world in 2..2000 {
+            let (batches, short) = rounds_of_all(world);
+            assert!(batches >= 1 && short >= 1);
+            let messages = batches * short * world * world;
+            assert!(messages <= MESSAGES.max(world * world), "{world}: {messages}");
+        }
+        // What fits is measured as everything else.
+        assert_eq!(rounds_of_all(16), (BATCHES, SHORT));
+    }
 }
