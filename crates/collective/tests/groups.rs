@@ -4,7 +4,7 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use common::{Kind, Sample, on_all, reference};
+use common::{Kind, Sample, Waits, on_all, reference};
 use unisono_collective::fabric::LocalHub;
 use unisono_collective::{Epoch, Error, FormError, Group, InvalidCall, Loss, Options, Reduction};
 
@@ -218,14 +218,12 @@ fn who_leaves_is_missed_only_by_later_calls() {
     for mut groups in worlds(3) {
         on_all(&groups, |group| group.barrier().unwrap());
         drop(groups.pop());
-        let start = Instant::now();
         for error in on_all(&groups, |group| group.barrier().unwrap_err()) {
             assert!(
                 matches!(error, Error::PeerLost { peer: 2, loss: Loss::Left, .. }),
                 "{error:?}"
             );
         }
-        assert!(start.elapsed() < Duration::from_secs(5), "leaving was not noticed at once");
     }
 }
 
@@ -254,13 +252,14 @@ fn nothing_works_after_its_epoch_ended() {
         let groups = kind.start(3, &Options::default());
         let children = on_all(&groups, |world| world.split(Some(0), 0).unwrap().unwrap());
         let ended = Error::EpochEnded { epoch: 0 };
+        let waits = [1, 2].map(|rank: usize| Waits::of(&groups[rank]));
         std::thread::scope(|scope| {
             // Rank 0 does not come: the others wait until the epoch ends.
             let waiting: Vec<_> = groups[1..]
                 .iter()
                 .map(|group| scope.spawn(|| group.all_reduce(&mut [1f32; 10], Reduction::Sum)))
                 .collect();
-            std::thread::sleep(Duration::from_millis(20));
+            waits.iter().for_each(Waits::begin);
             groups.iter().for_each(|group| group.epoch().end());
             for rank in waiting {
                 assert_eq!(rank.join().unwrap(), Err(ended.clone()));
