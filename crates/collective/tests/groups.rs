@@ -103,6 +103,74 @@ fn the_order_of_a_list_is_the_order_of_its_reductions() {
     }
 }
 
+/// Members may try a different number of times: who came too early, or too late, joins the others
+/// when all come.
+#[test]
+fn a_sub_group_forms_after_attempts_that_failed() {
+    for kind in [Kind::Shm, Kind::Tcp] {
+        let mut options = Options::default();
+        options.timeout = Duration::from_secs(2);
+        let groups = kind.start(3, &options);
+        let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+        let before = open();
+        let list = [2, 0];
+        for early in [0, 2] {
+            // Rank 0 waits for the other to connect, and rank 2 for an answer.
+            match groups[early].subgroup(&list).err() {
+                Some(FormError::Missing { missing, .. }) => {
+                    assert_eq!(missing, [usize::from(early == 2)]);
+                }
+                other => panic!("{other:?}"),
+            }
+            for _ in 0..2 {
+                std::thread::scope(|scope| {
+                    for rank in list {
+                        let world = &groups[rank];
+                        scope.spawn(move || {
+                            let group = world.subgroup(&list).unwrap();
+                            assert_eq!(members(&group, rank), [2, 0]);
+                        });
+                    }
+                });
+            }
+        }
+        // Threads that were joined may not have closed everything yet.
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while open() > before {
+            assert!(Instant::now() < deadline, "{} descriptors instead of {before}", open());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        on_all(&groups, |world| world.barrier().unwrap());
+    }
+}
+
+/// Nobody is missed for having waited at the door of somebody who is.
+#[test]
+fn only_ranks_that_are_missing_are_named() {
+    for kind in [Kind::Shm, Kind::Tcp] {
+        let mut options = Options::default();
+        options.timeout = Duration::from_secs(4);
+        let groups = kind.start(6, &options);
+        on_all(&groups, |world| {
+            if [2, 4].contains(&world.rank()) {
+                return;
+            }
+            match world.subgroup(&[0, 1, 2, 3, 4, 5]).err() {
+                // What it saw itself: rank 4 alone, if rank 2 was to connect to it.
+                Some(FormError::Missing { missing, .. }) => {
+                    assert!(missing.iter().all(|rank| [2, 4].contains(rank)), "{missing:?}");
+                    assert!(missing.contains(&4));
+                }
+                // What it was told by a rank that gave up.
+                Some(FormError::Peer { peer: 0 | 1 | 3, reason }) => {
+                    assert!(reason.contains("[2, 4]") || reason.contains("[4]"), "{reason}");
+                }
+                other => panic!("rank {}: {other:?}", world.rank()),
+            }
+        });
+    }
+}
+
 #[test]
 fn wrong_lists_are_refused_and_the_group_goes_on() {
     for groups in worlds(3) {

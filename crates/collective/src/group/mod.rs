@@ -9,7 +9,8 @@ mod subgroup;
 mod submit;
 mod tune;
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
 
 use crate::cost::Costs;
 use crate::error::{Error, FormError};
@@ -47,11 +48,11 @@ struct Inner {
     state: Arc<GroupState>,
     topology: Topology,
     queue: Queue,
-    side: std::sync::Mutex<Side>,
+    side: Mutex<Side>,
     /// Splits made so far, to number them.
     children: std::sync::atomic::AtomicU64,
-    /// Sub-groups made so far of each list of members, to number them.
-    made: std::sync::Mutex<std::collections::HashMap<u64, u64>>,
+    /// For each list of members, by its id: whose turn it is to make a sub-group of it.
+    lists: Mutex<HashMap<u64, Arc<Mutex<()>>>>,
 }
 
 impl Group {
@@ -181,9 +182,9 @@ impl Group {
             tune::measure(&mut engine, crowd)?;
         }
         let queue = Queue::new(engine, plan.me);
-        let (children, made) = Default::default();
-        let side = std::sync::Mutex::new(side);
-        let inner = Inner { plan, connector, epoch, state, topology, queue, side, children, made };
+        let (children, lists) = Default::default();
+        let side = Mutex::new(side);
+        let inner = Inner { plan, connector, epoch, state, topology, queue, side, children, lists };
         Ok(Group { inner: Arc::new(inner) })
     }
 }
