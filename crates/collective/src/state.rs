@@ -94,10 +94,11 @@ pub struct GroupState {
     failure: Mutex<Option<Error>>,
     /// For each peer, the number of the first call it takes no part in; [`PRESENT`] until it leaves.
     left: Vec<AtomicU64>,
-    /// Sockets whose shutdown wakes whoever waits for them.
-    sockets: Mutex<Vec<Arc<Socket>>>,
+    /// Sockets whose shutdown wakes whoever waits for them. Nothing here keeps a descriptor open: who
+    /// has a handle may keep it for longer than there is a group.
+    sockets: Mutex<Vec<Weak<Socket>>>,
     /// Wakes the monitor, which tells the other ranks.
-    monitor: OnceLock<OwnedFd>,
+    monitor: OnceLock<Weak<OwnedFd>>,
     /// The epoch it belongs to.
     epoch: OnceLock<Weak<Epoch>>,
     /// After how long a waiting rank says for whom it waits.
@@ -143,13 +144,14 @@ impl GroupState {
     }
 
     /// Hands over sockets to shut down when the group fails.
-    pub fn shut_down_on_failure(&self, sockets: Vec<Arc<Socket>>) {
+    pub fn shut_down_on_failure(&self, sockets: impl Iterator<Item = Arc<Socket>>) {
+        let sockets = sockets.map(|socket| Arc::downgrade(&socket));
         self.sockets.lock().expect("no panic while locked").extend(sockets);
     }
 
     /// Registers the eventfd on which the monitor sleeps.
-    pub fn wake_on_failure(&self, monitor: OwnedFd) {
-        let registered = self.monitor.set(monitor);
+    pub fn wake_on_failure(&self, monitor: &Arc<OwnedFd>) {
+        let registered = self.monitor.set(Arc::downgrade(monitor));
         debug_assert!(registered.is_ok(), "a group has one monitor");
     }
 
@@ -177,7 +179,8 @@ impl GroupState {
         }
         self.over.store(true, Ordering::SeqCst);
         self.wake_monitor();
-        for socket in self.sockets.lock().expect("no panic while locked").drain(..) {
+        let sockets = std::mem::take(&mut *self.sockets.lock().expect("no panic while locked"));
+        for socket in sockets.iter().filter_map(Weak::upgrade) {
             // A socket that is closed already needs no shutdown.
             let _ = socket.shutdown(std::net::Shutdown::Both);
         }
@@ -305,7 +308,7 @@ impl GroupState {
     }
 
     fn wake_monitor(&self) {
-        if let Some(monitor) = self.monitor.get() {
+        if let Some(monitor) = self.monitor.get().and_then(Weak::upgrade) {
             // An eventfd only refuses a write that would overflow, and then it is readable.
             let _ = rustix::io::write(monitor, &1u64.to_ne_bytes());
         }

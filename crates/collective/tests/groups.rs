@@ -371,6 +371,30 @@ fn the_end_of_an_epoch_reaches_every_group_of_every_rank() {
     }
 }
 
+/// Groups that come and go leave neither threads nor descriptors behind, also if somebody has kept a
+/// handle.
+#[test]
+fn a_group_that_was_left_holds_nothing() {
+    let entries = |of: &str| std::fs::read_dir(format!("/proc/self/{of}")).unwrap().count();
+    let held = || (entries("task"), entries("fd"));
+    for kind in KINDS {
+        let groups = kind.start(2, &Options::default());
+        let before = held();
+        let mut handles = Vec::new();
+        for _ in 0..20 {
+            let children = on_all(&groups, |world| world.subgroup(&[1, 0]).unwrap());
+            on_all(&children, |group| group.barrier().unwrap());
+            handles.extend(children.iter().map(Group::abort_handle));
+        }
+        // A thread that was joined is still listed until the kernel has buried it.
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while held().0 > before.0 || held().1 > before.1 {
+            assert!(Instant::now() < deadline, "{kind:?}: {:?} instead of {before:?}", held());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
 /// Nothing but its sockets costs a local world descriptors: two for every pair and direction.
 #[test]
 fn a_large_local_world_fits_the_usual_limit_of_descriptors() {

@@ -229,6 +229,7 @@ impl Group {
         if let Some(group) = self.take() {
             let ends = group.abort_handle();
             py.detach(|| leave(group, Some(&ends), deadline::limit(seconds), self.rank));
+            self.deadlines.close();
             py.detach(|| self.dispatcher.close(PATIENCE));
         }
     }
@@ -246,6 +247,7 @@ impl Drop for Group {
         let end = || {
             let ends = group.abort_handle();
             leave(group, Some(&ends), FAREWELL, self.rank);
+            self.deadlines.close();
             self.dispatcher.close(PATIENCE);
         };
         // The interpreter drops its objects while it is locked, and callbacks need it.

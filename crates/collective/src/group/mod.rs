@@ -165,7 +165,7 @@ impl Group {
         let patience = Patience::for_crowd(crowd);
         let links = Links::new(data, patience.for_links()).map_err(failed("preparing links"))?;
         let flows = links.handles().filter_map(|(peer, socket)| Flow::new(peer, socket)).collect();
-        state.shut_down_on_failure(links.handles().map(|(_, socket)| socket).collect());
+        state.shut_down_on_failure(links.handles().map(|(_, socket)| socket));
         let window = (!regions.is_empty()).then(|| {
             let me = here.iter().position(|&m| m == plan.me).expect("a rank is on its own host");
             WindowMemory::new(regions, crate::fabric::STAGING_BUFFERS, here, me, patience)

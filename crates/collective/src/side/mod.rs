@@ -48,7 +48,7 @@ pub struct Side {
 
 struct Shared {
     commands: Mutex<Vec<Command>>,
-    wake: OwnedFd,
+    wake: Arc<OwnedFd>,
 }
 
 /// A send or a receive, in memory that outlives it.
@@ -84,7 +84,8 @@ impl Side {
         state: Arc<GroupState>,
     ) -> std::io::Result<Side> {
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        state.wake_on_failure(wake.try_clone()?);
+        let wake = Arc::new(wake);
+        state.wake_on_failure(&wake);
         let commands = Mutex::new(Vec::with_capacity(ROOM));
         let shared = Arc::new(Shared { commands, wake });
         let mut peers = Vec::with_capacity(sockets.len());
@@ -400,11 +401,13 @@ impl Monitor {
         let left = |peer| Error::PeerLost { peer, loss: Loss::Left, during: None };
         let anybody = self.peers.iter().flatten().next().map_or(0, |peer| peer.rank);
         self.end_all_receives(|from| left(from.unwrap_or(anybody)));
-        while Instant::now() < deadline
-            && self.peers.iter().flatten().any(|p| p.is_present() && p.has_output())
-        {
+        loop {
             self.exchange();
-            self.sleep(deadline.min(Instant::now() + Duration::from_millis(5)));
+            let unsaid = self.peers.iter().flatten().any(|p| p.is_present() && p.has_output());
+            if !unsaid || Instant::now() >= deadline {
+                return;
+            }
+            self.sleep(deadline);
         }
     }
 
