@@ -100,8 +100,7 @@ fn every_tcp_connection_is_kept_alive() {
 /// Something on the way forgets the flow of data, and of nothing else, while it is idle.
 #[test]
 fn a_flow_that_is_dropped_while_it_is_idle_is_noticed() {
-    let mut options = Options::default();
-    options.timeout = Duration::from_secs(2);
+    let options = Options { timeout: Duration::from_secs(2), ..Options::default() };
     let groups = over_tcp(2, &options);
     for (_, socket) in groups.iter().flat_map(data_sockets) {
         deafen(&socket);
@@ -114,8 +113,7 @@ fn a_flow_that_is_dropped_while_it_is_idle_is_noticed() {
 /// As before, and the next call sends at once.
 #[test]
 fn a_flow_that_is_dropped_while_data_is_on_its_way_is_noticed() {
-    let mut options = Options::default();
-    options.timeout = Duration::from_secs(2);
+    let options = Options { timeout: Duration::from_secs(2), ..Options::default() };
     let groups = over_tcp(2, &options);
     for (_, socket) in groups.iter().flat_map(data_sockets) {
         // Without the probes, which would find it out if they came before the data.
@@ -135,8 +133,7 @@ fn a_flow_that_is_dropped_while_data_is_on_its_way_is_noticed() {
 /// A rank that computes for longer than the timeout reads nothing meanwhile; whoever sends to it waits.
 #[test]
 fn a_rank_that_has_no_room_is_not_lost() {
-    let mut options = Options::default();
-    options.timeout = Duration::from_millis(500);
+    let options = Options { timeout: Duration::from_millis(500), ..Options::default() };
     let groups = over_tcp(2, &options);
     // More than the buffers of the connection hold.
     let mut sent = vec![7u8; 64 << 20];

@@ -8,6 +8,9 @@
 //! earlier in that order: the segment's previous round, and the last round of the segment whose
 //! place it takes. So the earliest unfinished start can always proceed, and there is no deadlock.
 
+/// Where a start comes in the global order: after whatever is smaller. Its wave, and its segment.
+pub type Place = (usize, usize);
+
 /// Iterates over (segment, round) in the global order.
 #[derive(Clone, Debug)]
 pub struct Waves {
@@ -25,8 +28,8 @@ impl Waves {
         Waves { segments, rounds, stride: rounds.div_ceil(depth), wave: 0, segment: 0 }
     }
 
-    /// The place of a start in the order: whatever has a smaller one comes earlier.
-    pub fn place(&self, segment: usize, round: usize) -> (usize, usize) {
+    /// The place of a start in the order.
+    pub fn place(&self, segment: usize, round: usize) -> Place {
         (segment * self.stride + round, segment)
     }
 

@@ -8,7 +8,7 @@ use crate::schedule::Rounds;
 use crate::state::GroupState;
 
 use super::Links;
-use super::order::Waves;
+use super::order::{self, Waves};
 use super::stream::{Part, Received, Stream};
 
 /// A segment in flight.
@@ -222,7 +222,7 @@ impl Links {
         waves: &Waves,
         stream: usize,
         header: &MessageHeader,
-    ) -> Result<Option<(Part, (usize, usize))>, Error> {
+    ) -> Result<Option<(Part, order::Place)>, Error> {
         let peer = self.streams[stream].peer;
         let malformed = |what: &str| Error::System {
             what: "reading a message",
@@ -375,11 +375,11 @@ mod tests {
 
     #[test]
     fn a_message_that_comes_twice_is_refused() {
-        for at in 0..ALL.len() - 1 {
+        for (at, message) in ALL.into_iter().enumerate() {
             // In the place of the next, and of any other.
             for instead in at + 1..ALL.len() {
                 let mut sent = ALL;
-                sent[instead] = ALL[at];
+                sent[instead] = message;
                 let outcome = sum(&sent);
                 assert!(matches!(outcome, Err(Error::System { .. })), "{sent:?}: {outcome:?}");
             }
