@@ -282,6 +282,11 @@ impl Monitor {
     /// Moves what the sockets allow and acts on what arrives.
     fn exchange(&mut self) {
         for rank in 0..self.peers.len() {
+            // In a large group, few of many peers have something to say at a time.
+            let idle = |peer: &Peer| !peer.ready && !peer.has_output();
+            if self.peers[rank].as_ref().is_none_or(idle) {
+                continue;
+            }
             while let Some(event) = self.peers[rank].as_mut().and_then(Peer::progress) {
                 self.act_on(rank, event);
             }
@@ -425,8 +430,12 @@ impl Monitor {
             flags.set(PollFlags::OUT, peer.has_output());
             self.fds.push(watched(peer.socket().as_fd(), flags));
         }
-        // Interrupted or failed: the loop comes round again.
-        let _ = rustix::event::poll(&mut self.fds, Some(&timeout));
+        let polled = rustix::event::poll(&mut self.fds, Some(&timeout)).is_ok();
+        let watched = self.peers.iter_mut().flatten().filter(|p| p.is_present());
+        for (peer, fd) in watched.zip(&self.fds[1..]) {
+            // Interrupted or failed: each is tried.
+            peer.ready = !polled || !fd.revents().is_empty();
+        }
         self.fds.clear();
         let mut count = [0; 8];
         // Empty the counter; nothing to read is fine.
