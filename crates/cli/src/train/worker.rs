@@ -24,11 +24,12 @@ const SCALING_STEPS: u64 = 10;
 /// Joins the job and trains.
 pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let options = args.options()?;
+    let job = Job::join_with(options).context("joining the job")?;
+    // Not before: who waits for others to come has nothing to finish, and a signal ends it at once.
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
         signal_hook::flag::register(signal, stop.clone()).context("listening for signals")?;
     }
-    let job = Job::join_with(options).context("joining the job")?;
     let group = job.world();
     let plan = args.plan(group.size())?;
     expect_equal_plans(&plan, group)?;
