@@ -29,6 +29,7 @@ pub mod dtype;
 pub mod error;
 pub mod fabric;
 pub mod folder;
+pub mod fork;
 mod group;
 pub mod handshake;
 mod history;

@@ -106,6 +106,9 @@ struct Wait {
     missing: Vec<usize>,
 }
 
+/// What no call has as its number.
+const PRESENT: u64 = u64::MAX;
+
 thread_local! {
     /// The number of this thread among all that ever used a group.
     static THREAD: u64 = {
@@ -139,12 +142,13 @@ pub struct GroupState {
     members: Vec<usize>,
     over: AtomicBool,
     failure: Mutex<Option<Error>>,
-    /// For each peer, the first call it takes no part in; `u32::MAX` while it is present.
-    left: Vec<AtomicU32>,
-    /// Sockets whose shutdown wakes whoever waits for them.
-    sockets: Mutex<Vec<Arc<Socket>>>,
+    /// For each peer, the number of the first call it takes no part in; [`PRESENT`] until it leaves.
+    left: Vec<AtomicU64>,
+    /// Sockets whose shutdown wakes whoever waits for them. Nothing here keeps a descriptor open: who
+    /// has a handle may keep it for longer than there is a group.
+    sockets: Mutex<Vec<Weak<Socket>>>,
     /// Wakes the monitor, which tells the other ranks.
-    monitor: OnceLock<OwnedFd>,
+    monitor: OnceLock<Weak<OwnedFd>>,
     /// The epoch it belongs to.
     epoch: OnceLock<Weak<Epoch>>,
     /// After how long a waiting rank says for whom it waits.
@@ -187,7 +191,7 @@ impl GroupState {
             members,
             over: AtomicBool::new(false),
             failure: Mutex::new(None),
-            left: (0..world).map(|_| AtomicU32::new(u32::MAX)).collect(),
+            left: (0..world).map(|_| AtomicU64::new(PRESENT)).collect(),
             sockets: Mutex::default(),
             monitor: OnceLock::new(),
             epoch: OnceLock::new(),
@@ -217,13 +221,14 @@ impl GroupState {
     }
 
     /// Hands over sockets to shut down when the group fails.
-    pub fn shut_down_on_failure(&self, sockets: Vec<Arc<Socket>>) {
+    pub fn shut_down_on_failure(&self, sockets: impl Iterator<Item = Arc<Socket>>) {
+        let sockets = sockets.map(|socket| Arc::downgrade(&socket));
         self.sockets.lock().expect("no panic while locked").extend(sockets);
     }
 
     /// Registers the eventfd on which the monitor sleeps.
-    pub fn wake_on_failure(&self, monitor: OwnedFd) {
-        let registered = self.monitor.set(monitor);
+    pub fn wake_on_failure(&self, monitor: &Arc<OwnedFd>) {
+        let registered = self.monitor.set(Arc::downgrade(monitor));
         debug_assert!(registered.is_ok(), "a group has one monitor");
     }
 
@@ -251,7 +256,8 @@ impl GroupState {
         }
         self.over.store(true, Ordering::SeqCst);
         self.wake_monitor();
-        for socket in self.sockets.lock().expect("no panic while locked").drain(..) {
+        let sockets = std::mem::take(&mut *self.sockets.lock().expect("no panic while locked"));
+        for socket in sockets.iter().filter_map(Weak::upgrade) {
             // A socket that is closed already needs no shutdown.
             let _ = socket.shutdown(std::net::Shutdown::Both);
         }
@@ -344,12 +350,14 @@ impl GroupState {
 
     /// Notes that a peer takes part only in calls before `seq`.
     pub fn note_left(&self, peer: usize, seq: u32) {
-        self.left[peer].store(seq, Ordering::SeqCst);
+        self.left[peer].store(seq.into(), Ordering::SeqCst);
     }
 
-    /// Whether a peer takes no part in call `seq`.
+    /// Whether a peer takes no part in call `seq`. Numbers begin again at 0 after the last: of two,
+    /// the one from which it is less far to the other comes first.
     pub fn has_left(&self, peer: usize, seq: u32) -> bool {
-        self.left[peer].load(Ordering::SeqCst) <= seq
+        let left = self.left[peer].load(Ordering::SeqCst);
+        left != PRESENT && seq.wrapping_sub(left as u32) as i32 >= 0
     }
 
     /// Notes why a peer left.
@@ -511,7 +519,7 @@ impl GroupState {
     }
 
     fn wake_monitor(&self) {
-        if let Some(monitor) = self.monitor.get() {
+        if let Some(monitor) = self.monitor.get().and_then(Weak::upgrade) {
             // An eventfd only refuses a write that would overflow, and then it is readable.
             let _ = rustix::io::write(monitor, &1u64.to_ne_bytes());
         }
@@ -600,6 +608,25 @@ impl Drop for StallWatch<'_> {
         // The failure of a group is often what ends a wait: who looks for its cause comes after.
         if !self.state.is_over() {
             *self.state.wait.lock().expect("no panic while locked") = Wait::default();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_takes_part_in_every_call_until_it_leaves() {
+        let state = GroupState::new(0, 0, vec![0, 1], Duration::MAX);
+        let last = u32::MAX;
+        assert!([0, 1, last - 1, last].iter().all(|&seq| !state.has_left(1, seq)));
+        for first in [0, 1, 7, last - 1, last] {
+            state.note_left(1, first);
+            for calls in 0..10 {
+                assert!(!state.has_left(1, first.wrapping_sub(1 + calls)), "{first} {calls}");
+                assert!(state.has_left(1, first.wrapping_add(calls)), "{first} {calls}");
+            }
         }
     }
 }

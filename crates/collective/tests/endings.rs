@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{Kind, on_all};
+use common::{Kind, Waits, on_all};
 use unisono_collective::{Call, Error, Group, Options, Reduction};
 
 const KINDS: [Kind; 3] = [Kind::Local, Kind::Shm, Kind::Tcp];
@@ -20,6 +20,7 @@ fn an_aborted_group_says_who_gave_up_and_others_go_on() {
         let groups = kind.start(3, &Options::default());
         let others = on_all(&groups, |world| world.split(Some(0), 0).unwrap().unwrap());
         let aborted = Error::Aborted { peer: 1, reason: "the loss is not a number: ∞".into() };
+        let waits = [0, 2].map(|rank: usize| Waits::of(&groups[rank]));
         std::thread::scope(|scope| {
             // Rank 1 does not come: the others wait, for a call, and for messages.
             let waiting: Vec<_> = [0, 2]
@@ -32,7 +33,7 @@ fn an_aborted_group_says_who_gave_up_and_others_go_on() {
                     })
                 })
                 .into();
-            std::thread::sleep(Duration::from_millis(20));
+            waits.iter().for_each(Waits::begin);
             groups[1].abort("the loss is not a number: ∞");
             for rank in waiting {
                 assert_eq!(rank.join().unwrap(), (Err(aborted.clone()), Err(aborted.clone())));
@@ -67,12 +68,13 @@ fn a_timeout_names_the_ranks_that_have_not_arrived() {
     for kind in KINDS {
         let groups = kind.start(3, &Options::default());
         let others = on_all(&groups, |world| world.split(Some(0), 0).unwrap().unwrap());
+        let waits = [0, 1].map(|rank: usize| Waits::of(&groups[rank]));
         std::thread::scope(|scope| {
             let waiting: Vec<_> = groups[..2]
                 .iter()
                 .map(|group| scope.spawn(|| group.all_reduce(&mut [1f32; 10], Reduction::Sum)))
                 .collect();
-            std::thread::sleep(after);
+            waits.iter().for_each(Waits::begin);
             groups[0].abort_handle().expire(after);
             let mut outcomes = waiting.into_iter().map(|rank| rank.join().unwrap());
             match outcomes.next().unwrap() {
@@ -102,10 +104,11 @@ fn a_timeout_names_the_ranks_that_have_not_arrived() {
 fn nobody_is_missing_once_a_wait_is_over() {
     for kind in KINDS {
         let groups = kind.start(2, &Options::default());
+        let waits = Waits::of(&groups[0]);
         on_all(&groups, |group| {
-            // Long enough for the other to note for whom it waits.
+            // The other has noted by then for whom it waits.
             if group.rank() == 1 {
-                std::thread::sleep(Duration::from_millis(200));
+                waits.begin();
             }
             group.barrier().unwrap();
         });

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use unisono_collective::AbortHandle;
 
-/// How long the thread sleeps at most. Longer: it outlives its group for longer. Shorter: it wakes
-/// up for nothing more often.
+/// How long the thread sleeps at most. Longer: it outlives for longer a group that ended by itself.
+/// Shorter: it wakes up for nothing more often.
 const NAP: Duration = Duration::from_secs(5);
 
 /// What a timeout beyond all reason, or infinite, is taken for: thirty years.
@@ -29,6 +29,7 @@ pub struct Deadlines {
 #[derive(Default)]
 struct Watch {
     started: bool,
+    closed: bool,
     /// Calls noted so far: the number of the next.
     noted: u64,
     /// When calls must have ended, and how long that gave them.
@@ -72,6 +73,12 @@ impl Deadlines {
         Noted { deadlines: self.clone(), number }
     }
 
+    /// Ends the thread: the group is gone.
+    pub fn close(&self) {
+        self.lock().closed = true;
+        self.change.notify_all();
+    }
+
     fn start(self: &Arc<Self>) {
         let own = Arc::downgrade(self);
         let watching = move || {
@@ -90,6 +97,9 @@ impl Deadlines {
     /// Sleeps until the next deadline; whether to go on.
     fn look(&self) -> bool {
         let mut watch = self.lock();
+        if watch.closed {
+            return false;
+        }
         let now = Instant::now();
         let earliest = watch.ends.values().min().copied();
         if let Some((end, limit)) = earliest

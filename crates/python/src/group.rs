@@ -238,6 +238,7 @@ impl Group {
                 ends.leave_because(reason);
             }
             py.detach(|| leave(group, Some(&ends), deadline::limit(seconds), self.rank));
+            self.deadlines.close();
             py.detach(|| self.dispatcher.close(PATIENCE));
         }
     }
@@ -255,6 +256,7 @@ impl Drop for Group {
         let end = || {
             let ends = group.abort_handle();
             leave(group, Some(&ends), FAREWELL, self.rank);
+            self.deadlines.close();
             self.dispatcher.close(PATIENCE);
         };
         // The interpreter drops its objects while it is locked, and callbacks need it.

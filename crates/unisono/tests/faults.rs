@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use common::machine::now;
 use common::protocol::{Call, Command, Failed, Failure, How, Reply, Settings};
 use common::random::{Random, seed};
-use common::{World, serve_if_rank};
+use common::{LONG, World, serve_if_rank};
 use rustix::process::Signal;
 use unisono::{Dtype, Reduction, Transport};
 
@@ -151,6 +151,67 @@ fn kills_are_noticed_over_tcp() {
 #[test]
 fn kills_are_noticed_over_both() {
     kill(Wiring::Hosts, 16);
+}
+
+/// A child that was forked without `exec`, as loaders of data are, has what its parent had open.
+#[test]
+fn a_killed_rank_is_lost_at_once_though_its_forked_child_lives() {
+    for wiring in Wiring::PROCESSES {
+        let mut world = wiring.start(4);
+        let mut settings = wiring.settings();
+        // Nothing but the death itself tells the others before they count as hung.
+        settings.timeout = 100 * LONG;
+        world.form(&settings);
+        let victim = 1;
+        let child = world.ranks[victim].fork();
+        for (rank, handle) in world.ranks.iter_mut().enumerate() {
+            if rank != victim {
+                handle.tell(&Command::Settle);
+            }
+        }
+        world.ranks[victim].signal(Signal::KILL);
+        world.ranks[victim].wait();
+        world.ranks.remove(victim);
+        for rank in &world.ranks {
+            let Failed { failure, .. } = rank.failed();
+            assert_eq!(lost(&failure, How::Closed), Some(victim), "{wiring:?}: {failure:?}");
+        }
+        assert!(child.is_running(), "the child held nothing open");
+        for rank in &mut world.ranks {
+            rank.residue(&Command::Leave);
+        }
+        wiring.place(&mut world);
+        world.form(&settings);
+        for reply in world.all(&Command::Call(SUM)) {
+            assert_eq!(reply, Reply::Done);
+        }
+        drop(child);
+        world.end();
+    }
+}
+
+/// What a forked child does with the connections of its parent does not reach the others: they hear
+/// from the parent alone, and when it has left, it has.
+#[test]
+fn a_rank_that_leaves_has_left_though_its_forked_child_lives() {
+    for wiring in Wiring::PROCESSES {
+        let mut world = wiring.start(3);
+        let mut settings = wiring.settings();
+        settings.timeout = 100 * LONG;
+        world.form(&settings);
+        let child = world.ranks[1].fork();
+        world.ranks[1].residue(&Command::Leave);
+        // The socket at which it could be reached is gone with the group.
+        world.assert_unreachable(1);
+        for rank in [0, 2] {
+            world.ranks[rank].tell(&Command::Settle);
+            let Failed { failure, .. } = world.ranks[rank].failed();
+            assert_eq!(lost(&failure, How::Left), Some(1), "{wiring:?}: {failure:?}");
+        }
+        assert!(child.is_running(), "the child held nothing open");
+        drop(child);
+        world.end();
+    }
 }
 
 /// Rank 1 of three does `what` while the others call collectives, which all end because it left.

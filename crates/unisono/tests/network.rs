@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use common::machine::now;
 use common::protocol::{Call, Command, Failed, Failure, How, Reply, Settings};
-use common::{World, serve_if_rank};
+use common::{LONG, World, serve_if_rank};
+use rustix::process::Signal;
 use unisono::{Dtype, Reduction, Transport};
 use unisono_netlab::{Host, Link, Rate, lab_or_skip};
 
@@ -84,6 +85,34 @@ fn a_host_that_dies_is_lost() {
         rank.residue(&Command::Leave);
     }
     assert_progress(&mut world, &settings);
+    world.end();
+}
+
+/// As with ranks of one host, but here nothing but the connection can tell.
+#[test]
+fn a_killed_rank_of_another_host_is_lost_at_once_though_its_forked_child_lives() {
+    let Some(lab) = lab_or_skip(2, Link::new(GIGABIT)) else { return };
+    let mut world = World::in_lab(&lab, 2, Host::address);
+    let mut settings = Settings::new(Transport::Auto);
+    settings.timeout = 100 * LONG;
+    world.form(&settings);
+    let child = world.ranks[3].fork();
+    assert_churning(&mut world);
+    world.ranks[3].signal(Signal::KILL);
+    world.ranks[3].wait();
+    world.ranks.truncate(3);
+    for (rank, handle) in world.ranks.iter().enumerate() {
+        let Failed { failure, .. } = handle.failed();
+        let Failure::Lost { peer: 3, how: How::Closed, .. } = failure else {
+            panic!("rank {rank} says {failure:?}");
+        };
+    }
+    assert!(child.is_running(), "the child held nothing open");
+    for rank in &mut world.ranks {
+        rank.residue(&Command::Leave);
+    }
+    assert_progress(&mut world, &settings);
+    drop(child);
     world.end();
 }
 

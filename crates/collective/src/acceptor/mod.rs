@@ -24,6 +24,7 @@ use rustix::net::{RecvFlags, SendFlags};
 use socket2::{Domain, SockAddr, Socket};
 
 use self::refusals::{Peer, Reason, RefusalLog};
+use crate::fork;
 use crate::handshake::{Introduction, Responder, Step, Token, random_nonce, timespec};
 
 /// Accepts connections and performs their handshakes on a thread of its own, until dropped.
@@ -147,6 +148,7 @@ impl<F: FnMut(Socket, Introduction)> Door<F> {
         let mut next_key = STOP + 1;
         for listener in &listeners {
             listener.set_nonblocking(true)?;
+            fork::make_private(listener);
             watch(&epoll, listener, next_key)?;
             next_key += 1;
         }
@@ -199,7 +201,13 @@ impl<F: FnMut(Socket, Introduction)> Door<F> {
     fn accept_all(&mut self, listener: usize) {
         // As many as there are slots, so that the handshakes under way get their turn.
         for _ in 0..self.limits.half_done {
-            match self.listeners[listener].accept() {
+            let no_fork = fork::hold_off();
+            let accepted = self.listeners[listener].accept();
+            if let Ok((socket, _)) = &accepted {
+                no_fork.make_private(socket);
+            }
+            drop(no_fork);
+            match accepted {
                 Ok((socket, address)) => self.admit(socket, &address),
                 Err(error) => match Errno::from_io_error(&error) {
                     Some(Errno::AGAIN) => return,

@@ -2,31 +2,38 @@
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
+use std::ops::Range;
 use std::os::fd::AsFd;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, poll};
 use serde::{Deserialize, Serialize};
-use socket2::{Domain, SockAddr, Socket, Type};
+use socket2::{Domain, Socket};
 
 use super::cores::{CoreSet, crowd, shared_cores};
+use super::dial::{self, Door, Refused, Target, abstract_address, new_socket};
 use super::ready::{self, Ready};
 use super::staging::{create_region, staging_buffer};
 use super::{Connector, Fabric, Plan, STAGING_BUFFERS, system};
-use crate::acceptor::Acceptor;
+use crate::acceptor::{Acceptor, Limits};
 use crate::error::FormError;
-use crate::handshake::{self, HandshakeError, Introduction, Purpose, Token};
+use crate::handshake::{Introduction, Purpose, Token, timespec};
 use crate::options::Transport;
 use crate::schedule::Topology;
+use crate::side::flow::keep_alive;
 use crate::window::region::Region;
 
 /// Connections that wait for their group to form. More than a large job needs; fewer would
 /// refuse a member that is early.
 const MAX_WAITING: usize = 1 << 16;
 
-/// How long a rank that was pushed out at a door waits before it knocks again. Longer: the group
-/// forms later. Shorter: a crowded door gets more crowded.
-const KNOCK_PAUSE: Duration = Duration::from_millis(5);
+/// Handshakes that a rank takes part in at once, however large the job. More: more descriptors for
+/// strangers. Fewer: members of a larger job are pushed out, and knock again.
+const MAX_HALF_DONE: usize = 1024;
+
+/// How much longer than the timeout a rank waits to hear from the others who is missing.
+const REPORT_GRACE: Duration = Duration::from_secs(1);
 
 /// Which ranks can share memory: equal on ranks of one machine and one network namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -75,7 +82,7 @@ pub struct Endpoint {
 impl Endpoint {
     /// Listens on a free port of `ip`, and on a Unix socket.
     pub fn bind(ip: IpAddr) -> std::io::Result<Endpoint> {
-        let tcp = Socket::new(Domain::for_address((ip, 0).into()), Type::STREAM, None)?;
+        let tcp = new_socket(Domain::for_address((ip, 0).into()))?;
         tcp.bind(&SocketAddr::from((ip, 0)).into())?;
         tcp.listen(4096)?;
         let bound = tcp.local_addr()?.as_socket();
@@ -85,7 +92,7 @@ impl Endpoint {
         getrandom::fill(&mut nonce).map_err(std::io::Error::from)?;
         let name: String = nonce.iter().map(|b| format!("{b:02x}")).collect();
         let name = format!("unisono-{name}");
-        let unix = Socket::new(Domain::UNIX, Type::STREAM, None)?;
+        let unix = new_socket(Domain::UNIX)?;
         unix.bind(&abstract_address(&name)?)?;
         unix.listen(4096)?;
         let address =
@@ -108,7 +115,12 @@ impl Endpoint {
         let inbox = Arc::new(Inbox::default());
         let deliver = inbox.clone();
         let on_connection = move |socket, introduction| deliver.put(rank, socket, introduction);
-        let acceptor = Acceptor::start(vec![self.tcp, self.unix], token.clone(), on_connection)?;
+        // All ranks may knock at the same moment.
+        let limits = Limits::default();
+        let limits =
+            Limits { half_done: roster.len().clamp(limits.half_done, MAX_HALF_DONE), ..limits };
+        let listeners = vec![self.tcp, self.unix];
+        let acceptor = Acceptor::start_with(limits, listeners, token.clone(), on_connection)?;
         Ok(Arc::new(Job { rank, token, roster, inbox, _acceptor: acceptor }))
     }
 }
@@ -122,32 +134,11 @@ struct Job {
     _acceptor: Acceptor,
 }
 
-/// Why a member did not let this rank in.
-struct Unanswered {
-    reason: String,
-    /// Whether it would be the same the next time.
-    is_final: bool,
-}
-
-impl From<std::io::Error> for Unanswered {
-    fn from(error: std::io::Error) -> Unanswered {
-        // A queue of connections that is full refuses Unix sockets this way.
-        let is_final = error.kind() != std::io::ErrorKind::WouldBlock;
-        Unanswered { reason: error.to_string(), is_final }
-    }
-}
-
-impl From<HandshakeError> for Unanswered {
-    fn from(error: HandshakeError) -> Unanswered {
-        let is_final = !matches!(error, HandshakeError::Truncated);
-        Unanswered { reason: error.to_string(), is_final }
-    }
-}
-
 /// Connections that were accepted and wait for their group.
 #[derive(Default)]
 struct Inbox {
-    waiting: Mutex<HashMap<Introduction, Socket>>,
+    /// With when they came.
+    waiting: Mutex<HashMap<Introduction, (Socket, Instant)>>,
     arrival: Condvar,
 }
 
@@ -162,84 +153,66 @@ impl Inbox {
             log::warn!("refused a connection of rank {}: too many wait", introduction.from);
             return;
         }
-        waiting.insert(introduction, socket);
+        waiting.insert(introduction, (socket, Instant::now()));
         self.arrival.notify_all();
     }
 
-    fn take(&self, wanted: &Introduction, deadline: Instant) -> Option<Socket> {
+    /// Takes connections as they come, those that are for the places of `wanted`, for an attempt to
+    /// form a group that began at `start`; the peers whose have not come until the deadline.
+    fn take_all(
+        &self,
+        mut wanted: HashMap<Introduction, Place>,
+        start: Instant,
+        deadline: Instant,
+        mut taken: impl FnMut(Place, Socket),
+    ) -> Vec<usize> {
         let mut waiting = self.waiting.lock().expect("no panic while locked");
+        // Those that came before this attempt and are closed were meant for earlier ones, of this group
+        // or another. Who came since and has given up may have said why.
+        waiting.retain(|_, (socket, came)| *came >= start || !is_closed(socket));
         loop {
-            if let Some(socket) = waiting.remove(wanted) {
-                return Some(socket);
+            wanted.retain(|introduction, place| {
+                let here = waiting.remove(introduction);
+                let is_missing = here.is_none();
+                if let Some((socket, _)) = here {
+                    taken(*place, socket);
+                }
+                is_missing
+            });
+            let left = deadline.saturating_duration_since(Instant::now());
+            if wanted.is_empty() || left.is_zero() {
+                return wanted.into_values().map(|place| place.peer).collect();
             }
-            let left = deadline.checked_duration_since(Instant::now())?;
             waiting = self.arrival.wait_timeout(waiting, left).expect("no panic while locked").0;
         }
     }
 }
 
+/// What a connection is for: a channel to a member.
+#[derive(Clone, Copy)]
+struct Place {
+    peer: usize,
+    channel: u32,
+}
+
 impl Job {
-    /// Opens a connection to a member. Strangers who crowd its door may push this rank out before
-    /// it could introduce itself; then it knocks again.
-    fn dial(
-        &self,
-        peer: usize,
-        unix: bool,
-        introduction: &Introduction,
-        deadline: Instant,
-    ) -> Result<Socket, String> {
-        loop {
-            match self.knock(peer, unix, introduction, deadline) {
-                Ok(socket) => return Ok(socket),
-                Err(error) if error.is_final || Instant::now() >= deadline => {
-                    return Err(error.reason);
-                }
-                Err(_) => std::thread::sleep(KNOCK_PAUSE),
-            }
-        }
-    }
-
-    fn knock(
-        &self,
-        peer: usize,
-        unix: bool,
-        introduction: &Introduction,
-        deadline: Instant,
-    ) -> Result<Socket, Unanswered> {
-        let address = &self.roster[peer];
-        let (socket, target) = if unix {
-            let socket = Socket::new(Domain::UNIX, Type::STREAM, None);
-            (socket, abstract_address(&address.unix))
-        } else {
-            let socket = Socket::new(Domain::for_address(address.tcp), Type::STREAM, None);
-            (socket, Ok(address.tcp.into()))
-        };
-        let (socket, target) = (socket?, target?);
-        let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-        if unix {
-            socket.connect(&target)?;
-        } else {
-            socket.connect_timeout(&target, left)?;
-            socket.set_tcp_nodelay(true)?;
-        }
-        handshake::initiate(&socket, &self.token, introduction, deadline)?;
-        Ok(socket)
-    }
-
-    /// The connection of one channel between this rank and another member: the higher rank
-    /// dials.
-    fn link(
+    /// Makes these channels to all other members; those that were made, by member and channel, and
+    /// whether that is all of them. Between two, the higher rank connects to the lower.
+    fn channels(
         &self,
         plan: &Plan,
-        peer: usize,
-        unix: bool,
-        channel: u32,
+        topology: &Topology,
+        numbers: Range<u32>,
         deadline: Instant,
-    ) -> Result<Socket, FormError> {
-        let (mine, theirs) = (self.rank, plan.members[peer]);
-        let dials = mine > theirs;
-        let (from, to) = if dials { (mine, theirs) } else { (theirs, mine) };
-        let introduction = Introduction {
+    ) -> (Vec<Vec<Option<Socket>>>, Result<(), FormError>) {
+        let start = Instant::now();
+        let mut made: Vec<Vec<Option<Socket>>> =
+            plan.members.iter().map(|_| numbers.clone().map(|_| None).collect()).collect();
+        let together = |peer| topology.together(plan.me, peer);
+        let peers = (0..plan.members.len()).filter(|&peer| peer != plan.me);
+        let (lower, higher): (Vec<_>, Vec<_>) =
+            peers.partition(|&peer| plan.members[peer] < self.rank);
+        let introduction = |channel, from, to| Introduction {
             purpose: if channel == 0 { Purpose::Control } else { Purpose::Data },
             epoch: plan.epoch,
             group: plan.id,
@@ -247,16 +220,49 @@ impl Job {
             to: to as u32,
             channel,
         };
-        if dials {
-            self.dial(theirs, unix, &introduction, deadline).map_err(|reason| FormError::Peer {
-                peer,
-                reason: format!("cannot connect to it: {reason}"),
-            })
-        } else {
-            self.inbox
-                .take(&introduction, deadline)
-                .ok_or(FormError::Missing { missing: vec![peer], after: plan.options.timeout })
+        let door = |peer: usize, channel| {
+            let member = plan.members[peer];
+            let address = &self.roster[member];
+            let target = match together(peer) {
+                true => Target::Unix(address.unix.clone()),
+                false => Target::Tcp(address.tcp),
+            };
+            Door { peer, target, introduction: introduction(channel, self.rank, member) }
+        };
+        let all = |peers: Vec<usize>| {
+            let numbers = numbers.clone();
+            peers
+                .into_iter()
+                .flat_map(move |peer| numbers.clone().map(move |channel| Place { peer, channel }))
+        };
+        let mut keep = |Place { peer, channel }, socket| {
+            made[peer][(channel - numbers.start) as usize] = Some(socket);
+        };
+        let doors = all(lower).map(|Place { peer, channel }| door(peer, channel)).collect();
+        let opened = |door: Door, socket| {
+            keep(Place { peer: door.peer, channel: door.introduction.channel }, socket);
+        };
+        let mut missing = match dial::open_all(doors, &self.token, deadline, opened) {
+            Ok(missing) => missing,
+            Err(Refused { peer, reason }) => {
+                let reason = format!("cannot connect to it: {reason}");
+                return (made, Err(FormError::Peer { peer, reason }));
+            }
+        };
+        let guests = all(higher)
+            .map(|place| (introduction(place.channel, plan.members[place.peer], self.rank), place));
+        missing.extend(self.inbox.take_all(guests.collect(), start, deadline, keep));
+        missing.sort_unstable();
+        missing.dedup();
+        if !missing.is_empty() {
+            return (made, Err(FormError::Missing { missing, after: plan.options.timeout }));
         }
+        let tcp = made.iter().enumerate().filter(|(peer, _)| !together(*peer));
+        let kept = tcp
+            .flat_map(|(_, sockets)| sockets.iter().flatten())
+            .try_for_each(|socket| keep_alive(socket, plan.options.timeout));
+        let kept = kept.map_err(system("asking for keepalive probes"));
+        (made, kept)
     }
 
     /// Ranks of this host per core, whatever the transport.
@@ -291,20 +297,23 @@ impl Connector for Job {
         let peers = || (0..world).filter(|&p| p != plan.me);
 
         // Side channels first: over them every member hears what went wrong elsewhere.
-        let mut side: Vec<Option<Socket>> = (0..world).map(|_| None).collect();
-        for peer in peers() {
-            side[peer] = Some(self.link(plan, peer, together(peer), 0, deadline)?);
-        }
         let settings = plan.options.fingerprint();
-        compare_settings(&side, &settings, deadline)?;
-        let mut data: Vec<Vec<Socket>> = (0..world).map(|_| Vec::new()).collect();
+        let (side, outcome) = self.channels(plan, &topology, 0..1, deadline);
+        let side: Vec<Option<Socket>> =
+            side.into_iter().map(|mut channel| channel.pop().flatten()).collect();
+        if let Err(error) = outcome {
+            tell(&side, &settings, Some(&error));
+            return Err(error);
+        }
+        let deadline = deadline + REPORT_GRACE;
+        compare_settings(&side, &settings, plan, deadline)?;
+        let mut data: Vec<Vec<Socket>> = Vec::new();
         let mut make_links = || {
-            for peer in peers() {
-                for channel in 1..=plan.options.streams as u32 {
-                    data[peer].push(self.link(plan, peer, together(peer), channel, deadline)?);
-                }
-            }
-            Ok(())
+            let numbers = 1..plan.options.streams as u32 + 1;
+            let (made, outcome) = self.channels(plan, &topology, numbers, deadline);
+            data =
+                made.into_iter().map(|channels| channels.into_iter().flatten().collect()).collect();
+            outcome
         };
         let members = topology.members(topology.host(plan.me)).to_vec();
         let mut own = None;
@@ -356,26 +365,40 @@ impl Connector for Job {
     }
 }
 
-/// Finds out whether all members have the same settings, before anything depends on them: how many
-/// data channels to wait for, for instance. Hears everybody out, so that every member learns of a
-/// difference.
+/// Finds out whether all members are there and have the same settings, before anything depends on
+/// them: how many data channels to wait for, for instance. Hears everybody out, so that every member
+/// learns of a difference, and who has come in time hears from the others who has not.
 fn compare_settings(
     side: &[Option<Socket>],
     settings: &[u8; 32],
+    plan: &Plan,
     deadline: Instant,
 ) -> Result<(), FormError> {
     let peers = || side.iter().enumerate().filter_map(|(peer, s)| s.as_ref().map(|s| (peer, s)));
-    for (_, socket) in peers() {
-        // A peer that is gone is noticed below.
-        let _ = Ready { settings: *settings, failure: None, memory: None }.send(socket);
+    tell(side, settings, None);
+    let outcomes = peers().map(|(peer, socket)| ready::receive(socket, peer, settings, deadline));
+    let errors: Vec<FormError> = outcomes.filter_map(Result::err).collect();
+    let missing: Vec<usize> = errors.iter().filter_map(ready::silent).collect();
+    match errors.into_iter().min_by_key(ready::obscurity) {
+        None => Ok(()),
+        Some(error) if ready::silent(&error).is_some() => {
+            Err(FormError::Missing { missing, after: plan.options.timeout })
+        }
+        Some(error) => Err(error),
     }
-    let outcomes: Vec<Result<_, FormError>> =
-        peers().map(|(peer, socket)| ready::receive(socket, peer, settings, deadline)).collect();
-    let is_difference = |outcome: &Result<_, _>| matches!(outcome, Err(FormError::Settings { .. }));
-    let (differences, rest): (Vec<_>, Vec<_>) = outcomes.into_iter().partition(is_difference);
-    differences.into_iter().chain(rest).try_for_each(|outcome| outcome.map(drop))
 }
 
-fn abstract_address(name: &str) -> std::io::Result<SockAddr> {
-    SockAddr::unix(format!("\0{name}"))
+/// Tells all members that are connected with which settings this rank comes, or why it does not.
+fn tell(side: &[Option<Socket>], settings: &[u8; 32], failure: Option<&FormError>) {
+    for socket in side.iter().flatten() {
+        let failure = failure.map(ToString::to_string);
+        // A peer that is gone is noticed by whoever hears from it.
+        let _ = Ready { settings: *settings, failure, memory: None }.send(socket);
+    }
+}
+
+/// Whether the other side has closed a connection, whatever it said before.
+fn is_closed(socket: &Socket) -> bool {
+    let mut fds = [PollFd::new(socket, PollFlags::RDHUP)];
+    poll(&mut fds, Some(&timespec(Duration::ZERO))).is_ok_and(|ready| ready > 0)
 }

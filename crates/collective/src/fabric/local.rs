@@ -1,6 +1,6 @@
 //! Ranks that are threads of one process: socket pairs and shared mappings, nothing to connect.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex};
 
 use socket2::{Domain, Socket, Type};
@@ -9,6 +9,7 @@ use super::cores::{available_cores, crowd};
 use super::staging::create_region;
 use super::{Connector, Fabric, Plan, system};
 use crate::error::FormError;
+use crate::fork;
 use crate::options::Transport;
 use crate::schedule::Topology;
 
@@ -16,8 +17,9 @@ use crate::schedule::Topology;
 pub struct LocalHub {
     /// The host each rank pretends to be on.
     hosts: Vec<u32>,
-    /// Fabrics made by the first member to come, waiting for the others.
-    forming: Mutex<HashMap<u64, Vec<Option<Fabric>>>>,
+    /// For each group, fabrics made by the first member to come, waiting for the others. A member
+    /// may be at the next group of the same id while others have not come to this one.
+    forming: Mutex<HashMap<u64, VecDeque<Vec<Option<Fabric>>>>>,
 }
 
 impl LocalHub {
@@ -50,7 +52,14 @@ impl LocalHub {
                 crowd,
             });
         }
-        let pair = || Socket::pair(Domain::UNIX, Type::STREAM, None).map_err(system("socketpair"));
+        let pair = || -> Result<(Socket, Socket), FormError> {
+            let no_fork = fork::hold_off();
+            let pair = Socket::pair(Domain::UNIX, Type::STREAM, None);
+            let (here, there) = pair.map_err(system("socketpair"))?;
+            no_fork.make_private(&here);
+            no_fork.make_private(&there);
+            Ok((here, there))
+        };
         for a in 0..world {
             for b in a + 1..world {
                 let (here, there) = pair()?;
@@ -82,15 +91,20 @@ impl LocalHub {
 impl Connector for LocalHub {
     fn connect(self: Arc<Self>, plan: &Plan) -> Result<Fabric, FormError> {
         let mut forming = self.forming.lock().expect("no panic while locked");
-        let fabrics = match forming.entry(plan.id) {
-            std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
-            std::collections::hash_map::Entry::Vacant(entry) => entry.insert(self.build(plan)?),
+        let waiting = forming.entry(plan.id).or_default();
+        let place = match waiting.iter().position(|fabrics| fabrics[plan.me].is_some()) {
+            Some(place) => place,
+            None => {
+                waiting.push_back(self.build(plan)?);
+                waiting.len() - 1
+            }
         };
-        let fabric = fabrics[plan.me].take().ok_or(FormError::Peer {
-            peer: plan.me,
-            reason: "another thread has taken its place".into(),
-        })?;
-        if fabrics.iter().all(Option::is_none) {
+        let fabric = waiting[place][plan.me].take().expect("chosen by this");
+        // Members come in the same order to all of them, so that the first is complete first.
+        while waiting.front().is_some_and(|fabrics| fabrics.iter().all(Option::is_none)) {
+            waiting.pop_front();
+        }
+        if waiting.is_empty() {
             forming.remove(&plan.id);
         }
         Ok(fabric)

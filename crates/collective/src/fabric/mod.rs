@@ -1,6 +1,7 @@
 //! The connections of a group: made once when it forms, owned by it alone.
 
 mod cores;
+mod dial;
 mod endpoint;
 mod interface;
 mod local;

@@ -62,6 +62,28 @@ impl Ready<'_> {
     }
 }
 
+/// What is said of a peer that says nothing itself.
+const SILENT: &str = "it did not answer in time";
+const VANISHED: &str = "it vanished";
+
+/// How much an outcome of [`receive`] explains why a group does not form; the least is best.
+pub fn obscurity(error: &FormError) -> usize {
+    match error {
+        FormError::Settings { .. } => 0,
+        FormError::Peer { reason, .. } if reason == SILENT => 3,
+        FormError::Peer { reason, .. } if reason == VANISHED => 2,
+        _ => 1,
+    }
+}
+
+/// The peer, if it said nothing until the deadline.
+pub fn silent(error: &FormError) -> Option<usize> {
+    match error {
+        FormError::Peer { peer, reason } if reason == SILENT => Some(*peer),
+        _ => None,
+    }
+}
+
 /// Hears from a peer; its staging memory, if it is of the same host.
 pub fn receive(
     socket: &Socket,
@@ -76,14 +98,14 @@ pub fn receive(
     while filled < SIZE {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return Err(vanished("it did not answer in time".into()));
+            return Err(vanished(SILENT.into()));
         }
         socket.set_read_timeout(Some(left)).map_err(super::system("setting a time limit"))?;
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let slices = &mut [IoSliceMut::new(&mut bytes[filled..])];
         match rustix::net::recvmsg(socket.as_fd(), slices, &mut control, RecvFlags::CMSG_CLOEXEC) {
-            Ok(message) if message.bytes == 0 => return Err(vanished("it vanished".into())),
+            Ok(message) if message.bytes == 0 => return Err(vanished(VANISHED.into())),
             Ok(message) => filled += message.bytes,
             Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => {}
             Err(e) => return Err(vanished(e.to_string())),

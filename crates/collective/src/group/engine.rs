@@ -100,7 +100,7 @@ pub struct Engine {
     costs: Costs,
     pub(super) state: Arc<GroupState>,
     /// The place of the next call in the order of the group.
-    seq: u32,
+    pub(super) seq: u32,
     contests: HashMap<(Op, bool), Contest>,
     schedules: HashMap<(Op, Algorithm), Arc<Schedule>>,
     decisions: HashMap<(Op, Dtype, usize, Option<Algorithm>), Decision>,

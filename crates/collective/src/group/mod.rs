@@ -9,7 +9,8 @@ mod subgroup;
 mod submit;
 mod tune;
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
 
 use crate::cost::Costs;
 use crate::error::{Error, FormError};
@@ -18,6 +19,7 @@ use crate::link::Links;
 use crate::options::Options;
 use crate::schedule::Topology;
 use crate::side::Side;
+use crate::side::flow::Flow;
 use crate::state::{Epoch, GroupState};
 use crate::traffic::Traffic;
 use crate::window::{Patience, WindowMemory};
@@ -46,11 +48,11 @@ struct Inner {
     state: Arc<GroupState>,
     topology: Topology,
     queue: Queue,
-    side: std::sync::Mutex<Side>,
+    side: Mutex<Side>,
     /// Splits made so far, to number them.
     children: std::sync::atomic::AtomicU64,
-    /// Sub-groups made so far of each list of members, to number them.
-    made: std::sync::Mutex<std::collections::HashMap<u64, u64>>,
+    /// For each list of members, by its id: whose turn it is to make a sub-group of it.
+    lists: Mutex<HashMap<u64, Arc<Mutex<()>>>>,
 }
 
 impl Group {
@@ -158,12 +160,13 @@ impl Group {
         let here = topology.members(topology.host(plan.me)).to_vec();
         let patience = Patience::for_crowd(crowd);
         let links = Links::new(data, patience.for_links()).map_err(failed("preparing links"))?;
-        state.shut_down_on_failure(links.handles());
+        let flows = links.handles().filter_map(|(peer, socket)| Flow::new(peer, socket)).collect();
+        state.shut_down_on_failure(links.handles().map(|(_, socket)| socket));
         let window = (!regions.is_empty()).then(|| {
             let me = here.iter().position(|&m| m == plan.me).expect("a rank is on its own host");
             WindowMemory::new(regions, crate::fabric::STAGING_BUFFERS, here, me, patience)
         });
-        let side = Side::start(side, plan.me, plan.options.timeout, state.clone());
+        let side = Side::start(side, flows, plan.me, plan.options.timeout, state.clone());
         let side = side.map_err(failed("starting the monitor"))?;
         epoch.enter(&state);
 
@@ -176,9 +179,9 @@ impl Group {
         }
         engine.start_counting();
         let queue = Queue::new(engine, plan.me);
-        let (children, made) = Default::default();
-        let side = std::sync::Mutex::new(side);
-        let inner = Inner { plan, connector, epoch, state, topology, queue, side, children, made };
+        let (children, lists) = Default::default();
+        let side = Mutex::new(side);
+        let inner = Inner { plan, connector, epoch, state, topology, queue, side, children, lists };
         Ok(Group { inner: Arc::new(inner) })
     }
 }
@@ -204,3 +207,6 @@ impl Drop for Inner {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,5 +1,6 @@
 //! Groups inside a group.
 
+use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
 use super::Group;
@@ -38,20 +39,15 @@ impl Group {
         if let Some(&rank) = sorted.iter().find(|&&m| m >= world) {
             return Err(InvalidCall::NoSuchRank { rank, world }.into());
         }
-        // Ranks outside the list do not take part, so the number cannot come from a counter
-        // that all ranks share: it counts how often this rank made a group of this list.
+        // Ranks outside the list do not take part, and of those inside some may have tried before
+        // without the others: there is no number on which all agree. So all groups of a list have
+        // the same id, and this rank makes one after the other. When one has formed, every member
+        // has taken all connections that are meant for it, and those of the next are its own.
         let list: Vec<u8> = members.iter().flat_map(|m| (*m as u64).to_le_bytes()).collect();
-        let list = hash(&[&list]);
-        let mut made = self.inner.made.lock().expect("no panic while locked");
-        let number = made.entry(list).or_insert(0);
-        *number += 1;
-        let id = hash(&[
-            b"list",
-            &self.inner.plan.id.to_le_bytes(),
-            &list.to_le_bytes(),
-            &u64::to_le_bytes(*number),
-        ]);
-        drop(made);
+        let id = hash(&[b"list", &self.inner.plan.id.to_le_bytes(), &list]);
+        let turn =
+            self.inner.lists.lock().expect("no panic while locked").entry(id).or_default().clone();
+        let _turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
         self.descend(members, id)
     }
 

@@ -28,6 +28,15 @@ const SHORT: usize = 12;
 /// Batches; the quickest counts, since whatever else the machine does can only add to it.
 const BATCHES: usize = 8;
 
+/// Ranks from which on there are fewer of both: what all of them do together takes longer the more
+/// they are, above all if they share cores. Larger: large groups form later. Smaller: they are
+/// measured less well.
+const MANY: usize = 16;
+
+/// Messages that the measurement of empty messages between all ranks may send. More: a better
+/// measurement. Fewer: large groups form sooner; each of a thousand ranks sends a thousand.
+const MESSAGES: usize = 200_000;
+
 /// How many times slower than typical shared memory may seem before it is not believed.
 const UNLIKELY: f64 = 4.0;
 
@@ -103,19 +112,43 @@ impl Findings {
     }
 }
 
+/// How often what takes microseconds is measured. Equal on all ranks of a group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Effort {
+    batches: usize,
+    /// Repetitions in a batch.
+    short: usize,
+}
+
+impl Effort {
+    fn of(world: usize) -> Effort {
+        let fewer = |number: usize| (number * MANY / world).clamp(2, number);
+        Effort { batches: fewer(BATCHES), short: fewer(SHORT) }
+    }
+
+    /// For exchanges between all ranks, whose number of messages grows with the square of theirs.
+    fn for_all(world: usize) -> Effort {
+        let Effort { batches, short } = Effort::of(world);
+        let rounds = (MESSAGES / (world * world)).max(1);
+        let batches = batches.min(rounds);
+        Effort { batches, short: short.min(rounds / batches) }
+    }
+}
+
 /// Measures the group and tells the engine.
 pub fn measure(engine: &mut Engine, crowd: f64) -> Result<(), Error> {
     let topology = engine.topology.clone();
     let (near, far) =
         (partner(&topology, engine.rank, true), partner(&topology, engine.rank, false));
+    let short = Effort::of(topology.world()).short;
     let mut own = Findings::default();
     own.add(Finding::Crowd, Some(crowd));
     own.add(Finding::Wait, wait(engine)?);
     own.add(Finding::WindowCopy, through_window(engine, false)?);
     own.add(Finding::WindowFold, through_window(engine, true)?);
-    own.add(Finding::NearLatency, exchange(engine, near, 0, SHORT)?);
+    own.add(Finding::NearLatency, exchange(engine, near, 0, short)?);
     own.add(Finding::NearProbe, exchange(engine, near, PROBE, LONG)?);
-    own.add(Finding::FarLatency, exchange(engine, far, 0, SHORT)?);
+    own.add(Finding::FarLatency, exchange(engine, far, 0, short)?);
     // Ranks of one host share its way to other hosts: only one of them measures its rate.
     let first = |rank| topology.members(topology.host(rank))[0] == rank;
     let far_rate = far.filter(|_| first(engine.rank));
@@ -150,7 +183,10 @@ fn costs(findings: &Findings, large: &Findings, topology: &Topology) -> Costs {
     let window = window_cost(findings, fold, crowd, host as f64);
     let link = |latency, probe, large_probe, typical: LinkCost| {
         let Some(latency) = findings.mean(latency) else { return typical };
-        let rate = |seconds: f64, bytes: usize| (seconds - latency).max(1e-9) / bytes as f64;
+        // On a busy machine an empty message may take as long as a full one. A byte is not free for
+        // that: it is copied into a socket and out of it.
+        let copies = 2.0 * findings.mean(Finding::Copy).unwrap_or(Costs::default().window.copy);
+        let rate = |seconds: f64, bytes: usize| ((seconds - latency) / bytes as f64).max(copies);
         let byte = match (large.mean(large_probe), findings.mean(probe)) {
             (Some(seconds), _) => rate(seconds, LARGE_PROBE),
             (None, Some(seconds)) => rate(seconds, PROBE),
@@ -214,12 +250,13 @@ fn wait(engine: &mut Engine) -> Result<Option<f64>, Error> {
     let buffers = buffers(std::ptr::null_mut(), 0, 1);
     let Some(window) = &mut engine.window else { return Ok(None) };
     let state = &engine.state;
-    quickest_batch(|| {
-        for _ in 0..SHORT {
+    let Effort { batches, short } = Effort::of(engine.topology.world());
+    quickest_of(batches, || {
+        for _ in 0..short {
             // SAFETY: nothing is staged or folded.
             unsafe { window.run(&call, &schedule, &buffers, 0..1, 1, state) }?;
         }
-        Ok(SHORT)
+        Ok(short)
     })
     .map(Some)
 }
@@ -252,7 +289,7 @@ fn through_window(engine: &mut Engine, fold: bool) -> Result<Option<f64>, Error>
     let buffers = buffers(memory.as_mut_ptr(), bytes, column);
     let Some(window) = &mut engine.window else { return Ok(None) };
     let state = &engine.state;
-    quickest_batch(|| {
+    quickest_of(Effort::of(engine.topology.world()).batches, || {
         // SAFETY: the buffers are the two halves of `memory`.
         unsafe { window.run(&call, &schedule, &buffers, 0..WINDOW_SEGMENTS, 1, state) }?;
         Ok(bytes)
@@ -284,7 +321,7 @@ fn exchange(
         rank,
         state: &state,
     };
-    quickest_batch(|| {
+    quickest_of(Effort::of(engine.topology.world()).batches, || {
         for _ in 0..repetitions {
             // SAFETY: the buffers are the two halves of `memory`.
             unsafe { engine.links.run(&run) }?;
@@ -297,12 +334,13 @@ fn exchange(
 /// Seconds that all ranks take to send an empty message to all others.
 fn all_to_all(engine: &mut Engine) -> Result<Option<f64>, Error> {
     let request = Request { algorithm: Some(Algorithm::Direct), ..Request::barrier() };
-    quickest_batch(|| {
-        for _ in 0..SHORT {
+    let Effort { batches, short } = Effort::for_all(engine.topology.world());
+    quickest_of(batches, || {
+        for _ in 0..short {
             // SAFETY: no memory is involved.
             unsafe { engine.execute(&request) }?;
         }
-        Ok(SHORT)
+        Ok(short)
     })
     .map(Some)
 }
@@ -379,12 +417,46 @@ fn buffers<'a>(memory: *mut u8, bytes: usize, column: usize) -> Buffers<'a> {
 }
 
 /// Seconds per unit of the quickest of a few batches; `batch` says how many units it was.
-fn quickest_batch(mut batch: impl FnMut() -> Result<usize, Error>) -> Result<f64, Error> {
+fn quickest_of(
+    batches: usize,
+    mut batch: impl FnMut() -> Result<usize, Error>,
+) -> Result<f64, Error> {
     let mut quickest = f64::INFINITY;
-    for _ in 0..BATCHES {
+    for _ in 0..batches {
         let start = Instant::now();
         let units = batch()?;
         quickest = quickest.min(start.elapsed().as_secs_f64() / units as f64);
     }
     Ok(quickest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn measuring_a_large_group_does_not_take_forever() {
+        for world in 2..2000 {
+            let all = Effort::for_all(world);
+            assert!(all.batches >= 1 && all.short >= 1);
+            let messages = all.batches * all.short * world * world;
+            assert!(messages <= MESSAGES.max(world * world), "{world}: {messages}");
+            let Effort { batches, short } = Effort::of(world);
+            // As many arrivals as in a group of a few, and then a few for each rank.
+            assert!(batches * short * world <= (BATCHES * SHORT * MANY).max(4 * world), "{world}");
+        }
+        // What is not large is measured with care.
+        assert_eq!(Effort::for_all(16), Effort { batches: BATCHES, short: SHORT });
+    }
+
+    #[test]
+    fn no_byte_is_free_on_a_busy_machine() {
+        let mut findings = Findings::default();
+        findings.add(Finding::Copy, Some(1e-10));
+        // The ranks were kept from running while they sent empty messages, and not afterwards.
+        findings.add(Finding::NearLatency, Some(5e-3));
+        findings.add(Finding::NearProbe, Some(1e-4));
+        let costs = costs(&findings, &Findings::default(), &Topology::all_apart(2));
+        assert_eq!(costs.near.byte, 2e-10);
+    }
 }

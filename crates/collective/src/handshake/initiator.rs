@@ -13,6 +13,7 @@ use super::wire::{
     Prefix, VERDICT_LEN, VERSION, Verdict,
 };
 use super::{HandshakeError, Introduction, Nonce, Refusal, random_nonce};
+use crate::fork;
 
 /// One handshake, seen from the side that opened the connection.
 pub struct Initiator {
@@ -135,13 +136,15 @@ fn check(prefix: &Prefix) -> Result<(), HandshakeError> {
     }
 }
 
-/// Performs the handshake on a connected `stream`, whose settings it leaves alone.
+/// Performs the handshake on a connected `stream`, whose settings it leaves alone, and which forked
+/// children do not hold [open](crate::fork) from now on.
 pub fn initiate(
     stream: &Socket,
     token: &Token,
     introduction: &Introduction,
     deadline: Instant,
 ) -> Result<(), HandshakeError> {
+    fork::make_private(stream);
     let mut initiator = Initiator::new(token, introduction, random_nonce()?);
     let mut timed = TimedStream::new(stream, deadline);
     timed.write_all(&initiator.hello()).map_err(classify)?;

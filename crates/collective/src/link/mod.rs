@@ -70,9 +70,9 @@ impl Links {
         &mut self.inputs
     }
 
-    /// Handles to shut down when the group fails.
-    pub fn handles(&self) -> Vec<Arc<Socket>> {
-        self.streams.iter().map(|s| s.socket.clone()).collect()
+    /// Handles to the sockets, each with its peer: to watch, and to shut down when the group fails.
+    pub fn handles(&self) -> impl Iterator<Item = (usize, Arc<Socket>)> {
+        self.streams.iter().map(|s| (s.peer, s.socket.clone()))
     }
 
     /// The streams that carry a message of `bytes` to or from `peer`, with the part each

@@ -8,6 +8,9 @@
 //! earlier in that order: the segment's previous round, and the last round of the segment whose
 //! place it takes. So the earliest unfinished start can always proceed, and there is no deadlock.
 
+/// Where a start comes in the global order: after whatever is smaller. Its wave, and its segment.
+pub type Place = (usize, usize);
+
 /// Iterates over (segment, round) in the global order.
 #[derive(Clone, Debug)]
 pub struct Waves {
@@ -23,6 +26,11 @@ impl Waves {
     pub fn new(segments: usize, rounds: usize, depth: usize) -> Waves {
         assert!(rounds > 0 && depth > 0);
         Waves { segments, rounds, stride: rounds.div_ceil(depth), wave: 0, segment: 0 }
+    }
+
+    /// The place of a start in the order.
+    pub fn place(&self, segment: usize, round: usize) -> Place {
+        (segment * self.stride + round, segment)
     }
 
     /// The next start, or `None` when all have been taken.
@@ -65,6 +73,7 @@ mod tests {
                         waves.advance();
                     }
                     assert_eq!(order.len(), segments * rounds, "{segments} {rounds} {depth}");
+                    assert!(order.is_sorted_by_key(|&(s, k)| waves.place(s, k)));
                     let at =
                         |start| order.iter().position(|&s| s == start).expect("each start occurs");
                     for s in 0..segments {

@@ -8,8 +8,8 @@ use crate::schedule::Rounds;
 use crate::state::GroupState;
 
 use super::Links;
-use super::order::Waves;
-use super::stream::{Part, Received};
+use super::order::{self, Waves};
+use super::stream::{Part, Received, Stream};
 
 /// A segment in flight.
 #[derive(Clone, Debug)]
@@ -47,6 +47,7 @@ impl Links {
         let depth = buffers.depth.min(segments.len());
         let mut waves = Waves::new(segments.len(), schedule.rounds.len(), depth);
         self.flights.clear();
+        self.streams.iter_mut().for_each(Stream::begin);
         let mut finished = 0;
         let mut idle = 0;
         let mut watch = None;
@@ -54,7 +55,7 @@ impl Links {
             // SAFETY: passed on from the caller.
             let mut moved = unsafe { self.start_rounds(run, &mut waves, &mut finished, depth) };
             // SAFETY: passed on from the caller.
-            moved |= unsafe { self.move_bytes(run) }?;
+            moved |= unsafe { self.move_bytes(run, &waves) }?;
             if finished + self.flights.iter().filter(|f| f.is_done(run)).count() == segments.len() {
                 return Ok(());
             }
@@ -165,7 +166,7 @@ impl Links {
     }
 
     /// Sends and receives what the sockets allow.
-    unsafe fn move_bytes(&mut self, run: &Run<'_>) -> Result<bool, Error> {
+    unsafe fn move_bytes(&mut self, run: &Run<'_>, waves: &Waves) -> Result<bool, Error> {
         let mut moved = false;
         for i in 0..self.streams.len() {
             while self.streams[i].has_output() {
@@ -188,8 +189,10 @@ impl Links {
                 match received {
                     Received::Nothing => break,
                     Received::Some => moved = true,
-                    Received::Header(header) => match self.place(run, i, &header)? {
-                        Some(part) => self.streams[i].accept(part),
+                    Received::Header(header) => match self.place(run, waves, i, &header)? {
+                        Some((part, place)) => {
+                            self.streams[i].accept(part, place, header.index.get());
+                        }
                         None => {
                             self.streams[i].park(header);
                             break;
@@ -211,13 +214,15 @@ impl Links {
         Ok(moved)
     }
 
-    /// Where the message with this header goes; `None` if its round has not started yet here.
+    /// Where the message with this header goes, and its round's place in the order; `None` if its
+    /// round has not started yet here.
     fn place(
         &mut self,
         run: &Run<'_>,
+        waves: &Waves,
         stream: usize,
         header: &MessageHeader,
-    ) -> Result<Option<Part>, Error> {
+    ) -> Result<Option<(Part, order::Place)>, Error> {
         let peer = self.streams[stream].peer;
         let malformed = |what: &str| Error::System {
             what: "reading a message",
@@ -235,6 +240,10 @@ impl Links {
         if !run.segments.contains(&segment) {
             return Err(malformed("an unknown segment"));
         }
+        let place = waves.place(segment - run.segments.start, round);
+        if !self.streams[stream].is_next(place, header.index.get()) {
+            return Err(malformed("a message twice, or out of order"));
+        }
         let started = |f: &Flight| f.segment == segment && f.rounds == round && f.awaited > 0;
         if !self.flights.iter().any(started) {
             return Ok(None);
@@ -251,7 +260,8 @@ impl Links {
         if bytes.len() != header.length.get() as usize {
             return Err(malformed("a message of the wrong length"));
         }
-        Ok(Some(Part { segment, place: recv.into, blocks: recv.blocks.clone(), bytes }))
+        let part = Part { segment, place: recv.into, blocks: recv.blocks.clone(), bytes };
+        Ok(Some((part, place)))
     }
 
     fn flight(&mut self, segment: usize) -> &mut Flight {
@@ -263,5 +273,117 @@ impl Links {
 impl Flight {
     fn is_done(&self, run: &Run<'_>) -> bool {
         self.rounds == run.schedule.rounds.len() && self.unsent == 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::time::Duration;
+
+    use socket2::{Domain, Socket, Type};
+    use zerocopy::IntoBytes;
+
+    use super::*;
+    use crate::dtype::{Dtype, Unit};
+    use crate::schedule::{Algorithm, Fold, Layout, Op, Place, Recv, Round};
+    use crate::tree::Tree;
+    use crate::window::Patience;
+
+    /// Rank 0 adds two messages that rank 1 sends in each of two rounds, two segments of them; the sum
+    /// of all that arrive if rank 1 sends the messages `sent`, as (segment, round, index).
+    fn sum(sent: &[(u32, u16, u16)]) -> Result<[i64; 2], Error> {
+        let (here, mut there) = Socket::pair(Domain::UNIX, Type::STREAM, None).unwrap();
+        let mut links = Links::new(vec![vec![], vec![here]], Patience::for_crowd(2.0)).unwrap();
+        let call = Call {
+            seq: 7,
+            op: Op::AllReduce,
+            barrier: false,
+            dtype: Dtype::I64,
+            unit: Unit::default(),
+            reduction: Reduction::Sum,
+            count: 2,
+            shape: 0,
+            algorithm: Algorithm::Tree,
+            column: 1,
+        };
+        for &(segment, round, index) in sent {
+            let header = MessageHeader {
+                call: call.into(),
+                segment: segment.into(),
+                round: round.into(),
+                index: index.into(),
+                length: 8.into(),
+                reserved: 0.into(),
+            };
+            there.write_all(header.as_bytes()).unwrap();
+            let value = 10i64.pow(u32::from(2 * round + index));
+            there.write_all(&value.to_ne_bytes()).unwrap();
+        }
+        // Whatever else is awaited does not come.
+        there.shutdown(std::net::Shutdown::Write).unwrap();
+
+        let recv = |cell| Recv { from: 1, blocks: 0..1, into: Place::Scratch(cell) };
+        let round = || Round {
+            sends: vec![],
+            recvs: vec![recv(0), recv(1)],
+            folds: vec![Fold {
+                inputs: vec![Place::Scratch(0), Place::Scratch(1), Place::Output],
+                tree: Tree::canonical(3),
+                blocks: 0..1,
+                into: Place::Output,
+                root: false,
+            }],
+        };
+        let schedule = Rounds { rounds: vec![round(), round()] };
+        let layout = Layout::tiled(2, 1, 1);
+        let mut output = [0i64; 2];
+        let mut scratch = [0u64; 64];
+        let buffers = Buffers {
+            input: output.as_ptr().cast(),
+            input_layout: layout,
+            output: output.as_mut_ptr().cast(),
+            output_layout: layout,
+            shape: layout,
+            scratch: scratch.as_mut_ptr().cast(),
+            cells: 2,
+            depth: 2,
+            dtype: Dtype::I64,
+        };
+        let state = GroupState::new(0, 0, vec![0, 1], Duration::MAX);
+        let run = Run {
+            call: &call,
+            schedule: &schedule,
+            buffers: &buffers,
+            segments: 0..2,
+            divisor: 1,
+            rank: 0,
+            state: &state,
+        };
+        // SAFETY: the buffers are those of this function.
+        unsafe { links.run(&run) }?;
+        Ok(output)
+    }
+
+    /// The messages of two segments in the order in which everybody sends them.
+    const ALL: [(u32, u16, u16); 8] =
+        [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1)];
+
+    #[test]
+    fn every_message_counts_once() {
+        assert_eq!(sum(&ALL), Ok([1111, 1111]));
+    }
+
+    #[test]
+    fn a_message_that_comes_twice_is_refused() {
+        for (at, message) in ALL.into_iter().enumerate() {
+            // In the place of the next, and of any other.
+            for instead in at + 1..ALL.len() {
+                let mut sent = ALL;
+                sent[instead] = message;
+                let outcome = sum(&sent);
+                assert!(matches!(outcome, Err(Error::System { .. })), "{sent:?}: {outcome:?}");
+            }
+        }
     }
 }

@@ -11,6 +11,7 @@ use rustix::net::{SendAncillaryBuffer, SendFlags};
 use socket2::Socket;
 use zerocopy::{FromBytes, IntoBytes};
 
+use super::order;
 use crate::buffers::Buffers;
 use crate::call::MessageHeader;
 use crate::schedule::Place;
@@ -35,6 +36,9 @@ pub struct Stream {
     body: Option<Incoming>,
     /// A header whose message nobody wants yet.
     parked: Option<MessageHeader>,
+    /// The last message of the running call that was accepted: its round's place in the order of all,
+    /// and which of the round's it is.
+    last: Option<(order::Place, u16)>,
 }
 
 /// Part of a message in the memory of a call.
@@ -91,7 +95,19 @@ impl Stream {
             input,
             body: None,
             parked: None,
+            last: None,
         }
+    }
+
+    /// A call begins.
+    pub fn begin(&mut self) {
+        self.last = None;
+    }
+
+    /// Whether a message may come after those that were accepted. Everybody sends in one order, so
+    /// that a message which does not come later has come twice, or is none of this call's.
+    pub fn is_next(&self, round: order::Place, index: u16) -> bool {
+        self.last.is_none_or(|last| last < (round, index))
     }
 
     /// Queues a message. The memory it names must stay as it is until it is sent.
@@ -198,8 +214,10 @@ impl Stream {
         Ok(Received::Message { segment })
     }
 
-    /// Says where the message of the header just received goes.
-    pub fn accept(&mut self, part: Part) {
+    /// Says where the message of the header just received goes, and when it comes in the order of
+    /// all.
+    pub fn accept(&mut self, part: Part, round: order::Place, index: u16) {
+        self.last = Some((round, index));
         self.body = Some(Incoming { part, received: 0 });
     }
 

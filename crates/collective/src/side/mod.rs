@@ -8,6 +8,7 @@
 //! straight into the receiver's buffer. A receive may leave open whose message it wants; `mailbox`
 //! says which message belongs to which receive.
 
+pub mod flow;
 pub mod frame;
 mod mailbox;
 mod peer;
@@ -27,6 +28,7 @@ use crate::error::{Error, Loss};
 use crate::state::GroupState;
 use crate::waits::{PLACE, shortened};
 use crate::work::{Work, WorkPool};
+use flow::Flow;
 use frame::Frame;
 use mailbox::{Announced, Mailbox, Wanted};
 use peer::{Event, Idle, Peer};
@@ -47,7 +49,7 @@ pub struct Side {
 
 struct Shared {
     commands: Mutex<Vec<Command>>,
-    wake: OwnedFd,
+    wake: Arc<OwnedFd>,
 }
 
 /// A send or a receive, in memory that outlives it.
@@ -73,15 +75,18 @@ enum Command {
 }
 
 impl Side {
-    /// Starts the monitor over the connections; `sockets[peer]` is `None` for this rank itself.
+    /// Starts the monitor over the connections; `sockets[peer]` is `None` for this rank itself. It also
+    /// watches `flows`, on which data travels.
     pub fn start(
         sockets: Vec<Option<Socket>>,
+        flows: Vec<Flow>,
         rank: usize,
         timeout: Duration,
         state: Arc<GroupState>,
     ) -> std::io::Result<Side> {
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        state.wake_on_failure(wake.try_clone()?);
+        let wake = Arc::new(wake);
+        state.wake_on_failure(&wake);
         let commands = Mutex::new(Vec::with_capacity(ROOM));
         let shared = Arc::new(Shared { commands, wake });
         let mut peers = Vec::with_capacity(sockets.len());
@@ -98,6 +103,7 @@ impl Side {
             fds: Vec::with_capacity(peers.len() + 1),
             commands: Vec::with_capacity(ROOM),
             peers,
+            flows,
             mailbox: Mailbox::new(),
             timeout,
             state,
@@ -170,6 +176,7 @@ impl Shared {
 
 struct Monitor {
     peers: Vec<Option<Peer>>,
+    flows: Vec<Flow>,
     mailbox: Mailbox<Receive>,
     timeout: Duration,
     state: Arc<GroupState>,
@@ -281,6 +288,11 @@ impl Monitor {
     /// Moves what the sockets allow and acts on what arrives.
     fn exchange(&mut self) {
         for rank in 0..self.peers.len() {
+            // In a large group, few of many peers have something to say at a time.
+            let idle = |peer: &Peer| !peer.ready && !peer.has_output();
+            if self.peers[rank].as_ref().is_none_or(idle) {
+                continue;
+            }
             while let Some(event) = self.peers[rank].as_mut().and_then(Peer::progress) {
                 self.act_on(rank, event);
             }
@@ -336,7 +348,7 @@ impl Monitor {
 
     /// Tells everybody that this rank waits in a call, and compares it with where others wait.
     fn tell_stuck(&mut self, call: Call) {
-        for peer in self.peers.iter_mut().flatten().filter(|p| p.is_present()) {
+        for peer in self.peers.iter_mut().flatten().filter(|p| p.is_here()) {
             peer.queue(Frame::Stuck, WireCall::from(call).as_bytes().to_vec());
             if let Some(theirs) = peer.stuck
                 && self.state.compare(peer.rank, &theirs)
@@ -376,13 +388,20 @@ impl Monitor {
     }
 
     fn beat(&mut self, now: Instant) {
-        for peer in self.peers.iter_mut().flatten().filter(|p| p.is_present()) {
+        // Who said goodbye owes no sign of life, even if its connection is still open.
+        for peer in self.peers.iter_mut().flatten().filter(|p| p.is_here()) {
             peer.queue(Frame::Heartbeat, Vec::new());
             peer.report_stalls(&self.state);
             let silence = now.saturating_duration_since(peer.last_heard);
             if silence > self.timeout {
                 let loss = Loss::Silent(silence);
                 self.state.fail(Error::PeerLost { peer: peer.rank, loss, during: None });
+            }
+        }
+        for flow in &mut self.flows {
+            if let Some(silence) = flow.silence(now).filter(|silence| *silence > self.timeout) {
+                let loss = Loss::Silent(silence);
+                self.state.fail(Error::PeerLost { peer: flow.peer, loss, during: None });
             }
         }
         let Monitor { peers, mailbox, state, .. } = self;
@@ -399,7 +418,7 @@ impl Monitor {
         let reason = frame::encode_reason(&error);
         for peer in self.peers.iter_mut().flatten() {
             peer.fail_transfers(&error);
-            if !self.told && peer.is_present() {
+            if !self.told && peer.is_here() {
                 peer.queue(Frame::Abort { length: reason.len() }, reason.clone());
                 // Whatever this brings comes too late to matter, but for what explains the failure.
                 while let Some(event) = peer.progress() {
@@ -442,11 +461,13 @@ impl Monitor {
         let left = |peer| Error::PeerLost { peer, loss: Loss::Left, during: None };
         let anybody = self.peers.iter().flatten().next().map_or(0, |peer| peer.rank);
         self.end_all_receives(|from| left(from.unwrap_or(anybody)));
-        while Instant::now() < deadline
-            && self.peers.iter().flatten().any(|p| p.is_present() && p.has_output())
-        {
+        loop {
             self.exchange();
-            self.sleep(deadline.min(Instant::now() + Duration::from_millis(5)));
+            let unsaid = self.peers.iter().flatten().any(|p| p.is_present() && p.has_output());
+            if !unsaid || Instant::now() >= deadline {
+                return;
+            }
+            self.sleep(deadline);
         }
     }
 
@@ -464,8 +485,12 @@ impl Monitor {
             flags.set(PollFlags::OUT, peer.has_output());
             self.fds.push(watched(peer.socket().as_fd(), flags));
         }
-        // Interrupted or failed: the loop comes round again.
-        let _ = rustix::event::poll(&mut self.fds, Some(&timeout));
+        let polled = rustix::event::poll(&mut self.fds, Some(&timeout)).is_ok();
+        let watched = self.peers.iter_mut().flatten().filter(|p| p.is_present());
+        for (peer, fd) in watched.zip(&self.fds[1..]) {
+            // Interrupted or failed: each is tried.
+            peer.ready = !polled || !fd.revents().is_empty();
+        }
         self.fds.clear();
         let mut count = [0; 8];
         // Empty the counter; nothing to read is fine.
@@ -490,4 +515,50 @@ fn meet(peers: &mut [Option<Peer>], receive: Receive, message: Announced, state:
 /// Another rank, which is not this one.
 fn peer(peers: &mut [Option<Peer>], rank: usize) -> &mut Peer {
     peers[rank].as_mut().expect("the group checks that transfers are with another rank")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use socket2::{Domain, Type};
+
+    use super::*;
+
+    /// After this long, what has not happened never will.
+    const HUNG: Duration = Duration::from_secs(30);
+
+    fn wait_until(what: &str, done: impl Fn() -> bool) {
+        let deadline = Instant::now() + HUNG;
+        while !done() {
+            assert!(Instant::now() < deadline, "waited too long until {what}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// A rank whose peers are at the command of a test.
+    fn monitored(timeout: Duration) -> (Side, Arc<GroupState>, [Socket; 2]) {
+        let pair = || Socket::pair(Domain::UNIX, Type::STREAM, None).unwrap();
+        let ((one, first), (two, second)) = (pair(), pair());
+        let state = GroupState::new(0, 0, vec![0, 1, 2], Duration::MAX);
+        let sockets = vec![None, Some(one), Some(two)];
+        let side = Side::start(sockets, Vec::new(), 0, timeout, state.clone()).unwrap();
+        (side, state, [first, second])
+    }
+
+    /// A peer that has left owes no sign of life: not even if its connection stays open, because
+    /// somebody else holds it.
+    #[test]
+    fn a_peer_that_has_left_is_never_silent() {
+        let (_side, state, [mut left, mut silent]) = monitored(Duration::from_millis(100));
+        left.write_all(&Frame::Goodbye { seq: 5, length: 0 }.encode()).unwrap();
+        wait_until("the goodbye was heard", || state.has_left(1, 5));
+        // Heard from later than the one that left.
+        silent.write_all(&Frame::Heartbeat.encode()).unwrap();
+        wait_until("somebody is given up", || state.is_over());
+        let error = state.error(None);
+        let Error::PeerLost { peer: 2, loss: Loss::Silent(_), .. } = error else {
+            panic!("{error:?}")
+        };
+    }
 }

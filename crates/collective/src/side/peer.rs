@@ -26,6 +26,8 @@ pub struct Peer {
     me: usize,
     socket: Socket,
     pub last_heard: Instant,
+    /// Whether the socket may have something to read, or room.
+    pub ready: bool,
     /// A call in which it waits and which this rank has not made yet.
     pub stuck: Option<Call>,
     presence: Presence,
@@ -146,6 +148,7 @@ impl Peer {
             me,
             socket,
             last_heard: Instant::now(),
+            ready: true,
             stuck: None,
             presence: Presence::Here,
             output: VecDeque::with_capacity(ROOM),

@@ -93,7 +93,7 @@ impl Region {
 
     fn map(fd: BorrowedFd<'_>, buffers: usize, buffer: usize) -> std::io::Result<Region> {
         let bytes = HEADER + buffers * buffer;
-        let map = MmapOptions::new().len(bytes).populate().map_raw(&fd)?;
+        let map = MmapOptions::new().len(bytes).map_raw(&fd)?;
         Ok(Region { map, file: None, buffer, buffers })
     }
 

@@ -2,6 +2,8 @@
 #![allow(dead_code, reason = "every test file uses another part")]
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use unisono_collective::fabric::{Address, Endpoint};
@@ -59,6 +61,32 @@ const KINDS: [Kind; 3] = [Kind::Local, Kind::Shm, Kind::Tcp];
 /// Worlds of so many ranks, on the transports that differ most.
 pub fn worlds(world: usize) -> impl Iterator<Item = Vec<Group>> {
     KINDS.into_iter().map(move |kind| kind.start(world, &Options::default()))
+}
+
+/// Tells whether a call of a rank waits for others; for a group whose waits nothing else stops.
+pub struct Waits(Arc<AtomicUsize>);
+
+impl Waits {
+    pub fn of(group: &Group) -> Waits {
+        let asked = Arc::new(AtomicUsize::new(0));
+        let count = asked.clone();
+        // Whoever waits asks whether to go on, when it has noted for whom it waits.
+        group.stop_waiting_if(move || {
+            count.fetch_add(1, Ordering::SeqCst);
+            false
+        });
+        Waits(asked)
+    }
+
+    /// Returns when a call waits that did not when this was called.
+    pub fn begin(&self) {
+        let before = self.0.load(Ordering::SeqCst);
+        let deadline = Instant::now() + PATIENCE;
+        while self.0.load(Ordering::SeqCst) == before {
+            assert!(Instant::now() < deadline, "nobody waits");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
 }
 
 /// The outcome of an operation that must not hang.

@@ -629,6 +629,25 @@ def check_refusals(rank, world):
     equal(tensor, torch.full((2,), float(world)))
 
 
+def check_destroyed_groups(rank, world):
+    """A group that was destroyed leaves neither threads nor descriptors behind, not for a while."""
+    if on_gloo():
+        return
+
+    def held():
+        return [len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")]
+
+    before = held()
+    most = before
+    for _ in range(40):
+        group = dist.new_group()
+        dist.all_reduce(torch.ones(2), group=group)
+        dist.destroy_process_group(group)
+        most = [max(*both) for both in zip(most, held())]
+    # The last one or two may be about to end.
+    assert all(now <= then + 8 for now, then in zip(most, before)), (before, most)
+
+
 def check_forked_child(rank, world):
     """A child of fork, such as a loader of data, neither uses nor ends its parent's group."""
     if on_gloo():

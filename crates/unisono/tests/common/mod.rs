@@ -179,6 +179,12 @@ impl World {
         self.assert_nothing_left();
     }
 
+    /// Nobody can connect to a rank of the latest group any more.
+    pub fn assert_unreachable(&self, rank: usize) {
+        let latest = &self.sockets[self.sockets.len() - self.ranks.len()..];
+        wait_until("its socket is gone", || !machine::abstract_sockets().contains(&latest[rank]));
+    }
+
     /// Nothing is left of any process that belonged to this world.
     pub fn assert_nothing_left(&self) {
         if self.marker.is_empty() {
@@ -266,6 +272,15 @@ impl RankHandle {
         }
     }
 
+    /// Lets the process fork a child, which lives until the answer is dropped.
+    pub fn fork(&mut self) -> Orphan {
+        self.tell(&Command::Fork);
+        match self.reply() {
+            Reply::Forked(child) => Orphan(child),
+            other => panic!("{other:?} instead of a child"),
+        }
+    }
+
     /// What the rank has written to stderr so far.
     pub fn log(&self) -> String {
         self.log.lock().expect("no panic while locked").clone()
@@ -309,6 +324,22 @@ impl Drop for RankHandle {
             let _ = process.kill();
             let _ = process.wait();
         }
+    }
+}
+
+/// A process that a rank forked, and that outlives it.
+pub struct Orphan(u32);
+
+impl Orphan {
+    pub fn is_running(&self) -> bool {
+        std::fs::read(format!("/proc/{}/environ", self.0)).is_ok_and(|vars| !vars.is_empty())
+    }
+}
+
+impl Drop for Orphan {
+    fn drop(&mut self) {
+        let pid = Pid::from_raw(self.0 as i32).expect("a process number is positive");
+        let _ = kill_process(pid, Signal::KILL);
     }
 }
 

@@ -34,6 +34,9 @@ pub enum Command {
     Leave,
     /// Panic with the group in hand.
     Panic,
+    /// Fork a child that lives on by itself, as a loader of data does; answered by
+    /// [`Reply::Forked`].
+    Fork,
     /// Say what the process holds; answered by [`Reply::Residue`].
     Inspect,
 }
@@ -106,6 +109,8 @@ pub enum Reply {
     /// Seconds of each repetition, in order.
     Timed(Timed),
     Residue(Residue),
+    /// The child's process number.
+    Forked(u32),
 }
 
 /// What all-reduces took, and as much data that only passes from every rank to the next, in turns.

@@ -91,6 +91,7 @@ impl Rank {
                 self.group = None;
                 Reply::Residue(machine::residue())
             }
+            Command::Fork => Reply::Forked(fork()),
             Command::Panic => panic!("the test asked for it"),
             Command::Inspect => Reply::Residue(machine::residue()),
         };
@@ -115,6 +116,24 @@ impl Rank {
         let options = settings.options();
         self.group = Some(Group::world(connector, Epoch::new(epoch), rank, world, options)?);
         Ok(())
+    }
+}
+
+/// Forks a child that does nothing, without `exec`, and holds what its parent had open.
+fn fork() -> u32 {
+    // SAFETY: the child makes only calls that are safe after a fork of a process with threads.
+    match unsafe { libc::fork() } {
+        -1 => panic!("cannot fork: {}", std::io::Error::last_os_error()),
+        0 => {
+            // Should the test die before it can end the child, a signal does.
+            // SAFETY: as above.
+            unsafe { libc::alarm(300) };
+            loop {
+                // SAFETY: as above.
+                unsafe { libc::pause() };
+            }
+        }
+        child => child as u32,
     }
 }
 
