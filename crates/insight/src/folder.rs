@@ -339,13 +339,14 @@ pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<(), Fold
     })
 }
 
-/// Writes a file under a temporary name and gives it its name when it is complete.
+/// Writes a file under a temporary name and gives it its name when it is complete. The temporary name is
+/// this process's own: workers of one run may write a file at the same time, and one of them stays.
 pub(crate) fn replace(
     path: &Path,
     write: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>,
 ) -> Result<(), FolderError> {
     let mut temporary = path.as_os_str().to_owned();
-    temporary.push(".partial");
+    temporary.push(format!(".{}.partial", std::process::id()));
     let temporary = PathBuf::from(temporary);
     let written = || -> io::Result<()> {
         let mut to = BufWriter::new(File::create(&temporary)?);

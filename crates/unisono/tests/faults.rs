@@ -214,8 +214,9 @@ fn a_rank_that_leaves_has_left_though_its_forked_child_lives() {
     }
 }
 
-/// Rank 1 of three does `what` while the others call collectives, which all end because it left.
-fn leaves(wiring: Wiring, what: &Command) {
+/// Rank 1 of three does `what` while the others call collectives, which all end because it left, and
+/// say how.
+fn leaves(wiring: Wiring, what: &Command, how: How) {
     let mut world = wiring.start(3);
     world.form(&wiring.settings());
     for reply in world.all(&Command::Call(SUM)) {
@@ -227,21 +228,21 @@ fn leaves(wiring: Wiring, what: &Command) {
     }
     for rank in [0, 2] {
         let Failed { failure, .. } = world.ranks[rank].failed();
-        assert_eq!(lost(&failure, How::Left), Some(1), "{wiring:?}: {failure:?}");
+        assert_eq!(lost(&failure, how), Some(1), "{wiring:?}: {failure:?}");
     }
 }
 
 #[test]
 fn a_rank_that_leaves_is_named() {
     for wiring in Wiring::ALL {
-        leaves(wiring, &Command::Leave);
+        leaves(wiring, &Command::Leave, How::Left);
     }
 }
 
 #[test]
 fn a_rank_that_panics_is_named() {
     for wiring in Wiring::ALL {
-        leaves(wiring, &Command::Panic);
+        leaves(wiring, &Command::Panic, How::Failed);
     }
 }
 

@@ -47,7 +47,10 @@ fn an_interrupted_run_goes_on_and_finishes() {
         assert_eq!(resumed.object["ledger"], "balanced");
         let asked = if level.starts_with("downpour") { 400 } else { 800 };
         let pushes = resumed.count("pushes");
-        assert!((asked..=asked + 1).contains(&pushes) || level == "bsp", "{level}: {pushes}");
+        // The push that a worker was interrupted in may have reached the other server only; the worker
+        // goes on after it.
+        let fewest = if count == 2 { asked - 2 } else { asked };
+        assert!((fewest..=asked + 1).contains(&pushes) || level == "bsp", "{level}: {pushes}");
         if level == "bsp" {
             // A round that was interrupted may have been settled by some and not by others. If one
             // server had committed it, the other one goes on without.

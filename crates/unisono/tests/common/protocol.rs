@@ -186,6 +186,7 @@ pub enum How {
     Closed,
     Silent,
     Left,
+    Failed,
 }
 
 impl From<Error> for Failure {
@@ -196,6 +197,7 @@ impl From<Error> for Failure {
                     Loss::Closed => How::Closed,
                     Loss::Silent(_) => How::Silent,
                     Loss::Left => How::Left,
+                    Loss::Failed(_) => How::Failed,
                     other => return Failure::Other(format!("{other:?}")),
                 };
                 Failure::Lost { peer, how, during: during.map(|call| call.to_string()) }
