@@ -33,8 +33,10 @@ def run(function, world: int, *arguments, backend: str = "unisono") -> list[int]
         for process in ranks:
             process.start()
         deadline = time.monotonic() + HUNG
-        for process in ranks:
-            process.join(max(0.0, deadline - time.monotonic()))
+        # A join with a time limit would wait for the children of a rank as well, which keep its end of
+        # a pipe open.
+        while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
+            time.sleep(0.005)
         hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
         for rank in hung:
             ranks[rank].kill()

@@ -8,6 +8,7 @@ import os
 import tempfile
 import threading
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -355,7 +356,8 @@ def check_formed_again(rank, world):
     for _ in range(2):
         if rank == 0:
             time.sleep(0.5)  # The others find what the group before has left, if anything.
-        native = rendezvous.form(rendezvous.own_part(store, rank), rank, world)
+        own = rendezvous.own_part(store, rank)
+        native = rendezvous.form(own, rank, world, timedelta(seconds=60))
         assert (native.rank, native.size) == (rank, world)
         native.close(10.0)
 

@@ -61,7 +61,8 @@ impl Call<'_> {
         let socket = socket.map_err(Fault::Lost)?;
         opened(&socket)?;
         self.connect_tcp(&socket, &address).map_err(Fault::Lost)?;
-        let deadline = Instant::now() + HANDSHAKE.min(self.options.patience);
+        // Who has no patience makes one attempt, which takes its time.
+        let deadline = Instant::now() + self.options.patience.clamp(CONNECT, HANDSHAKE);
         self.introduce(&socket, text, deadline)?;
         if self.options.transport == Transport::Auto && is_here(&address) {
             match self.dial_unix(&address, &opened) {
