@@ -18,7 +18,7 @@ fn workers_behind_a_slow_one_are_advised_not_to_wait() {
     for level in ["bsp", "ssp:3", "async"] {
         let desk = Desk::new();
         // Slow enough to stand out from what a busy machine adds to every exchange.
-        let settings = "--workers 4 --slow 1:20 --steps 100 --run-dir run";
+        let settings = "--workers 4 --slow 1:10 --steps 200 --run-dir run";
         let summary = desk.train(&format!("--strategy {level} {settings}"));
         let advice = summary.object["advice"].as_str().unwrap_or_default();
         assert_eq!(summary.object["advised"], "async", "{level}: {advice}");
