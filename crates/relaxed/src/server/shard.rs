@@ -77,7 +77,7 @@ const FIRST_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// The shortest and the longest timeout by which a shard looks. Shorter: looking takes a core. Longer: a
 /// shard takes long to notice that it should look more often.
-const SHORTEST_TIMEOUT: Duration = Duration::from_millis(40);
+pub(super) const SHORTEST_TIMEOUT: Duration = Duration::from_millis(40);
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(60);
 
 impl Shard {

@@ -20,9 +20,9 @@
 mod disk;
 mod plan;
 mod round;
+mod turns;
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
@@ -41,6 +41,7 @@ pub use disk::Files;
 use plan::{Gradient, Plan};
 pub(super) use plan::{MOST_WORKERS, SLACK, total_bytes};
 use round::Contribution;
+use turns::Turns;
 
 /// How often somebody who waits looks whether the worker it waits for is still there. Longer: a dead
 /// worker is noticed later, if it dies while it waits. Shorter: more system calls.
@@ -115,10 +116,8 @@ pub struct Job {
     /// When this process took it up, and how many seconds after it began.
     awake: Instant,
     awake_at: f64,
-    /// When the process had a turn last, in milliseconds since it took the run up.
-    ticked: AtomicU64,
-    /// When it had none for long before, likewise; 0 if it always had.
-    woke: AtomicU64,
+    /// When the process had a turn, counted from when it took the run up.
+    turns: Turns,
     snapshot_after: u64,
 }
 
@@ -169,14 +168,13 @@ impl Job {
         };
         Job {
             store: Store::new(&plan.setup.optimizer, weights),
+            turns: Turns::new(plan.timeout()),
             plan,
             state: Mutex::new(state),
             changed: Condvar::new(),
             began,
             awake: Instant::now(),
             awake_at: 0.0,
-            ticked: AtomicU64::new(0),
-            woke: AtomicU64::new(0),
             snapshot_after: files.snapshot_after.unwrap_or((8 * bytes).max(64 << 20)),
         }
     }
@@ -241,7 +239,7 @@ impl Job {
         if state.connections.get(&caller.worker) != Some(&caller.connection) {
             return Ok(());
         }
-        if self.has_slept() && self.plan.level.bound().is_some() {
+        if self.turns.has_slept(self.now()) && self.plan.level.bound().is_some() {
             state.gathers_until = Some(self.now() + self.timeout());
         }
         state.connections.remove(&caller.worker);
@@ -274,21 +272,7 @@ impl Job {
 
     /// The process has a turn. To be called several times in a timeout, whatever else happens here.
     pub fn tick(&self) {
-        let now = self.now().as_millis() as u64;
-        let before = self.ticked.swap(now, Ordering::AcqRel);
-        if now.saturating_sub(before) > self.plan.setup.timeout_ms / 2 {
-            self.woke.store(now.max(1), Ordering::Release);
-        }
-    }
-
-    /// Whether the process was stopped, or had no turn, until less than a timeout ago: workers may have
-    /// given their connections up meanwhile, and will come back.
-    fn has_slept(&self) -> bool {
-        let now = self.now().as_millis() as u64;
-        let timeout = self.plan.setup.timeout_ms;
-        let woke = self.woke.load(Ordering::Acquire);
-        let is_asleep = now.saturating_sub(self.ticked.load(Ordering::Acquire)) > timeout / 2;
-        is_asleep || (woke > 0 && now.saturating_sub(woke) < timeout)
+        self.turns.take(self.now());
     }
 
     /// How long a worker may be silent.
