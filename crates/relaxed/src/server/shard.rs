@@ -215,7 +215,7 @@ impl Shared {
                 if let Err(error) = served {
                     log::debug!("worker {}: {error}", caller.worker);
                 }
-                serving.leave(caller);
+                serving.lose(caller);
             });
             // Another handle of the socket is kept, to end it from elsewhere.
             let _ = link.socket().shutdown(std::net::Shutdown::Both);
@@ -401,9 +401,9 @@ impl Shared {
         }
     }
 
-    fn leave(&self, caller: Caller) {
+    fn lose(&self, caller: Caller) {
         if let Some(job) = self.job.get()
-            && let Err(Unserved::Failed(error)) = job.leave(caller)
+            && let Err(Unserved::Failed(error)) = job.lose(caller)
         {
             self.fail(error);
         }
