@@ -77,7 +77,7 @@ const FIRST_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// The shortest and the longest timeout by which a shard looks. Shorter: looking takes a core. Longer: a
 /// shard takes long to notice that it should look more often.
-const SHORTEST_TIMEOUT: Duration = Duration::from_millis(40);
+pub(super) const SHORTEST_TIMEOUT: Duration = Duration::from_millis(40);
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(60);
 
 impl Shard {
@@ -215,7 +215,7 @@ impl Shared {
                 if let Err(error) = served {
                     log::debug!("worker {}: {error}", caller.worker);
                 }
-                serving.leave(caller);
+                serving.lose(caller);
             });
             // Another handle of the socket is kept, to end it from elsewhere.
             let _ = link.socket().shutdown(std::net::Shutdown::Both);
@@ -401,9 +401,9 @@ impl Shared {
         }
     }
 
-    fn leave(&self, caller: Caller) {
+    fn lose(&self, caller: Caller) {
         if let Some(job) = self.job.get()
-            && let Err(Unserved::Failed(error)) = job.leave(caller)
+            && let Err(Unserved::Failed(error)) = job.lose(caller)
         {
             self.fail(error);
         }

@@ -69,7 +69,17 @@ impl Problem {
     }
 
     /// What one worker does. Returns the weights that it sees in the end.
-    pub fn work(&self, mut client: Client, worker: usize) -> Vec<Vec<f32>> {
+    pub fn work(&self, client: Client, worker: usize) -> Vec<Vec<f32>> {
+        self.work_at_pace(client, worker, |_| ())
+    }
+
+    /// The same, where `pace` is told of every step before it begins.
+    pub fn work_at_pace(
+        &self,
+        mut client: Client,
+        worker: usize,
+        pace: impl Fn(u64),
+    ) -> Vec<Vec<f32>> {
         let workers = self.run.workers as usize;
         let shards = Shards::new(self.run.shards as usize, workers).unwrap();
         let subtrees = shards.subtrees(workers).swap_remove(worker);
@@ -82,6 +92,7 @@ impl Problem {
         client.pull(None, &mut |p, start, values| put(&mut weights, p, start, values)).unwrap();
         while !client.is_finished() {
             let step = client.clock();
+            pace(step);
             let sums: Vec<Vec<Vec<f32>>> = (0..parameters)
                 .map(|parameter| {
                     let of = |subtree: &Range<usize>| {

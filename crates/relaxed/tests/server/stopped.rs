@@ -1,6 +1,7 @@
 //! Servers that are stopped, and say nothing: a worker finds out within the timeout, says whom it waits
 //! for, and goes on when the server does, or ends with an error that names it.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, Once};
 use std::time::Duration;
 
@@ -183,31 +184,47 @@ fn a_server_that_wakes_up_before_the_timeout_is_not_noticed() {
 /// still one of all.
 #[test]
 fn lockstep_keeps_its_bits_through_a_stop() {
+    /// From one stop to the next. Workers that are through before it wait for it; there are enough of
+    /// them that it mostly comes in the middle of one.
+    const ROUNDS: u64 = 500;
+    const STOPS: u64 = 2;
     log_here();
     for (transport, servers) in [(Transport::Tcp, 1), (Transport::Auto, 2)] {
         within("lock-step", move || {
             let dir = tempfile::tempdir().unwrap();
             let lab = Lab::idle(servers, transport);
-            let mut problem = Problem::new("momentum", 3, 8, 150);
+            let mut problem = Problem::new("momentum", 3, 8, (STOPS + 1) * ROUNDS);
             problem.run.timeout = Duration::from_secs(2);
             let processes = Processes::start(&lab, dir.path(), &problem.run, 20_000);
             let (lab, problem, expected) = (&lab, &problem, problem.expected());
+            let steps: [AtomicU64; 3] = Default::default();
+            let limit = AtomicU64::new(ROUNDS);
             std::thread::scope(|scope| {
                 let work = |worker: u32| {
+                    let (step_of, limit) = (&steps[worker as usize], &limit);
+                    let pace = move |step: u64| {
+                        step_of.store(step, Ordering::Relaxed);
+                        wait_until("the next stop", || step < limit.load(Ordering::Relaxed));
+                    };
                     move || {
                         let initial = |parameter| problem.initial(parameter);
                         let options = lab.options(worker);
                         let client = Client::join(&problem.run, options, &initial).unwrap();
-                        problem.work(client, worker as usize)
+                        problem.work_at_pace(client, worker as usize, pace)
                     }
                 };
                 let workers: Vec<_> = (0..3).map(|worker| scope.spawn(work(worker))).collect();
-                for stop in 0..2u64 {
-                    let enough = 20 + 50 * stop;
-                    lab.wait_for(&problem.run, "rounds go on", |report| report.updates >= enough);
+                for stop in 0..STOPS {
+                    // Whoever has done some rounds since the last stop does not wait any more, and says
+                    // so when it waits again.
+                    let enough = stop * ROUNDS + 20;
+                    wait_until("rounds go on", || {
+                        steps.iter().all(|step| step.load(Ordering::Relaxed) >= enough)
+                    });
                     let stopped = stop as usize % servers;
                     let told = waiting_for(lab, stopped);
                     processes.stop(stopped);
+                    limit.store((stop + 2) * ROUNDS, Ordering::Relaxed);
                     wait_until("all wait for it", || waiting_for(lab, stopped) == told + 3);
                     processes.wake(stopped);
                 }
@@ -215,7 +232,7 @@ fn lockstep_keeps_its_bits_through_a_stop() {
                     assert_eq!(worker.join().unwrap(), expected);
                 }
             });
-            expect_ledger(dir.path(), &[3 * 150]);
+            expect_ledger(dir.path(), &[3 * problem.run.total]);
         });
     }
 }

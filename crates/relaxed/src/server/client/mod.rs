@@ -41,7 +41,7 @@ const BEATS: u32 = 4;
 
 /// Pauses between attempts to reach a shard: the first, and the longest.
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
-const LONGEST_PAUSE: Duration = Duration::from_millis(500);
+pub(super) const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
 /// How long a shard may be out of reach before that is told; one that is silent has been for long.
 /// Shorter: every restart is told twice, by its launcher as well. Longer: people wonder.

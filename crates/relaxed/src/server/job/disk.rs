@@ -143,7 +143,7 @@ impl Job {
         }
         // Where nothing is waited for, nobody's place need be kept.
         let bounded = job.plan.level.bound().is_some();
-        state.gathers_until = bounded.then(|| job.now() + job.plan.timeout());
+        state.gathers_until = bounded.then(|| job.now() + job.return_time());
         drop(state);
         Ok((Some(job), None))
     }

@@ -14,21 +14,26 @@
 //!
 //! A shard that starts *gathers* the workers. In lock-step the first update waits until all have come,
 //! for it is one of all. One that goes on after a crash waits for those who were there, though not
-//! longer than for a silent one: else whoever reconnects first would take the others for gone, and
-//! read, or push alone, without them.
+//! longer than for a silent one that takes its time to try again: else whoever reconnects first would
+//! take the others for gone, and read, or push alone, without them. So does one that wakes up after it
+//! was stopped: its workers may have given their connections up meanwhile, and of each it hears that by
+//! the end of the old connection or by the new one, whichever comes first.
 
 mod disk;
 mod plan;
 mod round;
+#[cfg(test)]
+mod tests;
+mod turns;
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
 use unisono_insight::folder::FolderError;
 use unisono_insight::relaxed::folder::{MoveLog, UpdateLog};
 
+use super::client::LONGEST_PAUSE;
 use super::core::{self, Age, Core, Joined, PushId, Refusal};
 use super::journal::{Journal, JournalError};
 use super::lives::Lives;
@@ -41,6 +46,7 @@ pub use disk::Files;
 use plan::{Gradient, Plan};
 pub(super) use plan::{MOST_WORKERS, SLACK, total_bytes};
 use round::Contribution;
+use turns::Turns;
 
 /// How often somebody who waits looks whether the worker it waits for is still there. Longer: a dead
 /// worker is noticed later, if it dies while it waits. Shorter: more system calls.
@@ -115,10 +121,8 @@ pub struct Job {
     /// When this process took it up, and how many seconds after it began.
     awake: Instant,
     awake_at: f64,
-    /// When the process had a turn last, in milliseconds since it took the run up.
-    ticked: AtomicU64,
-    /// When it had none for long before, likewise; 0 if it always had.
-    woke: AtomicU64,
+    /// When the process had a turn, counted from when it took the run up.
+    turns: Turns,
     snapshot_after: u64,
 }
 
@@ -169,14 +173,13 @@ impl Job {
         };
         Job {
             store: Store::new(&plan.setup.optimizer, weights),
+            turns: Turns::new(plan.timeout()),
             plan,
             state: Mutex::new(state),
             changed: Condvar::new(),
             began,
             awake: Instant::now(),
             awake_at: 0.0,
-            ticked: AtomicU64::new(0),
-            woke: AtomicU64::new(0),
             snapshot_after: files.snapshot_after.unwrap_or((8 * bytes).max(64 << 20)),
         }
     }
@@ -211,6 +214,10 @@ impl Job {
         }
         let before = state.core.clock(caller.worker, caller.life);
         let mut joined: Joined = state.core.join(caller.worker, caller.life, self.now())?;
+        if newest.is_some() {
+            // That connection is lost, though nobody has noticed yet.
+            self.gather_if_slept(&mut state);
+        }
         // Where nobody waits for it, or all do until everybody is back, it goes on where it was.
         let keeps_place = self.plan.level.bound().is_none() || state.gathers_until.is_some();
         if self.plan.rounds.is_none() && keeps_place {
@@ -235,19 +242,43 @@ impl Job {
         Ok(Reply::Done)
     }
 
-    /// A connection has ended. If its worker has not come back by another one meanwhile, it is gone.
+    /// A worker says that it is done: nobody waits for it.
     pub fn leave(&self, caller: Caller) -> Result<(), Unserved> {
+        self.remove(&mut *self.lock()?, caller)
+    }
+
+    /// A connection has ended. If its worker has not come back by another one meanwhile, it is gone.
+    pub fn lose(&self, caller: Caller) -> Result<(), Unserved> {
         let mut state = self.lock()?;
-        if state.connections.get(&caller.worker) != Some(&caller.connection) {
-            return Ok(());
+        if state.is_current(caller) {
+            self.gather_if_slept(&mut state);
         }
-        if self.has_slept() && self.plan.level.bound().is_some() {
-            state.gathers_until = Some(self.now() + self.timeout());
+        self.remove(&mut state, caller)
+    }
+
+    fn remove(&self, state: &mut State, caller: Caller) -> Result<(), Unserved> {
+        if !state.is_current(caller) {
+            return Ok(());
         }
         state.connections.remove(&caller.worker);
         state.core.leave(caller.worker, caller.life);
         state.reads.remove(&caller.worker);
-        self.settle_rounds(&mut state)
+        self.settle_rounds(state)
+    }
+
+    /// To be called where a connection is lost: if that is because this process slept, its worker is
+    /// about to come back, and perhaps others.
+    fn gather_if_slept(&self, state: &mut State) {
+        if self.turns.has_slept(self.now()) && self.plan.level.bound().is_some() {
+            // Never shorter than it was: the first update waits for all.
+            state.gathers_until = state.gathers_until.max(Some(self.now() + self.return_time()));
+        }
+    }
+
+    /// How long workers are waited for that have lost their connections: as for silent ones, and for as
+    /// long as they may pause before they try again.
+    fn return_time(&self) -> Duration {
+        self.timeout() + LONGEST_PAUSE
     }
 
     /// A worker lives.
@@ -263,7 +294,10 @@ impl Job {
     pub fn expire(&self) -> Result<bool, Unserved> {
         let Some(mut state) = self.lock_soon()? else { return Ok(false) };
         let now = self.now();
-        for worker in state.core.expire(now) {
+        // Nobody could be heard while this process slept. From then on all have a timeout.
+        let has_slept = self.turns.has_slept(self.now());
+        let silent = if has_slept { Vec::new() } else { state.core.expire(now) };
+        for worker in silent {
             let timeout = self.plan.timeout();
             log::warn!("worker {worker} was silent for {timeout:?}: the others go on without it");
             state.reads.remove(&worker);
@@ -274,21 +308,7 @@ impl Job {
 
     /// The process has a turn. To be called several times in a timeout, whatever else happens here.
     pub fn tick(&self) {
-        let now = self.now().as_millis() as u64;
-        let before = self.ticked.swap(now, Ordering::AcqRel);
-        if now.saturating_sub(before) > self.plan.setup.timeout_ms / 2 {
-            self.woke.store(now.max(1), Ordering::Release);
-        }
-    }
-
-    /// Whether the process was stopped, or had no turn, until less than a timeout ago: workers may have
-    /// given their connections up meanwhile, and will come back.
-    fn has_slept(&self) -> bool {
-        let now = self.now().as_millis() as u64;
-        let timeout = self.plan.setup.timeout_ms;
-        let woke = self.woke.load(Ordering::Acquire);
-        let is_asleep = now.saturating_sub(self.ticked.load(Ordering::Acquire)) > timeout / 2;
-        is_asleep || (woke > 0 && now.saturating_sub(woke) < timeout)
+        self.turns.take(self.now());
     }
 
     /// How long a worker may be silent.
@@ -548,9 +568,14 @@ impl Job {
 }
 
 impl State {
+    /// Whether this is the connection that speaks for the worker.
+    fn is_current(&self, caller: Caller) -> bool {
+        self.connections.get(&caller.worker) == Some(&caller.connection)
+    }
+
     /// Turns away whoever does not speak for the worker, or not any more.
     fn expect_current(&self, caller: Caller) -> Result<(), Unserved> {
-        match self.connections.get(&caller.worker) == Some(&caller.connection) {
+        match self.is_current(caller) {
             true => Ok(()),
             false => Err(self.stranger(caller)),
         }
