@@ -184,7 +184,8 @@ fn a_run_is_summed_up_though_its_disk_is_full() {
     let (_dir, folder) = run_of(4);
     let path = folder.path().to_path_buf();
     // Nothing can be created any more, not even by root.
-    fs::create_dir(path.join("summary.json.partial")).unwrap();
+    let temporary = format!("summary.json.{}.partial", std::process::id());
+    fs::create_dir(path.join(temporary)).unwrap();
     let unwritten = (4..9).map(step).collect();
     let (run, written) = folder.finish_with(unwritten, Outcome::default(), None);
     assert!(matches!(written, Err(FolderError::Write { .. })), "{written:?}");
