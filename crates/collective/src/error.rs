@@ -146,7 +146,9 @@ pub struct CircleWait {
     /// The call in which it waits.
     #[serde(with = "crate::call::wire")]
     pub call: Call,
-    /// The ranks of the group of that call, as the job numbers them; the first few.
+    /// The number of the group of that call.
+    pub group: u64,
+    /// Its ranks, as the job numbers them; the first few.
     pub members: Vec<usize>,
     /// From which line of its program.
     pub place: Option<String>,
@@ -322,7 +324,7 @@ fn mismatch_text(made: [(usize, &Call); 2], places: &[Option<String>; 2]) -> Str
 
 fn circle_text(waits: &[CircleWait]) -> String {
     let said = waits.iter().enumerate().map(|(i, wait)| {
-        let CircleWait { rank, call, members, place } = wait;
+        let CircleWait { rank, call, members, place, .. } = wait;
         let next = waits[(i + 1) % waits.len()].rank;
         let place = place_text(place);
         format!(

@@ -245,23 +245,51 @@ impl GroupState {
         self.is_over()
     }
 
-    /// Ends the group, unless it has failed before; whether this was the first failure.
+    /// Ends the group, unless it has failed before; whether this was the first failure. A circle of ranks
+    /// that wait for each other ends all groups in which they wait.
     pub fn fail(&self, error: Error) -> bool {
-        {
-            let mut failure = self.failure.lock().expect("no panic while locked");
-            if failure.is_some() {
-                return false;
-            }
-            *failure = Some(error);
+        // Before anybody is woken: who is told of one group may use another next, in which its peers
+        // wait in another call.
+        let mut others = self.others_in_circle(&error);
+        others.retain(|group| group.note_failure(error.clone()));
+        let is_first = self.note_failure(error);
+        others.iter().for_each(|group| group.wake());
+        if is_first {
+            self.wake();
         }
+        is_first
+    }
+
+    /// The other groups that a failure ends.
+    fn others_in_circle(&self, error: &Error) -> Vec<Arc<GroupState>> {
+        let Error::Deadlock { waits } = error else { return Vec::new() };
+        let Some(epoch) = self.epoch.get().and_then(Weak::upgrade) else { return Vec::new() };
+        let mut groups = epoch.standing();
+        groups.retain(|group| {
+            !std::ptr::eq(&raw const **group, self)
+                && waits.iter().any(|wait| wait.group == group.id)
+        });
+        groups
+    }
+
+    fn note_failure(&self, error: Error) -> bool {
+        let mut failure = self.failure.lock().expect("no panic while locked");
+        if failure.is_some() {
+            return false;
+        }
+        *failure = Some(error);
         self.over.store(true, Ordering::SeqCst);
+        true
+    }
+
+    /// Wakes whoever waits in a group that has failed.
+    fn wake(&self) {
         self.wake_monitor();
         let sockets = std::mem::take(&mut *self.sockets.lock().expect("no panic while locked"));
         for socket in sockets.iter().filter_map(Weak::upgrade) {
             // A socket that is closed already needs no shutdown.
             let _ = socket.shutdown(std::net::Shutdown::Both);
         }
-        true
     }
 
     /// Ends the group because this rank gives up.

@@ -111,6 +111,7 @@ impl Waits {
         let named = from_first.map(|wait| CircleWait {
             rank: wait.rank,
             call: wait.call,
+            group: wait.group,
             members: wait.members.clone(),
             place: wait.place.clone(),
         });

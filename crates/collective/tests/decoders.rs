@@ -266,6 +266,7 @@ fn circle_wait(call: Call) -> CircleWait {
     CircleWait {
         rank: 65535,
         call,
+        group: 3,
         members: (65528..65536).collect(),
         place: Some("x".repeat(200)),
     }
