@@ -8,7 +8,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use common::{Desk, PROGRAM, checkpoints, lines, wait_until};
+use common::{Desk, checkpoints, lines, wait_until};
 use rustix::process::Signal;
 
 /// Runs a command whose reader goes away after so many lines; its exit code and stderr.
@@ -210,23 +210,6 @@ fn every_variable_is_in_the_list() {
     assert_eq!(unlisted, Vec::<&String>::new(), "add them to cluster/src/variables.rs");
 }
 
-/// A shell script in a mount namespace of its own, with the program as `$1`; `None` where this user
-/// may not.
-fn with_own_mounts(desk: &Desk, script: &str) -> Option<Command> {
-    for namespaces in ["-m", "-rm"] {
-        let mut probe = Command::new("unshare");
-        probe.args([namespaces, "mount", "-t", "tmpfs", "none", "/mnt"]);
-        if probe.output().is_ok_and(|output| output.status.success()) {
-            let unshare = |_: &str| Command::new("unshare");
-            let mut command = desk.command_by(unshare, namespaces);
-            command.args(["sh", "-ec", script, "sh", PROGRAM]);
-            return Some(command);
-        }
-    }
-    println!("SKIPPED: no mount namespaces here");
-    None
-}
-
 #[test]
 fn a_full_disk_under_the_report_does_not_end_the_run() {
     let desk = Desk::new();
@@ -234,7 +217,7 @@ fn a_full_disk_under_the_report_does_not_end_the_run() {
     let script = r#"
         mount -t tmpfs -o size=64k none small
         exec "$1" train --json --steps 400 --checkpoint-dir saved --run-dir small/run"#;
-    let Some(mut command) = with_own_mounts(&desk, script) else { return };
+    let Some(mut command) = desk.with_own_mounts(script) else { return };
     let ended = desk.start(&mut command).wait();
     let summary = ended.summary();
     assert_eq!((summary.count("step"), summary.count("steps")), (400, 400));

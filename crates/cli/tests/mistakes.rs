@@ -4,7 +4,6 @@ mod common;
 
 use std::fs;
 use std::net::TcpListener;
-use std::process::Command;
 
 use common::{Desk, PROGRAM, checkpoints, contents};
 
@@ -451,23 +450,6 @@ fn reports_of_runs_that_were_tampered_with() {
     each(&desk, &[("report run", &["run.toml:1", "run again"])]);
 }
 
-/// A shell script in a mount namespace of its own, with the program as `$1`; `None` where this user
-/// may not.
-fn with_own_mounts(desk: &Desk, script: &str) -> Option<Command> {
-    for namespaces in ["-m", "-rm"] {
-        let mut probe = Command::new("unshare");
-        probe.args([namespaces, "mount", "-t", "tmpfs", "none", "/mnt"]);
-        if probe.output().is_ok_and(|output| output.status.success()) {
-            let unshare = |_: &str| Command::new("unshare");
-            let mut command = desk.command_by(unshare, namespaces);
-            command.args(["sh", "-ec", script, "sh", PROGRAM]);
-            return Some(command);
-        }
-    }
-    println!("SKIPPED: no mount namespaces here");
-    None
-}
-
 #[test]
 fn a_disk_that_is_full_costs_no_earlier_checkpoint() {
     let desk = Desk::new();
@@ -480,7 +462,7 @@ fn a_disk_that_is_full_costs_no_earlier_checkpoint() {
         "$1" train --workers 3 --steps 50 --checkpoint-dir small --checkpoint-every 10 || code=$?
         cp -a small/. saved
         exit $code"#;
-    let Some(mut command) = with_own_mounts(&desk, script) else { return };
+    let Some(mut command) = desk.with_own_mounts(script) else { return };
     let ended = desk.start(&mut command).wait();
     let complaint = ended.complaint();
     assert!(complaint.contains("step-000000020") && complaint.contains("free some space"));
@@ -499,7 +481,7 @@ fn folders_that_are_read_only() {
         let script = format!(
             r#"mount -t tmpfs -o ro none sealed; exec "$1" train --steps 3 {flag} sealed/x"#
         );
-        let Some(mut command) = with_own_mounts(&desk, &script) else { return };
+        let Some(mut command) = desk.with_own_mounts(&script) else { return };
         let ended = desk.start(&mut command).wait();
         let complaint = ended.complaint();
         assert!(complaint.contains(flag) && complaint.contains("folder"), "{complaint}");
