@@ -44,7 +44,7 @@ fn a_ledger_that_does_not_add_up_ends_in_an_error() {
     assert!(desk.path("run/report.html").exists());
     let report = desk.run("report run");
     assert_eq!(report.status.code(), Some(1), "{}", report.stderr);
-    assert!(report.stdout.contains("does not add up") && report.complaint().contains("ledger"));
+    assert!(report.stdout.contains("does not add up") && report.stderr.contains("the ledger of"));
 }
 
 /// The limit on the size of files stands for a full disk.
