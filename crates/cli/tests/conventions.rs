@@ -15,11 +15,14 @@ use rustix::process::Signal;
 fn read_only(desk: &Desk, arguments: &str, wanted: usize) -> (Option<i32>, String) {
     let errors = desk.path(".errors");
     let mut command = desk.command(arguments);
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(File::create(&errors).unwrap());
+    let (output, input) = std::io::pipe().unwrap();
+    command.stdin(Stdio::null()).stdout(input).stderr(File::create(&errors).unwrap());
+    // A reader that wants nothing is gone before the command can have written it all.
+    let mut output = (wanted > 0).then(|| BufReader::new(output));
     let mut child = command.spawn().unwrap();
-    let mut output = BufReader::new(child.stdout.take().unwrap());
+    drop(command);
     for _ in 0..wanted {
-        let mut line = Vec::new();
+        let (output, mut line) = (output.as_mut().expect("kept above"), Vec::new());
         assert!(output.read_until(b'\n', &mut line).unwrap() > 0, "{arguments}: no line");
     }
     drop(output);

@@ -5,12 +5,14 @@
 //! "tests" [`as_launcher`] and [`as_rank`] do nothing unless they are started that way.
 
 mod common;
+#[path = "common/ports.rs"]
+mod ports;
 
 use std::io::Write;
 use std::net::TcpStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -18,6 +20,7 @@ use std::time::{Duration, Instant};
 use common::{
     Job, LONG, MARKER, failure, marker, processes, raw, signal, wait_for_guard, wait_until,
 };
+use ports::free_ports;
 use rustix::process::{Signal, kill_process};
 use unisono_cluster::launch::{Ending, Failure, Launch, LaunchError, Nodes, Outcome};
 use unisono_cluster::place::Place;
@@ -432,9 +435,7 @@ fn join_nodes(jobs: &mut [Job], port: u16, tokens: &[Option<Token>]) {
 
 /// A port that is free now.
 fn free_port() -> u16 {
-    static NEXT: AtomicU32 = AtomicU32::new(0);
-    let first = 18_500 + std::process::id() % 50 * 20;
-    (first + NEXT.fetch_add(1, Ordering::Relaxed)) as u16
+    free_ports(1)[0]
 }
 
 #[test]

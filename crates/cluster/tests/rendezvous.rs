@@ -1,12 +1,16 @@
 //! The rendezvous over real sockets: ranks are threads of this process.
 
+#[path = "common/ports.rs"]
+mod ports;
+
 use std::collections::VecDeque;
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use ports::free_ports;
 use socket2::Socket;
 use unisono_cluster::place::{Launcher, Place, Rendezvous};
 use unisono_cluster::rendezvous::{
@@ -19,14 +23,6 @@ const LONG: Duration = Duration::from_secs(30);
 
 fn soon() -> Instant {
     Instant::now() + LONG
-}
-
-/// Ports that no other test of this process uses.
-fn fresh_ports(count: u16) -> Vec<u16> {
-    static NEXT: AtomicU16 = AtomicU16::new(0);
-    let base = 12_000 + (std::process::id() % 100) as u16 * 64;
-    let first = base + NEXT.fetch_add(count, Ordering::Relaxed);
-    (first..first + count).collect()
 }
 
 fn place(rank: u32, world: u32, rendezvous: Rendezvous, token: Option<Token>) -> Place {
@@ -96,7 +92,7 @@ fn assert_all_gathered(results: Vec<Result<Gathered, RendezvousError>>) -> Gathe
 
 #[test]
 fn everyone_leaves_with_everything() {
-    let ports = fresh_ports(4);
+    let ports = free_ports(4);
     let places = (0..9).map(|rank| place(rank, 9, at_rank_zero(&ports), None)).collect();
     let gathered = assert_all_gathered(meet(places, LONG));
     assert_ne!(gathered.token, Token::public("test"), "the true token is a secret");
@@ -115,7 +111,7 @@ fn a_world_of_one_needs_nobody() {
 
 #[test]
 fn ports_taken_by_others_are_passed_over() {
-    let ports = fresh_ports(4);
+    let ports = free_ports(4);
     // One port belongs to a program that never answers, the next to another job.
     let _silent = TcpListener::bind(("127.0.0.1", ports[0])).unwrap();
     let other = TcpListener::bind(("127.0.0.1", ports[1])).unwrap();
@@ -126,7 +122,7 @@ fn ports_taken_by_others_are_passed_over() {
 
 #[test]
 fn strangers_do_not_disturb_a_job_that_forms() {
-    let ports = fresh_ports(1);
+    let ports = free_ports(1);
     let attempts = AtomicU32::new(0);
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -163,7 +159,7 @@ fn strangers_do_not_disturb_a_job_that_forms() {
 
 #[test]
 fn those_who_never_came_are_named() {
-    let ports = fresh_ports(1);
+    let ports = free_ports(1);
     let places = [0, 2].map(|rank| place(rank, 4, at_rank_zero(&ports), None)).to_vec();
     // Long enough for the two that do come, on a machine with much else to do.
     for result in meet(places, Duration::from_secs(4)) {
@@ -176,7 +172,7 @@ fn those_who_never_came_are_named() {
 
 #[test]
 fn nobody_at_all_is_an_error_that_says_where() {
-    let ports = fresh_ports(3);
+    let ports = free_ports(3);
     let lonely = place(1, 2, at_rank_zero(&ports), None);
     let error = connect(&lonely, Instant::now() + Duration::from_millis(200)).unwrap_err();
     let RendezvousError::Unreachable { last, .. } = &error else { panic!("{error}") };
@@ -188,7 +184,7 @@ fn nobody_at_all_is_an_error_that_says_where() {
 #[test]
 fn a_rank_that_leaves_calls_it_off() {
     for host_leaves in [false, true] {
-        let ports = fresh_ports(1);
+        let ports = free_ports(1);
         let host = connect(&place(0, 3, at_rank_zero(&ports), None), soon()).unwrap();
         let other = connect(&place(1, 3, at_rank_zero(&ports), None), soon()).unwrap();
         let (leaver, stayer) = if host_leaves { (host, other) } else { (other, host) };

@@ -219,11 +219,12 @@ fn runs_that_make_no_sense_are_refused() {
 #[test]
 fn a_server_without_threads_to_spare_serves_all_the_same() {
     // Of a user who has nothing else, only the threads of this process count.
-    let as_nobody = "setpriv --reuid=54321 --regid=54321 --clear-groups prlimit --nproc=";
+    let user = 20_000 + std::process::id() % 40_000;
+    let as_user = format!("setpriv --reuid={user} --regid={user} --clear-groups prlimit --nproc=");
     let runs_within = |threads: u32| {
         let program = std::env::current_exe().unwrap();
         let script = format!(
-            "{as_nobody}{threads} sh -c 'test -x \"$0\" || exit 1; sleep 0 & sleep 0 & wait' \"$0\""
+            "{as_user}{threads} sh -c 'test -x \"$0\" || exit 1; sleep 0 & sleep 0 & wait' \"$0\""
         );
         let output = Command::new("sh").arg("-c").arg(script).arg(program).output();
         output.is_ok_and(|output| output.status.success())
@@ -240,7 +241,7 @@ fn a_server_without_threads_to_spare_serves_all_the_same() {
         run.codecs = vec![None; 2];
         let mut processes = Processes::idle(&lab, dir.path(), &run, 1 << 40);
         // The main thread, that of the test, the acceptor, the ticker, and one for the worker.
-        let limited = format!("exec {as_nobody}5 \"$0\" --exact restarts::as_shard --nocapture;");
+        let limited = format!("exec {as_user}5 \"$0\" --exact restarts::as_shard --nocapture;");
         let everybodys = std::fs::Permissions::from_mode(0o777);
         std::fs::set_permissions(dir.path(), everybodys.clone()).unwrap();
         std::fs::set_permissions(dir.path().join("run"), everybodys).unwrap();
