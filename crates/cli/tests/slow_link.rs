@@ -18,7 +18,7 @@ const CODECS: [&str; 7] = ["none", "fp16", "int8", "int4", "sign", "topk:4%", "p
 const LEARNER: [&str; 4] = ["--model", "mlp", "--hidden", "1024,1024"];
 
 #[test]
-#[ignore = "a soak of minutes for a quiet machine; its last result is in docs/compression.md"]
+#[ignore = "a soak of minutes for a quiet machine; its last result is in docs/measurements/compression.md"]
 fn the_best_codec_reaches_the_loss_eight_times_sooner() {
     const LOSS: f64 = 0.5;
     for hosts in [2, 4] {
@@ -43,7 +43,7 @@ fn the_best_codec_reaches_the_loss_eight_times_sooner() {
 }
 
 #[test]
-#[ignore = "a soak of minutes for a quiet machine; its last result is in docs/compression.md"]
+#[ignore = "a soak of minutes for a quiet machine; its last result is in docs/measurements/compression.md"]
 fn what_auto_predicts_comes_true() {
     let folder = tempfile::tempdir().unwrap();
     let replay = folder.path().join("replay");

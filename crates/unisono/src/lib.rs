@@ -35,7 +35,8 @@ pub mod prelude {
     pub use crate::{Dtype, Element, Error, Group, Job, Options, Reduction, Work};
 }
 
-/// The examples of the README are tests.
+/// The examples of the documents are tests.
 #[cfg(all(doctest, feature = "candle"))]
 #[doc = include_str!("../../../README.md")]
-struct Readme;
+#[doc = include_str!("../../../docs/rust.md")]
+struct Documents;

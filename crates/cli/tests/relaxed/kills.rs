@@ -181,7 +181,7 @@ fn more_kills_than_restarts_end_the_run_with_a_way_to_go_on() {
 
 /// The whole idea, at length.
 #[test]
-#[ignore = "soak: two runs of a minute or two; its last result is in docs/relaxed.md"]
+#[ignore = "soak: two runs of a minute or two; its last result is in docs/measurements/relaxed.md"]
 fn a_hundred_kills_in_one_run() {
     const KILLS: usize = 100;
     const STEPS: u64 = 6000;
