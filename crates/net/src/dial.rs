@@ -18,7 +18,9 @@ use socket2::{Domain, SockAddr, Socket, Type};
 
 use crate::connection::Connection;
 use crate::fork;
-use crate::handshake::{HandshakeError, Initiated, Initiator, Introduction, random_nonce};
+use crate::handshake::{
+    Encryption, HandshakeError, Initiated, Initiator, Introduction, random_nonce,
+};
 use crate::keepalive::{SILENCE, keep_alive};
 use crate::timed::timespec;
 use crate::token::Token;
@@ -229,7 +231,7 @@ impl Attempt {
                 }
                 State::Connecting(socket) => self.greet(socket, dialer),
                 State::Talking(socket, mut initiator) => match talk(&socket, &mut initiator)? {
-                    true => return Ok(Some(socket.into())),
+                    true => return Ok(Some(Connection::new(socket, initiator.take_keys()))),
                     false => {
                         self.state = State::Talking(socket, initiator);
                         return Ok(None);
@@ -269,7 +271,10 @@ impl Attempt {
             socket.set_tcp_nodelay(true)?;
             keep_alive(&socket, dialer.silence)?;
         }
-        let initiator = Initiator::new(dialer.token, &self.door.introduction, random_nonce()?);
+        let is_local = matches!(self.door.target, Target::Unix(_));
+        let encryption = Encryption::of(dialer.token, is_local);
+        let introduction = &self.door.introduction;
+        let initiator = Initiator::with(dialer.token, introduction, random_nonce()?, encryption);
         say(&socket, &initiator.hello())?;
         Ok(State::Talking(socket, Box::new(initiator)))
     }

@@ -239,8 +239,7 @@ impl Host {
         });
         let mut fds = vec![PollFd::new(&*self.wake, PollFlags::IN)];
         fds.extend(self.guests.iter().map(|guest| {
-            let unsent = matches!(&guest.phase,
-                Phase::Leaving { farewell, sent } if *sent < farewell.len());
+            let unsent = matches!(guest.phase, Phase::Leaving { .. }) && !guest.has_farewell();
             let out = if unsent { PollFlags::OUT } else { PollFlags::empty() };
             PollFd::new(guest.connection.socket(), PollFlags::IN | out)
         }));
@@ -382,8 +381,14 @@ impl Guest {
     /// other side closes it: closing first could take the reply along.
     fn say_farewell(&mut self) {
         let Phase::Leaving { farewell, sent } = &mut self.phase else { return };
-        while *sent < farewell.len() {
-            match self.connection.sender.send(&farewell[*sent..], SendFlags::DONTWAIT) {
+        let sender = &mut self.connection.sender;
+        while *sent < farewell.len() || !sender.is_flushed() {
+            let now = SendFlags::DONTWAIT;
+            let more = match *sent < farewell.len() {
+                true => sender.send(&farewell[*sent..], now),
+                false => sender.flush(now).map(|()| 0),
+            };
+            match more {
                 Ok(more) => *sent += more,
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return,
@@ -397,7 +402,8 @@ impl Guest {
     }
 
     fn has_farewell(&self) -> bool {
-        matches!(&self.phase, Phase::Leaving { farewell, sent } if *sent == farewell.len())
+        matches!(&self.phase, Phase::Leaving { farewell, sent }
+            if *sent == farewell.len() && self.connection.sender.is_flushed())
     }
 }
 

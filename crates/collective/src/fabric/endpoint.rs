@@ -13,8 +13,8 @@ use socket2::{Domain, Socket};
 use unisono_net::dial::{Door, Refused};
 use unisono_net::keepalive::keep_alive;
 use unisono_net::{
-    Acceptor, Admission, Connection, Dialer, Introduction, Limits, Target, Token, new_socket,
-    timespec,
+    Acceptor, Admission, Connection, Dialer, HandshakeError, Introduction, Limits, Target, Token,
+    new_socket, timespec,
 };
 
 use super::cores::{CoreSet, crowd, shared_cores};
@@ -107,7 +107,8 @@ impl Endpoint {
         &self.address
     }
 
-    /// Starts to accept members of the job, whose addresses are known now.
+    /// Starts to accept members of the job, whose addresses are known now. Whether connections are
+    /// encrypted is the token's to say, and [`Options::encrypt`](crate::Options::encrypt) must agree.
     pub fn open(
         self,
         rank: usize,
@@ -246,6 +247,9 @@ impl Job {
         };
         let mut missing = match Dialer::new(&self.token, deadline).dial_all(doors, opened) {
             Ok(missing) => missing,
+            Err(Refused { peer, cause: HandshakeError::Encryption { theirs } }) => {
+                return (made, Err(FormError::Encryption { peer, theirs }));
+            }
             Err(Refused { peer, cause }) => {
                 let reason = format!("cannot connect to it: {cause}");
                 return (made, Err(FormError::Peer { peer, reason }));
@@ -290,6 +294,10 @@ impl Job {
 
 impl Connector for Job {
     fn connect(self: Arc<Self>, plan: &Plan) -> Result<Fabric, FormError> {
+        if plan.options.encrypt != self.token.encrypts() {
+            let reason = "the options of the group and the token of the endpoint disagree".into();
+            return Err(FormError::System { what: "encryption", reason });
+        }
         let world = plan.members.len();
         let deadline = plan.options.deadline(1);
         let topology = self.topology(plan)?;

@@ -174,7 +174,7 @@ impl Peer {
     }
 
     pub fn has_output(&self) -> bool {
-        !self.output.is_empty()
+        !self.output.is_empty() || !self.connection.sender.is_flushed()
     }
 
     /// Queues a frame with what follows it.
@@ -276,6 +276,12 @@ impl Peer {
 
     fn write(&mut self) -> Result<(), Errno> {
         loop {
+            match self.connection.sender.flush(SendFlags::empty()) {
+                Ok(()) => {}
+                Err(Errno::AGAIN) => return Ok(()),
+                Err(Errno::INTR) => continue,
+                Err(e) => return Err(e),
+            }
             if self.output.is_empty() && !self.frame_data() {
                 return Ok(());
             }

@@ -26,7 +26,7 @@ use socket2::{Domain, SockAddr, Socket};
 use self::refusals::{Peer, Reason, RefusalLog};
 use crate::connection::Connection;
 use crate::fork;
-use crate::handshake::{Introduction, Purpose, Responder, Step, random_nonce};
+use crate::handshake::{Encryption, Introduction, Purpose, Responder, Step, random_nonce};
 use crate::keepalive::{SILENCE, keep_alive};
 use crate::timed::timespec;
 use crate::token::Token;
@@ -248,7 +248,8 @@ impl<F: FnMut(Connection, Introduction)> Door<F> {
             }
             watch(&self.epoll, &socket, key)?;
             let Admission { token, purposes, .. } = &self.admission;
-            Ok(Responder::new(token, purposes, random_nonce()?))
+            let encryption = Encryption::of(token, address.domain() == Domain::UNIX);
+            Ok(Responder::with(token, purposes, random_nonce()?, encryption))
         };
         match prepared() {
             Ok(responder) => {
@@ -286,9 +287,12 @@ impl<F: FnMut(Connection, Introduction)> Door<F> {
         match self.half_done[index].advance() {
             Fate::Waiting => {}
             Fate::Accepted(introduction) => {
-                let done = self.half_done.remove(index);
+                let mut done = self.half_done.remove(index);
                 match self.release(&done.socket) {
-                    Ok(()) => (self.on_connection)(done.socket.into(), introduction),
+                    Ok(()) => {
+                        let keys = done.responder.take_keys();
+                        (self.on_connection)(Connection::new(done.socket, keys), introduction);
+                    }
                     Err(error) => {
                         self.refusals.note(&done.peer, &Reason::Failed(error), Instant::now());
                     }

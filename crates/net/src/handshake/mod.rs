@@ -17,9 +17,13 @@
 //! the hello is derived one-way from the token: it only lets a peer of another job be told apart
 //! from a peer that lies.
 //!
-//! The proofs establish who opened the connection; what follows on it is neither encrypted nor
-//! authenticated. The token keeps strangers and mistakes out of a job, not someone who can rewrite
-//! packets on its network.
+//! The proofs establish who opened the connection. In a job that does not encrypt, what follows on it is
+//! neither encrypted nor authenticated: the token keeps strangers and mistakes out, not someone who can
+//! rewrite packets on the job's network. In one that does ([`Token::encrypts`]), answer and verdict of a
+//! TCP connection also carry the two messages of a [Noise handshake](crate::cipher), whose prologue is the
+//! hello and the responder's nonce, and all that follows is encrypted with its keys. Both sides say in
+//! the hello, which the proofs cover, whether they encrypt, and neither gives way: a job can be
+//! kept from connecting, but not be made to talk in the clear.
 //!
 //! The first twelve bytes of hello, challenge and verdict (magic, version, status) keep their
 //! meaning in every version, so that peers of different versions can tell each other so.
@@ -41,6 +45,7 @@ pub(crate) use wire::{Hello, JobId};
 use std::fmt;
 use std::io;
 
+use crate::cipher::NOISE_LEN;
 use crate::token::Token;
 
 /// A number used once: 32 fresh random bytes chosen by one side of one handshake.
@@ -87,6 +92,33 @@ impl fmt::Debug for Purpose {
     }
 }
 
+/// Whether a job encrypts, as both sides of a connection must say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Encryption {
+    /// It does not.
+    Off = 0,
+    /// It does, though not this connection, which stays on its host.
+    Local = 1,
+    /// It does, this connection too.
+    On = 2,
+}
+
+impl Encryption {
+    /// That of a connection between hosts, or within one.
+    pub fn of(token: &Token, is_local: bool) -> Encryption {
+        match (token.encrypts(), is_local) {
+            (false, _) => Encryption::Off,
+            (true, true) => Encryption::Local,
+            (true, false) => Encryption::On,
+        }
+    }
+
+    /// Bytes of the Noise handshake in an answer and a verdict.
+    fn noise_len(self) -> usize {
+        if self == Encryption::On { NOISE_LEN } else { 0 }
+    }
+}
+
 /// Why a responder turned a connection away.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -115,6 +147,24 @@ pub enum Refusal {
         /// The purpose the initiator named.
         theirs: Purpose,
     },
+    /// One side encrypts and the other does not.
+    #[error("{}", disagreement(.theirs))]
+    Encryption {
+        /// Whether the initiator does.
+        theirs: bool,
+    },
+}
+
+/// What is said of another side that encrypts, or does not, unlike this one.
+fn disagreement(theirs: &bool) -> &'static str {
+    match theirs {
+        true => {
+            "it encrypts its connections, and this process does not: set UNISONO_ENCRYPT for all or none"
+        }
+        false => {
+            "it does not encrypt its connections, and this process does: set UNISONO_ENCRYPT for all or none"
+        }
+    }
 }
 
 impl Refusal {
@@ -127,6 +177,9 @@ impl Refusal {
             Refusal::Malformed => 4,
             Refusal::BadProof => 5,
             Refusal::OtherPurpose { .. } => 6,
+            // What the responder does, which the initiator does not.
+            Refusal::Encryption { theirs: true } => 7,
+            Refusal::Encryption { theirs: false } => 8,
         }
     }
 }
@@ -156,6 +209,12 @@ pub enum HandshakeError {
     /// The other side does something else than what this connection is for: probably the wrong port.
     #[error("the other side does not do what the connection is for")]
     OtherPurpose,
+    /// One side encrypts and the other does not: all of a job must agree.
+    #[error("{}", disagreement(.theirs))]
+    Encryption {
+        /// Whether the responder does.
+        theirs: bool,
+    },
     /// The other side sent, or says it received, something no correct peer sends.
     #[error("a handshake message is malformed")]
     Malformed,

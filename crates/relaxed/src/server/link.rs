@@ -286,6 +286,11 @@ impl Link {
         }
     }
 
+    /// Whether bytes are here that a poll of the socket does not see.
+    pub fn has_unread(&self) -> bool {
+        self.receiver.has_unread()
+    }
+
     /// Waits until there is something to receive, though not for longer than this.
     pub fn await_message(&mut self, at_most: Duration) -> bool {
         let deadline = Instant::now() + at_most;
@@ -311,10 +316,14 @@ fn write_all(
     IoSlice::advance_slices(&mut slices, 0);
     // Counted from here: whoever takes bytes may be read from later.
     let mut silence = silence.map(Silence::fresh);
-    while !slices.is_empty() {
+    while !slices.is_empty() || !sender.is_flushed() {
         let start = Instant::now();
-        match sender.send_vectored(slices, SendFlags::empty()).map_err(io::Error::from) {
-            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+        let sent = match slices.is_empty() {
+            true => sender.flush(SendFlags::empty()).map(|()| 0),
+            false => sender.send_vectored(slices, SendFlags::empty()),
+        };
+        match sent.map_err(io::Error::from) {
+            Ok(0) if !slices.is_empty() => return Err(io::ErrorKind::WriteZero.into()),
             Ok(sent) => {
                 IoSlice::advance_slices(&mut slices, sent);
                 silence.iter_mut().for_each(Silence::heard);

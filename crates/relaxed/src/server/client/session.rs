@@ -150,6 +150,11 @@ impl Session {
         Some(self.link.as_mut()?.silence()?.slice())
     }
 
+    /// Whether something is here that a poll of the socket does not see.
+    pub fn has_unread(&self) -> bool {
+        self.link.as_ref().is_some_and(Link::has_unread)
+    }
+
     /// Whether the shard has said more than that it lives, or never will.
     pub fn has_message(&mut self) -> bool {
         self.link.as_mut().is_none_or(Link::has_message)
