@@ -64,7 +64,7 @@ fn exchange(encrypt: bool, streams: usize) -> (Vec<Vec<u32>>, bool) {
                 group.broadcast(&mut copy[..count], 1).unwrap();
                 bits.extend(copy[..count].iter().map(|value| value.to_bits()));
             }
-            let mut message = vec![0.0; secret.len()];
+            let mut message = vec![0f32; secret.len()];
             match group.rank() {
                 0 => group.send(&secret, 2, 7).unwrap(),
                 2 => group.receive(&mut message, 0, 7).unwrap(),

@@ -19,12 +19,14 @@ pub mod handshake;
 pub mod interface;
 pub mod keepalive;
 pub mod memory;
+mod signal;
 mod timed;
 mod token;
 
 pub use acceptor::{Acceptor, Admission, Limits};
 pub use connection::{Connection, Receiver, Sender};
-pub use dial::{AbortHandle, Dialer, Target, new_socket};
+pub use dial::{Dialer, Target, new_socket};
 pub use handshake::{HandshakeError, Introduction, Purpose, Refusal};
+pub use signal::Signal;
 pub use timed::{TimedStream, timespec};
 pub use token::{Token, TokenError};

@@ -255,8 +255,7 @@ fn follow(
     let deadline = launch.deadline();
     let key = launch.token.clone().unwrap_or_else(|| public_key(port));
     let key = key.with_encryption(launch.encrypt);
-    let introduction =
-        Introduction { purpose: LAUNCHER, epoch: 0, group: 0, from: nodes.node, to: 0, channel: 0 };
+    let introduction = Introduction::new(LAUNCHER, nodes.node, 0);
     let sought = Sought { hosts: &[host], ports: &[port], key: &key, introduction };
     let mut connection = sought.find(deadline).map_err(|error| match error {
         RendezvousError::Handshake { address, cause } => LaunchError::Handshake { address, cause },

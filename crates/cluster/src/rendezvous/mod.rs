@@ -193,14 +193,7 @@ pub fn connect(
         }
         Rendezvous::RankZero { host, ports } => (host, ports.clone(), None),
     };
-    let introduction = Introduction {
-        purpose: RENDEZVOUS,
-        epoch: 0,
-        group: 0,
-        from: place.rank,
-        to: 0,
-        channel: 0,
-    };
+    let introduction = Introduction::new(RENDEZVOUS, place.rank, 0);
     let hosts: &[&str] = match &server {
         // What rank 0's machine is called from outside may lead nowhere from within.
         Some(_) => &[host, "localhost"],

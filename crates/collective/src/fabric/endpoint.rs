@@ -7,14 +7,13 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, poll};
 use serde::{Deserialize, Serialize};
 use socket2::{Domain, Socket};
 use unisono_net::dial::{Door, Refused};
-use unisono_net::keepalive::keep_alive;
+use unisono_net::keepalive::{is_over, keep_alive};
 use unisono_net::{
     Acceptor, Admission, Connection, Dialer, HandshakeError, Introduction, Limits, Target, Token,
-    new_socket, timespec,
+    new_socket,
 };
 
 use super::cores::{CoreSet, crowd, shared_cores};
@@ -172,7 +171,7 @@ impl Inbox {
         let mut waiting = self.waiting.lock().expect("no panic while locked");
         // Those that came before this attempt and are closed were meant for earlier ones, of this group
         // or another. Who came since and has given up may have said why.
-        waiting.retain(|_, (waiting, came)| *came >= start || !is_closed(waiting.socket()));
+        waiting.retain(|_, (waiting, came)| *came >= start || !is_over(waiting.socket()));
         loop {
             wanted.retain(|introduction, place| {
                 let here = waiting.remove(introduction);
@@ -399,10 +398,4 @@ fn tell(side: &mut [Option<Connection>], settings: &[u8; 32], failure: Option<&F
         // A peer that is gone is noticed by whoever hears from it.
         let _ = Ready { settings: *settings, failure, memory: None }.send(peer);
     }
-}
-
-/// Whether the other side has closed a connection, whatever it said before.
-fn is_closed(socket: &Socket) -> bool {
-    let mut fds = [PollFd::new(socket, PollFlags::RDHUP)];
-    poll(&mut fds, Some(&timespec(Duration::ZERO))).is_ok_and(|ready| ready > 0)
 }

@@ -75,6 +75,13 @@ pub struct Introduction {
     pub channel: u32,
 }
 
+impl Introduction {
+    /// One for connections that need no more than this: the rest is 0.
+    pub const fn new(purpose: Purpose, from: u32, to: u32) -> Introduction {
+        Introduction { purpose, epoch: 0, group: 0, from, to, channel: 0 }
+    }
+}
+
 /// What a connection will carry once it is accepted: a tag that the crate which speaks on it defines.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Purpose([u8; 4]);
@@ -225,7 +232,7 @@ pub enum HandshakeError {
     #[error("the handshake did not finish in time")]
     TimedOut,
     /// The socket failed.
-    #[error("the handshake failed: {0}")]
+    #[error("{0}")]
     Io(io::Error),
 }
 
@@ -275,9 +282,7 @@ pub fn fuzz_responder(token: &Token, nonce: Nonce, bytes: &[u8]) -> usize {
 /// [`fuzz_responder`].
 #[doc(hidden)]
 pub fn fuzz_initiator(token: &Token, nonce: Nonce, bytes: &[u8]) -> usize {
-    let introduction =
-        Introduction { purpose: ANY, epoch: 0, group: 0, from: 0, to: 1, channel: 0 };
-    let mut initiator = Initiator::new(token, &introduction, nonce);
+    let mut initiator = Initiator::new(token, &Introduction::new(ANY, 0, 1), nonce);
     let mut taken = 0;
     while let (consumed, Ok(Initiated::Send(_))) = initiator.feed(&bytes[taken..]) {
         taken += consumed;

@@ -22,6 +22,7 @@ use rustix::net::{RecvFlags, SendFlags};
 use serde::{Serialize, de::DeserializeOwned};
 use socket2::{Domain, Socket};
 use unisono_net::frame::{self, SIGN_OF_LIFE};
+use unisono_net::keepalive::is_over;
 use unisono_net::memory::{self, receive_with, send_with};
 use unisono_net::{Connection, Receiver, Sender};
 use zerocopy::{FromBytes, IntoBytes};
@@ -384,14 +385,6 @@ fn read(mut from: impl Read, into: &mut Vec<f32>, bytes: usize) -> io::Result<&[
         filled = end;
     }
     Ok(&into.as_slice().as_bytes()[..bytes])
-}
-
-/// Whether the other side of a socket has ended the connection, or its process.
-pub fn is_over(socket: &Socket) -> bool {
-    let mut poll = [PollFd::new(socket, PollFlags::RDHUP)];
-    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-    let over = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
-    rustix::event::poll(&mut poll, Some(&now)).is_ok() && poll[0].revents().intersects(over)
 }
 
 impl Memory {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use socket2::Socket;
 use unisono_codec::CodecSpec;
 use unisono_codec::parcel::{Origin, Scratch, Sender};
-use unisono_net::AbortHandle;
+use unisono_net::Signal;
 use unisono_sync::shards::Shards;
 
 use super::dial::Call;
@@ -176,7 +176,7 @@ impl Session {
         &mut self,
         options: &ClientOptions,
         worker: u32,
-        abort: &AbortHandle,
+        abort: &Signal,
     ) -> Result<Pulse, Fault> {
         let call = Call {
             options,
