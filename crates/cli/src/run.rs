@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::Args;
 use unisono::cluster::launch::{Launch, LaunchError, Nodes, Restarts, Servers};
-use unisono::collective::handshake::Token;
+use unisono::net::Token;
 
 use crate::exit::Wrong;
 use crate::output;
@@ -110,6 +110,7 @@ pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     let launch = Launch {
         nodes,
         token: token()?,
+        encrypt: unisono::Options::from_env().wrong_call()?.encrypt,
         servers,
         restarts: Restarts { limit: args.restarts },
         grace: Duration::from_secs(args.grace),

@@ -25,7 +25,7 @@ use rustix::process::{Signal, kill_process};
 use unisono_cluster::launch::{Ending, Failure, Launch, LaunchError, Nodes, Outcome};
 use unisono_cluster::place::Place;
 use unisono_cluster::rendezvous::connect;
-use unisono_collective::handshake::Token;
+use unisono_net::Token;
 
 /// Ranks that meet; see [`as_rank`].
 fn meeting(ranks: u32) -> Job {
@@ -290,7 +290,7 @@ fn as_rank() {
         return;
     }
     let name = place.rank.to_string();
-    let met = connect(&place, Instant::now() + LONG)
+    let met = connect(&place, false, Instant::now() + LONG)
         .and_then(|session| session.exchange(name.as_bytes()))
         .unwrap_or_else(|error| {
             eprintln!("{error}");

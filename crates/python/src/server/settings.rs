@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use unisono_codec::Rules;
-use unisono_collective::handshake::Token;
 use unisono_collective::{Options, Transport};
+use unisono_net::Token;
 use unisono_relaxed::server::{self, ClientOptions, Run};
 use unisono_relaxed::spec::Level;
 use unisono_relaxed::stale::Stale;
@@ -74,7 +74,7 @@ impl Settings {
         let patience = Duration::try_from_secs_f64(self.patience);
         Ok(ClientOptions {
             servers: self.servers.clone(),
-            token: Token::from_bytes(self.token),
+            token: Token::from_bytes(self.token).with_encryption(environment()?.encrypt),
             worker: self.worker,
             life: None,
             patience: patience.map_err(|_| "patience is a number of seconds, from 0".to_owned())?,
@@ -102,7 +102,7 @@ impl Settings {
     }
 }
 
-fn environment() -> Result<Options, String> {
+pub(super) fn environment() -> Result<Options, String> {
     Options::from_env().map_err(|error| error.to_string())
 }
 

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use anyhow::{Context, bail, ensure};
 use unisono::cluster::launch::{Ending, Launch, Outcome as Ended, Restarts, Servers};
-use unisono::collective::handshake::Token;
 use unisono::insight::relaxed::RelaxedFolder;
+use unisono::net::Token;
 use unisono::relaxed::server::{ClientOptions, Run, ServerError, Transport, glance, look};
 use unisono::relaxed::spec::Level;
 
@@ -42,7 +42,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let run = described(&plan, &relaxed, student.parameters(), workers, timeout);
     let token = match &relaxed.servers {
         ServersChoice::At(_) => serve::token()?,
-        _ => Token::random()?,
+        _ => Token::random()?.with_encryption(args.options()?.encrypt),
     };
     let mut visitor = visitor(token.clone());
     if let ServersChoice::At(addresses) = &relaxed.servers {
@@ -93,6 +93,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         grace: GRACE,
         stdout: display.stdout(),
         stderr: display.stderr(),
+        encrypt: token.encrypts(),
         token: Some(token),
         servers,
         listeners_for_ranks: inside || relaxed.level == Level::Gossip,

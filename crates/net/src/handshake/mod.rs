@@ -17,32 +17,36 @@
 //! the hello is derived one-way from the token: it only lets a peer of another job be told apart
 //! from a peer that lies.
 //!
-//! The proofs establish who opened the connection; what follows on it is neither encrypted nor
-//! authenticated. The token keeps strangers and mistakes out of a job, not someone who can rewrite
-//! packets on its network.
+//! The proofs establish who opened the connection. In a job that does not encrypt, what follows on it is
+//! neither encrypted nor authenticated: the token keeps strangers and mistakes out, not someone who can
+//! rewrite packets on the job's network. In one that does ([`Token::encrypts`]), answer and verdict of a
+//! TCP connection also carry the two messages of a [Noise handshake](crate::cipher), whose prologue is the
+//! hello and the responder's nonce, and all that follows is encrypted with its keys. Both sides say in
+//! the hello, which the proofs cover, whether they encrypt, and neither gives way: a job can be
+//! kept from connecting, but not be made to talk in the clear.
 //!
 //! The first twelve bytes of hello, challenge and verdict (magic, version, status) keep their
 //! meaning in every version, so that peers of different versions can tell each other so.
 //!
 //! [`Initiator`] and [`Responder`] are state machines: bytes in, bytes and decisions out. They own
 //! no socket, no clock and no source of randomness, accept bytes in pieces of any size, allocate
-//! nothing, and never take a byte past the end of the handshake. [`initiate`] runs the initiator
-//! on a blocking socket; the [`acceptor`](crate::acceptor) runs responders.
+//! nothing, and never take a byte past the end of the handshake. The [dialer](crate::dial) runs
+//! initiators, the [`acceptor`](crate::acceptor) responders.
 
 mod initiator;
 mod responder;
-mod stream;
-mod token;
 mod wire;
 
-pub use initiator::{Initiated, Initiator, initiate};
+pub use initiator::{Initiated, Initiator};
 pub use responder::{Reply, Responder, Step};
-pub use stream::TimedStream;
-pub(crate) use stream::timespec;
-pub use token::{Token, TokenError};
 pub use wire::VERSION;
+pub(crate) use wire::{Hello, JobId};
 
+use std::fmt;
 use std::io;
+
+use crate::cipher::NOISE_LEN;
+use crate::token::Token;
 
 /// A number used once: 32 fresh random bytes chosen by one side of one handshake.
 pub type Nonce = [u8; 32];
@@ -63,7 +67,7 @@ pub struct Introduction {
     pub epoch: u64,
     /// The group the connection belongs to.
     pub group: u64,
-    /// The initiator: a rank, or a node for [`Purpose::Launcher`].
+    /// The initiator, as those of this purpose number each other.
     pub from: u32,
     /// Whom the initiator believes to have reached.
     pub to: u32,
@@ -71,42 +75,54 @@ pub struct Introduction {
     pub channel: u32,
 }
 
-/// What a connection will carry once it is accepted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(u32)]
-#[non_exhaustive]
-pub enum Purpose {
-    /// Frames of collective operations.
-    Data = 1,
-    /// Heartbeats, aborts and other small messages beside the data.
-    Control = 2,
-    /// Descriptors of shared memory, over a Unix socket.
-    Memory = 3,
-    /// A rank that looks for its peers.
-    Rendezvous = 4,
-    /// A launcher that joins the launcher of node 0.
-    Launcher = 5,
-    /// A worker that talks to a parameter server.
-    Server = 6,
-    /// A worker that averages with another.
-    Gossip = 7,
+impl Introduction {
+    /// One for connections that need no more than this: the rest is 0.
+    pub const fn new(purpose: Purpose, from: u32, to: u32) -> Introduction {
+        Introduction { purpose, epoch: 0, group: 0, from, to, channel: 0 }
+    }
 }
 
-impl Purpose {
-    /// Every purpose.
-    pub const ALL: [Purpose; 7] = [
-        Purpose::Data,
-        Purpose::Control,
-        Purpose::Memory,
-        Purpose::Rendezvous,
-        Purpose::Launcher,
-        Purpose::Server,
-        Purpose::Gossip,
-    ];
+/// What a connection will carry once it is accepted: a tag that the crate which speaks on it defines.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Purpose([u8; 4]);
 
-    /// The purpose with this wire code.
-    pub fn from_code(code: u32) -> Option<Purpose> {
-        Purpose::ALL.into_iter().find(|purpose| *purpose as u32 == code)
+impl Purpose {
+    /// The purpose of this name, which no other crate of the job may use.
+    pub const fn new(name: [u8; 4]) -> Purpose {
+        Purpose(name)
+    }
+}
+
+impl fmt::Debug for Purpose {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "\"{}\"", self.0.escape_ascii())
+    }
+}
+
+/// Whether a job encrypts, as both sides of a connection must say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Encryption {
+    /// It does not.
+    Off = 0,
+    /// It does, though not this connection, which stays on its host.
+    Local = 1,
+    /// It does, this connection too.
+    On = 2,
+}
+
+impl Encryption {
+    /// That of a connection between hosts, or within one.
+    pub fn of(token: &Token, is_local: bool) -> Encryption {
+        match (token.encrypts(), is_local) {
+            (false, _) => Encryption::Off,
+            (true, true) => Encryption::Local,
+            (true, false) => Encryption::On,
+        }
+    }
+
+    /// Bytes of the Noise handshake in an answer and a verdict.
+    fn noise_len(self) -> usize {
+        if self == Encryption::On { NOISE_LEN } else { 0 }
     }
 }
 
@@ -132,6 +148,30 @@ pub enum Refusal {
     /// The proof does not fit: the initiator does not hold the token.
     #[error("failed to prove the job's token")]
     BadProof,
+    /// The connection is for something that is not done here.
+    #[error("asks for {theirs:?}, which is not done here")]
+    OtherPurpose {
+        /// The purpose the initiator named.
+        theirs: Purpose,
+    },
+    /// One side encrypts and the other does not.
+    #[error("{}", disagreement(.theirs))]
+    Encryption {
+        /// Whether the initiator does.
+        theirs: bool,
+    },
+}
+
+/// What is said of another side that encrypts, or does not, unlike this one.
+fn disagreement(theirs: &bool) -> &'static str {
+    match theirs {
+        true => {
+            "it encrypts its connections, and this process does not: set UNISONO_ENCRYPT for all or none"
+        }
+        false => {
+            "it does not encrypt its connections, and this process does: set UNISONO_ENCRYPT for all or none"
+        }
+    }
 }
 
 impl Refusal {
@@ -143,6 +183,10 @@ impl Refusal {
             Refusal::OtherJob => 3,
             Refusal::Malformed => 4,
             Refusal::BadProof => 5,
+            Refusal::OtherPurpose { .. } => 6,
+            // What the responder does, which the initiator does not.
+            Refusal::Encryption { theirs: true } => 7,
+            Refusal::Encryption { theirs: false } => 8,
         }
     }
 }
@@ -169,6 +213,15 @@ pub enum HandshakeError {
     /// The other side did not accept this side's proof: the tokens differ.
     #[error("the other side did not accept the proof of the job's token")]
     ProofRejected,
+    /// The other side does something else than what this connection is for: probably the wrong port.
+    #[error("the other side does not do what the connection is for")]
+    OtherPurpose,
+    /// One side encrypts and the other does not: all of a job must agree.
+    #[error("{}", disagreement(.theirs))]
+    Encryption {
+        /// Whether the responder does.
+        theirs: bool,
+    },
     /// The other side sent, or says it received, something no correct peer sends.
     #[error("a handshake message is malformed")]
     Malformed,
@@ -179,21 +232,41 @@ pub enum HandshakeError {
     #[error("the handshake did not finish in time")]
     TimedOut,
     /// The socket failed.
-    #[error("the handshake failed: {0}")]
+    #[error("{0}")]
     Io(io::Error),
+}
+
+impl HandshakeError {
+    /// Whether the same attempt, made again later, cannot succeed: the other side is there, and is not
+    /// whom this side looks for.
+    pub fn is_final(&self) -> bool {
+        use HandshakeError::*;
+        !matches!(self, Truncated | TimedOut | Io(_))
+    }
 }
 
 impl From<io::Error> for HandshakeError {
     fn from(error: io::Error) -> HandshakeError {
-        HandshakeError::Io(error)
+        use io::ErrorKind::*;
+        match error.kind() {
+            TimedOut => HandshakeError::TimedOut,
+            ConnectionReset | BrokenPipe | ConnectionAborted | UnexpectedEof => {
+                HandshakeError::Truncated
+            }
+            _ => HandshakeError::Io(error),
+        }
     }
 }
+
+/// The purpose of connections that fuzzers make.
+#[doc(hidden)]
+pub const ANY: Purpose = Purpose::new(*b"fuzz");
 
 /// Runs one whole handshake over `bytes`, read as what a stranger sends to a responder, and says
 /// how many of them were taken. For fuzzers: it must return, whatever the bytes.
 #[doc(hidden)]
 pub fn fuzz_responder(token: &Token, nonce: Nonce, bytes: &[u8]) -> usize {
-    let mut responder = Responder::new(token, nonce);
+    let mut responder = Responder::new(token, &[ANY], nonce);
     let mut taken = 0;
     loop {
         let (consumed, step) = responder.feed(&bytes[taken..]);
@@ -209,9 +282,7 @@ pub fn fuzz_responder(token: &Token, nonce: Nonce, bytes: &[u8]) -> usize {
 /// [`fuzz_responder`].
 #[doc(hidden)]
 pub fn fuzz_initiator(token: &Token, nonce: Nonce, bytes: &[u8]) -> usize {
-    let introduction =
-        Introduction { purpose: Purpose::Data, epoch: 0, group: 0, from: 0, to: 1, channel: 0 };
-    let mut initiator = Initiator::new(token, &introduction, nonce);
+    let mut initiator = Initiator::new(token, &Introduction::new(ANY, 0, 1), nonce);
     let mut taken = 0;
     while let (consumed, Ok(Initiated::Send(_))) = initiator.feed(&bytes[taken..]) {
         taken += consumed;
