@@ -9,8 +9,8 @@ use serde_json::json;
 use unisono::insight::advice::{Advice, Prediction};
 use unisono::insight::folder::{FolderError, RunFolder};
 use unisono::insight::{Outcome, RunInfo, Scaling, StepRecord, units};
-use unisono::sync::local::StrategySpec;
 use unisono::sync::shards::Shards;
+use unisono::sync::strategy::StrategySpec;
 use unisono::sync::{Parameter, advice as sync};
 use unisono::{Group, Job, Transport};
 

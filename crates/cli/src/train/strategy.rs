@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use unisono::relaxed::spec::Level;
-use unisono::sync::local::StrategySpec;
+use unisono::sync::strategy::StrategySpec;
 
 /// How the workers of a run are kept together.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use unisono_collective::{AbortHandle, Group};
 
-use super::{Exchange, Gradients};
+use super::{Gradients, Strategy};
 use crate::combine::Combiner;
 use crate::error::SyncError;
 use crate::shards::Shards;
@@ -21,7 +21,7 @@ impl AllReduce {
     }
 }
 
-impl Exchange for AllReduce {
+impl Strategy for AllReduce {
     fn name(&self) -> String {
         "all-reduce".to_owned()
     }
@@ -39,7 +39,7 @@ impl Exchange for AllReduce {
         self.combiner.sent()
     }
 
-    fn abort_handle(&self) -> AbortHandle {
-        self.combiner.group().abort_handle()
+    fn abort_handle(&self) -> Option<AbortHandle> {
+        Some(self.combiner.group().abort_handle())
     }
 }

@@ -4,10 +4,9 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 use unisono_collective::{Error, Group};
-use unisono_sync::local::Weights;
 use unisono_sync::optimizer::{BadOptimizer, Optimizer, OptimizerSpec, WrongState};
-use unisono_sync::strategy::spread;
-use unisono_sync::{Parameter, Settings, StepOutcome, SyncError, Synchronizer, replica};
+use unisono_sync::strategy::{Weights, spread};
+use unisono_sync::{Parameter, Settings, StepOutcome, SyncError, Synchronizer, divergence};
 
 use super::parameters::{Entry, Parameters};
 
@@ -149,7 +148,7 @@ impl Replica {
         Ok(outcome)
     }
 
-    /// Ends training: makes the weights of workers with [local steps](unisono_sync::local) equal.
+    /// Ends training: makes the weights of workers with [local steps](unisono_sync::strategy::LocalSteps) equal.
     /// Those of other strategies are. All ranks must call it.
     pub fn settle(&mut self) -> Result<(), ReplicaError> {
         let synchronizer = self.synchronizer.clone();
@@ -172,15 +171,15 @@ impl Replica {
     }
 
     /// Fails on all ranks if the replicas are not equal. All ranks must call it. Of workers with
-    /// [local steps](unisono_sync::local), what they have agreed on is compared.
+    /// [local steps](unisono_sync::strategy::LocalSteps), what they have agreed on is compared.
     pub fn check(&self, group: &Group) -> Result<(), ReplicaError> {
         let mut hashes: Vec<_> =
-            self.entries.iter().map(|entry| entry.read(replica::hash)).collect();
+            self.entries.iter().map(|entry| entry.read(divergence::hash)).collect();
         for (parameter, &i) in self.trained.iter().enumerate() {
-            self.synchronizer.agreed(parameter, |weights| hashes[i] = replica::hash(weights));
+            self.synchronizer.agreed(parameter, |weights| hashes[i] = divergence::hash(weights));
         }
         let names: Vec<String> = self.entries.iter().map(|entry| entry.name.clone()).collect();
-        Ok(replica::check(group, self.steps, &names, &hashes)?)
+        Ok(divergence::check(group, self.steps, &names, &hashes)?)
     }
 
     /// Calls `each` at rank 0 with everything a checkpoint must hold: the names, shapes and values of
@@ -382,7 +381,9 @@ impl Weights for Trained<'_> {
 pub(super) fn hash(entries: &[Entry]) -> blake3::Hash {
     let mut hasher = blake3::Hasher::new();
     for entry in entries {
-        entry.read(|values| hasher.update(replica::hash_all([(&*entry.name, values)]).as_bytes()));
+        entry.read(|values| {
+            hasher.update(divergence::hash_all([(&*entry.name, values)]).as_bytes())
+        });
     }
     hasher.finalize()
 }

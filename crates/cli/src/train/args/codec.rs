@@ -2,9 +2,9 @@
 
 use anyhow::ensure;
 use unisono::codec::{CodecSpec, Rule, Rules};
-use unisono::sync::local::StrategySpec;
 use unisono::sync::optimizer::OptimizerSpec;
 use unisono::sync::strategy::Compression;
+use unisono::sync::strategy::StrategySpec;
 
 use super::super::strategy::Strategy;
 use super::{CodecChoice, TrainArgs};

@@ -3,7 +3,7 @@
 use anyhow::ensure;
 use unisono::relaxed::spec::Level;
 use unisono::relaxed::stale::Stale;
-use unisono::sync::local::StrategySpec;
+use unisono::sync::strategy::StrategySpec;
 
 use super::super::strategy::Strategy;
 use super::{RelaxedPlan, ServersChoice, TrainArgs};

@@ -8,7 +8,7 @@ use anyhow::ensure;
 use unisono::Group;
 use unisono::cluster::checkpoint::{Loaded, Snapshot};
 use unisono::collective::fabric::available_memory;
-use unisono::sync::local::Weights;
+use unisono::sync::strategy::Weights;
 use unisono::sync::{Parameter, StepOutcome, Synchronizer};
 use unisono_workload::replay::Replay;
 

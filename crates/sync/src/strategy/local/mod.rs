@@ -4,9 +4,9 @@
 //! time ([`Schedule`]) the workers synchronize. Each holds two sets of weights: its *own*, and the
 //! *agreed* ones, which are the same everywhere. The difference `agreed − own` is how far the
 //! worker has come, and points like a gradient: against the direction to go. This
-//! *pseudo-gradient* travels through any [`Strategy`], like a gradient: as it is, or in fewer bytes.
-//! An *outer* optimizer applies the mean of all workers to the agreed weights, from which everybody
-//! goes on. With gradient descent of rate 1 that is the mean of the weights (`local:H`); with
+//! *pseudo-gradient* travels like a gradient: as it is, or in fewer bytes.
+//! An *outer* optimizer applies the mean of all workers to the agreed weights, from which all workers
+//! go on. With gradient descent of rate 1 that is the mean of the weights (`local:H`); with
 //! Nesterov momentum the outer steps gain speed where successive rounds agree (`diloco:H`).
 //!
 //! With *streams*, parameters are split into groups that synchronize at different steps: as many
@@ -23,37 +23,27 @@
 //! makes steps of its own.
 
 mod schedule;
-mod spec;
 mod state;
 
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use unisono_collective::AbortHandle;
+use unisono_collective::{AbortHandle, Group};
 
 pub use schedule::{Due, Schedule};
-pub use spec::{BadStrategy, Diloco, Local, Plan, StrategySpec};
 
+use super::{Alone, Compression, Find, Gradients, Plan, Queue, Save, Strategy, Weights, mean};
 use crate::bucket::{Layout, SCALARS};
 use crate::error::SyncError;
 use crate::optimizer::Optimizer;
-use crate::strategy::{Gradients, Strategy};
+use crate::shards::Shards;
 use crate::synchronizer::Parameter;
 use crate::times::BucketTimes;
 
-/// The weights of a worker, wherever they are.
-pub trait Weights {
-    /// Calls `with` once, with the weights of a parameter.
-    fn read(&self, parameter: usize, with: &mut dyn FnMut(&[f32]));
-
-    /// Calls `with` once, with the weights of a parameter, and takes over what it makes of them.
-    fn change(&mut self, parameter: usize, with: &mut dyn FnMut(&mut [f32]));
-}
-
-/// What came of a step.
+/// What was agreed after a step, and what that took.
 #[derive(Clone, Debug, Default)]
-pub struct Outcome {
+pub struct Round {
     /// What the workers agreed on, if something was applied after this step. The same on all ranks.
     pub agreed: Option<Agreed>,
     /// When the buckets that were applied were under way.
@@ -73,7 +63,10 @@ pub struct Agreed {
 
 /// Synchronizes the weights of workers that train by themselves.
 pub struct LocalSteps {
-    strategy: Box<dyn Strategy>,
+    /// What the pseudo-gradients travel by.
+    travel: Queue,
+    /// As it was at first: later the strategy may be exchanging something when it is asked.
+    encodes_from: Option<u64>,
     workers: usize,
     names: Vec<String>,
     schedule: Schedule,
@@ -104,21 +97,27 @@ const LOSS: usize = 0;
 const STOP: usize = 1;
 
 impl LocalSteps {
-    /// For one of `workers` that train a model with these parameters. The strategy is given one
-    /// shard per worker. There are no more streams than parameters.
+    /// For a worker of a group that trains a model with these parameters; without a group, for the only
+    /// one. There are no more streams than parameters.
     pub fn new(
-        strategy: Box<dyn Strategy>,
-        workers: usize,
+        group: Option<&Group>,
         parameters: &[Parameter],
         plan: Plan,
-    ) -> LocalSteps {
+        compression: Option<Compression>,
+    ) -> Result<LocalSteps, SyncError> {
+        let workers = group.map_or(1, Group::size);
+        // Every worker is a shard.
+        let shards = Shards::new(workers, workers)?;
+        let travel = mean(group, shards, true, parameters, compression)?;
+        let encodes_from = travel.strategy().encodes_from();
         let lengths: Vec<usize> = parameters.iter().map(Parameter::elements).collect();
         let zeros = || lengths.iter().map(|length| vec![0.0; *length]).collect();
         let schedule = plan.schedule.of_at_most(parameters.len());
         let layout = Layout::of_groups(&lengths, &split(&lengths, schedule.groups()));
         let memory = layout.buckets().iter().map(|bucket| vec![vec![0.0; bucket.len]]);
-        LocalSteps {
-            strategy,
+        Ok(LocalSteps {
+            travel,
+            encodes_from,
             workers,
             names: parameters.iter().map(|parameter| parameter.name.clone()).collect(),
             schedule,
@@ -128,14 +127,7 @@ impl LocalSteps {
             agreed: zeros(),
             submitted: if schedule.delay() > 0 { zeros() } else { Vec::new() },
             vote: false,
-        }
-    }
-
-    /// Takes the weights, which must be equal on all workers, as agreed. A run begins so.
-    pub fn begin(&mut self, weights: &dyn Weights) {
-        for (parameter, agreed) in self.agreed.iter_mut().enumerate() {
-            weights.read(parameter, &mut |own| agreed.copy_from_slice(own));
-        }
+        })
     }
 
     /// The worker has finished a step, the first of which is 1: does what is due after it. The loss
@@ -149,10 +141,10 @@ impl LocalSteps {
         weights: &mut dyn Weights,
         loss: f32,
         stop: bool,
-    ) -> Result<Outcome, SyncError> {
+    ) -> Result<Round, SyncError> {
         self.vote |= stop;
         let due = self.schedule.after(step);
-        let mut outcome = Outcome::default();
+        let mut outcome = Round::default();
         if let Some(group) = due.submit {
             self.submit(group, step - 1, weights, loss, false);
         }
@@ -162,60 +154,9 @@ impl LocalSteps {
         Ok(outcome)
     }
 
-    /// Ends training after so many steps: makes the weights of all workers equal. All must call it.
-    ///
-    /// What is under way is applied. Then the agreed weights become the mean of the workers'. That is
-    /// plain averaging: an outer optimizer's momentum would carry the weights as far as after a whole
-    /// period. No codec is used: nobody would pay later for what it leaves out. What was synchronized
-    /// after this very step is left alone.
-    pub fn settle(&mut self, step: u64, weights: &mut dyn Weights) -> Result<Outcome, SyncError> {
-        let mut outcome = Outcome::default();
-        for group in 0..self.flights.len() {
-            self.apply(group, step, weights, &mut outcome)?;
-        }
-        let due = self.schedule.after(step);
-        // Submitted and applied at once, hence equal everywhere.
-        let is_equal = |group| due.submit == Some(group) && due.apply == Some(group);
-        let rest: Vec<usize> = (0..self.flights.len()).filter(|group| !is_equal(*group)).collect();
-        for group in &rest {
-            self.submit(*group, step, weights, 0.0, true);
-        }
-        for group in rest {
-            let mean = self.collect(group, &mut outcome)?;
-            for &parameter in &self.layout.buckets()[group].parameters {
-                let agreed = &mut self.agreed[parameter];
-                let mean = &mean[0][self.layout.span(parameter)];
-                agreed.iter_mut().zip(mean).for_each(|(agreed, mean)| *agreed -= mean);
-                weights.change(parameter, &mut |own| own.copy_from_slice(agreed));
-            }
-            self.flights[group] = Flight::Idle(mean);
-        }
-        Ok(outcome)
-    }
-
-    /// The agreed weights of a parameter. Equal on all ranks at all times.
-    pub fn agreed(&self, parameter: usize) -> &[f32] {
-        &self.agreed[parameter]
-    }
-
     /// When the workers synchronize.
     pub fn schedule(&self) -> &Schedule {
         &self.schedule
-    }
-
-    /// The name of the strategy that the pseudo-gradients travel by.
-    pub fn strategy(&self) -> String {
-        self.strategy.name()
-    }
-
-    /// Bytes this rank has sent so far.
-    pub fn sent(&self) -> u64 {
-        self.strategy.sent()
-    }
-
-    /// What ends its exchanges, for whoever does not want to wait any longer.
-    pub fn abort_handle(&self) -> Option<AbortHandle> {
-        self.strategy.abort_handle()
     }
 
     /// Lets the pseudo-gradient of a group go, in full if it must be exact.
@@ -247,7 +188,7 @@ impl LocalSteps {
         let layout = self.layout.clone();
         let mut gradients = Gradients::new(group, layout, step, slots, 1, self.workers);
         gradients.exact = exact;
-        self.strategy.submit(gradients);
+        self.travel.submit(gradients);
     }
 
     /// Applies the mean pseudo-gradient of a group, if it is in flight. One that was due may have
@@ -257,7 +198,7 @@ impl LocalSteps {
         group: usize,
         step: u64,
         weights: &mut dyn Weights,
-        outcome: &mut Outcome,
+        outcome: &mut Round,
     ) -> Result<(), SyncError> {
         if matches!(self.flights[group], Flight::Idle(_)) {
             return Ok(());
@@ -284,7 +225,7 @@ impl LocalSteps {
     }
 
     /// Waits for the mean of a group, which is in flight.
-    fn collect(&mut self, group: usize, outcome: &mut Outcome) -> Result<Vec<Vec<f32>>, SyncError> {
+    fn collect(&mut self, group: usize, outcome: &mut Round) -> Result<Vec<Vec<f32>>, SyncError> {
         let asked = Instant::now();
         self.wait_for(group)?;
         outcome.blocked += asked.elapsed();
@@ -301,11 +242,99 @@ impl LocalSteps {
     /// before.
     fn wait_for(&mut self, group: usize) -> Result<(), SyncError> {
         while matches!(self.flights[group], Flight::UnderWay) {
-            let gradients = self.strategy.collect()?;
+            let gradients = self.travel.collect()?;
             let times = BucketTimes::of(&gradients);
             self.flights[gradients.bucket] = Flight::Back(gradients.slots, Some(times));
         }
         Ok(())
+    }
+}
+
+impl Strategy for LocalSteps {
+    fn name(&self) -> String {
+        self.travel.strategy().name()
+    }
+
+    fn encodes_from(&self) -> Option<u64> {
+        self.encodes_from
+    }
+
+    /// By itself, a worker steps by the mean of its own shards.
+    fn exchange(&mut self, gradients: &mut Gradients) -> Result<(), SyncError> {
+        Alone.exchange(gradients)
+    }
+
+    fn is_immediate(&self) -> bool {
+        true
+    }
+
+    fn sent(&self) -> u64 {
+        self.travel.sent()
+    }
+
+    fn abort_handle(&self) -> Option<AbortHandle> {
+        self.travel.abort_handle()
+    }
+
+    fn is_local(&self) -> bool {
+        true
+    }
+
+    fn begin(&mut self, weights: &dyn Weights) {
+        for (parameter, agreed) in self.agreed.iter_mut().enumerate() {
+            weights.read(parameter, &mut |own| agreed.copy_from_slice(own));
+        }
+    }
+
+    fn agree(
+        &mut self,
+        step: u64,
+        weights: &mut dyn Weights,
+        loss: f32,
+        stop: bool,
+    ) -> Result<Option<Round>, SyncError> {
+        self.step(step, weights, loss, stop).map(Some)
+    }
+
+    /// What is under way is applied. Then the agreed weights become the mean of the workers'. That is
+    /// plain averaging: an outer optimizer's momentum would carry the weights as far as after a whole
+    /// period. No codec is used: no later step would make up for what it leaves out. What was synchronized
+    /// after this very step is left alone.
+    fn settle(&mut self, step: u64, weights: &mut dyn Weights) -> Result<Round, SyncError> {
+        let mut outcome = Round::default();
+        for group in 0..self.flights.len() {
+            self.apply(group, step, weights, &mut outcome)?;
+        }
+        let due = self.schedule.after(step);
+        // Submitted and applied at once, hence equal everywhere.
+        let is_equal = |group| due.submit == Some(group) && due.apply == Some(group);
+        let rest: Vec<usize> = (0..self.flights.len()).filter(|group| !is_equal(*group)).collect();
+        for group in &rest {
+            self.submit(*group, step, weights, 0.0, true);
+        }
+        for group in rest {
+            let mean = self.collect(group, &mut outcome)?;
+            for &parameter in &self.layout.buckets()[group].parameters {
+                let agreed = &mut self.agreed[parameter];
+                let mean = &mean[0][self.layout.span(parameter)];
+                agreed.iter_mut().zip(mean).for_each(|(agreed, mean)| *agreed -= mean);
+                weights.change(parameter, &mut |own| own.copy_from_slice(agreed));
+            }
+            self.flights[group] = Flight::Idle(mean);
+        }
+        Ok(outcome)
+    }
+
+    fn agreed(&self, parameter: usize) -> Option<&[f32]> {
+        Some(&self.agreed[parameter])
+    }
+
+    fn save(&mut self, group: &Group, each: &mut Save<'_>) -> Result<(), SyncError> {
+        self.save_state(group, each)
+    }
+
+    fn restore(&mut self, group: &Group, find: &Find<'_>) -> Result<(), SyncError> {
+        self.restore_state(group, find)
     }
 }
 

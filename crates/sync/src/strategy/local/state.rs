@@ -17,13 +17,16 @@ use crate::error::SyncError;
 use crate::strategy::{Find, Save};
 
 impl LocalSteps {
-    /// Calls `each` at rank 0 with every vector that must be remembered, by its name. All ranks must
-    /// call it, after the same step.
-    pub fn save(&mut self, group: &Group, each: &mut Save<'_>) -> Result<(), SyncError> {
+    /// As [`Strategy::save`](crate::strategy::Strategy::save).
+    pub(super) fn save_state(
+        &mut self,
+        group: &Group,
+        each: &mut Save<'_>,
+    ) -> Result<(), SyncError> {
         for bucket in 0..self.flights.len() {
             self.wait_for(bucket)?;
         }
-        self.strategy.save(group, each)?;
+        self.travel.strategy().save(group, each)?;
         let is_first = group.rank() == 0;
         for (parameter, name) in self.names.iter().enumerate() {
             if is_first {
@@ -57,10 +60,13 @@ impl LocalSteps {
         Ok(())
     }
 
-    /// Goes on from what was [saved](LocalSteps::save): `find` returns the vector of a name, at rank
-    /// 0. All ranks must call it, before the first step.
-    pub fn restore(&mut self, group: &Group, find: &Find<'_>) -> Result<(), SyncError> {
-        self.strategy.restore(group, find)?;
+    /// As [`Strategy::restore`](crate::strategy::Strategy::restore), before the first step.
+    pub(super) fn restore_state(
+        &mut self,
+        group: &Group,
+        find: &Find<'_>,
+    ) -> Result<(), SyncError> {
+        self.travel.strategy().restore(group, find)?;
         for (parameter, name) in self.names.iter().enumerate() {
             require(group, find, &format!("agreed.{name}"), &mut self.agreed[parameter])?;
             let state = self.outer.state(parameter);

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::schedule::Schedule;
+use super::local::Schedule;
 use crate::optimizer::{LearningRate, OptimizerSpec};
 
 /// When the workers of a run agree, and on what.

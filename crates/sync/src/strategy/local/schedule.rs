@@ -36,7 +36,7 @@ pub struct Due {
 impl Schedule {
     /// Periods that grow from `first` steps to `longest`. No period may be shorter than the number
     /// of groups, nor as short as the delay.
-    pub(super) fn new(first: u32, longest: u32, groups: u32, delay: u32) -> Schedule {
+    pub(in crate::strategy) fn new(first: u32, longest: u32, groups: u32, delay: u32) -> Schedule {
         let [first, longest, groups, delay] = [first, longest, groups, delay].map(u64::from);
         assert!(groups >= 1 && groups <= first && delay < first && first <= longest);
         Schedule { first, longest, groups, delay }
