@@ -4,8 +4,8 @@
 use std::collections::HashMap;
 
 use unisono_collective::{Group, Options, Transport};
+use unisono_optimizer::{Optimizer, OptimizerSpec};
 use unisono_sync::local::{Agreed, LocalSteps, Outcome, Plan, StrategySpec, Weights};
-use unisono_sync::optimizer::{Optimizer, OptimizerSpec};
 use unisono_sync::shards::Shards;
 use unisono_sync::strategy::{AllReduce, Alone, Background, Compressed, Compression, Strategy};
 use unisono_sync::{Parameter, SyncError};

@@ -31,13 +31,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use unisono_collective::AbortHandle;
+use unisono_optimizer::Optimizer;
 
 pub use schedule::{Due, Schedule};
 pub use spec::{BadStrategy, Diloco, Local, Plan, StrategySpec};
 
 use crate::bucket::{Layout, SCALARS};
 use crate::error::SyncError;
-use crate::optimizer::Optimizer;
 use crate::strategy::{Gradients, Strategy};
 use crate::synchronizer::Parameter;
 use crate::times::BucketTimes;

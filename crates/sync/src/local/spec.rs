@@ -3,8 +3,9 @@
 use std::fmt;
 use std::str::FromStr;
 
+use unisono_optimizer::{LearningRate, OptimizerSpec};
+
 use super::schedule::Schedule;
-use crate::optimizer::{LearningRate, OptimizerSpec};
 
 /// When the workers of a run agree, and on what.
 ///

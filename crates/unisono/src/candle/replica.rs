@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 use unisono_collective::{Error, Group};
+use unisono_optimizer::{BadOptimizer, Optimizer, OptimizerSpec, WrongState};
 use unisono_sync::local::Weights;
-use unisono_sync::optimizer::{BadOptimizer, Optimizer, OptimizerSpec, WrongState};
 use unisono_sync::strategy::spread;
 use unisono_sync::{Parameter, Settings, StepOutcome, SyncError, Synchronizer, replica};
 

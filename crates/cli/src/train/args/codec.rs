@@ -2,8 +2,8 @@
 
 use anyhow::ensure;
 use unisono::codec::{CodecSpec, Rule, Rules};
+use unisono::optimizer::OptimizerSpec;
 use unisono::sync::local::StrategySpec;
-use unisono::sync::optimizer::OptimizerSpec;
 use unisono::sync::strategy::Compression;
 
 use super::super::strategy::Strategy;
