@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 
 use unisono_collective::{Group, Options, Transport};
-use unisono_sync::optimizer::{Optimizer, OptimizerSpec};
+use unisono_optimizer::{Optimizer, OptimizerSpec};
 use unisono_sync::strategy::{
     Agreed, Compression, LocalSteps, Plan, Round, Strategy, StrategySpec, Weights,
 };

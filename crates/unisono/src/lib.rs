@@ -26,6 +26,7 @@ pub use unisono_collective::{
     InvalidCall, Loss, Op, Options, Pending, Reduction, Request, Traffic, Transport, Unequal, Work,
 };
 pub use unisono_insight as insight;
+pub use unisono_optimizer as optimizer;
 pub use unisono_relaxed as relaxed;
 pub use unisono_sync as sync;
 

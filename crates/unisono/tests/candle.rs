@@ -130,8 +130,8 @@ fn a_shared_parameter_has_the_sum_of_its_gradients() {
     let parameters = parameters(&ours);
     let model = Model::new(&parameters.builder(DType::F32, &Device::Cpu)).unwrap();
     let group = Group::local(1, &Options::default()).unwrap().remove(0);
-    let optimizer: unisono::sync::optimizer::OptimizerSpec = "sgd".parse().unwrap();
-    let rate = unisono::sync::optimizer::LearningRate::Constant(0.01);
+    let optimizer: unisono::optimizer::OptimizerSpec = "sgd".parse().unwrap();
+    let rate = unisono::optimizer::LearningRate::Constant(0.01);
     let optimizer = optimizer.with_learning_rate(rate).with_weight_decay(0.0);
     let mut replica = Replica::new(&group, &parameters, Settings::new(1), optimizer).unwrap();
     assert_eq!(replica.next_shard(), Some(0));

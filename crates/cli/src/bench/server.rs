@@ -23,7 +23,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use unisono::collective::fabric::available_memory;
 use unisono::collective::handshake::Token;
-use unisono::sync::optimizer::{LearningRate, OptimizerSpec};
+use unisono::optimizer::{LearningRate, OptimizerSpec};
 use unisono_relaxed::server::wire::Measured;
 use unisono_relaxed::server::{
     Client, ClientOptions, Files, Gradient, Run, Shard, ShardOptions, Transport, look,

@@ -5,10 +5,10 @@
 //! steps, the servers the pushes of everybody. So a learning rate that changes over the run is
 //! given to the replica as the caller wrote it, in steps, and to the servers in pushes.
 
+use unisono_optimizer::{Optimizer, OptimizerSpec};
 use unisono_relaxed::server::wire::Measured;
 use unisono_relaxed::server::{Gradient, Run};
 use unisono_relaxed::spec::Level;
-use unisono_sync::optimizer::{Optimizer, OptimizerSpec};
 
 /// What a worker keeps between pushes.
 pub struct Replica {

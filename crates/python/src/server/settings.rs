@@ -6,10 +6,10 @@ use pyo3::prelude::*;
 use unisono_codec::Rules;
 use unisono_collective::handshake::Token;
 use unisono_collective::{Options, Transport};
+use unisono_optimizer::{LearningRate, OptimizerSpec};
 use unisono_relaxed::server::{self, ClientOptions, Run};
 use unisono_relaxed::spec::Level;
 use unisono_relaxed::stale::Stale;
-use unisono_sync::optimizer::{LearningRate, OptimizerSpec};
 
 use super::optimizer;
 

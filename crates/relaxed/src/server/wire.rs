@@ -12,7 +12,7 @@
 use std::io;
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
-use unisono_sync::optimizer::OptimizerSpec;
+use unisono_optimizer::OptimizerSpec;
 
 use super::core::{Age, Joined, Ledger, PushId, Refusal};
 use super::layout::Piece;

@@ -10,13 +10,13 @@ use unisono_collective::handshake::{Introduction, Purpose, Token, initiate};
 use unisono_insight::RunInfo;
 use unisono_insight::relaxed::RelaxedRun;
 use unisono_insight::relaxed::folder::RelaxedFolder;
+use unisono_optimizer::{LearningRate, OptimizerSpec};
 use unisono_relaxed::server::link::Link;
 use unisono_relaxed::server::wire::{Measured, Reply, Report, Request, Setup};
 use unisono_relaxed::server::{
     Client, ClientOptions, Files, Gradient, Pushed, Run, ServerError, Shard, ShardOptions,
     Transport, layout, look, reports,
 };
-use unisono_sync::optimizer::{LearningRate, OptimizerSpec};
 
 pub const TOKEN: Token = Token::from_bytes([5; 32]);
 

@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use super::local::Schedule;
-use crate::optimizer::{LearningRate, OptimizerSpec};
+use unisono_optimizer::{LearningRate, OptimizerSpec};
 
 /// When the workers of a run agree, and on what.
 ///

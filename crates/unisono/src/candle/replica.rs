@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 use unisono_collective::{Error, Group};
-use unisono_sync::optimizer::{BadOptimizer, Optimizer, OptimizerSpec, WrongState};
+use unisono_optimizer::{BadOptimizer, Optimizer, OptimizerSpec, WrongState};
 use unisono_sync::strategy::{Weights, spread};
 use unisono_sync::{Parameter, Settings, StepOutcome, SyncError, Synchronizer, divergence};
 

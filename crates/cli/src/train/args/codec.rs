@@ -2,7 +2,7 @@
 
 use anyhow::ensure;
 use unisono::codec::{CodecSpec, Rule, Rules};
-use unisono::sync::optimizer::OptimizerSpec;
+use unisono::optimizer::OptimizerSpec;
 use unisono::sync::strategy::Compression;
 use unisono::sync::strategy::StrategySpec;
 

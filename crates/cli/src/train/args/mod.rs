@@ -13,9 +13,9 @@ use anyhow::{Context, bail, ensure};
 use clap::Args;
 use unisono::codec::Rule;
 use unisono::insight::units::counted;
+use unisono::optimizer::OptimizerSpec;
 use unisono::relaxed::stale::Stale;
 use unisono::sync::bucket::BucketSizes;
-use unisono::sync::optimizer::OptimizerSpec;
 use unisono::sync::shards::Shards;
 use unisono::{Algorithm, Options, Transport};
 

@@ -1,8 +1,8 @@
 //! The flags of models, data and optimizers.
 
 use anyhow::{Context, bail, ensure};
+use unisono::optimizer::{LearningRate, OptimizerSpec};
 use unisono::relaxed::spec::Level;
-use unisono::sync::optimizer::{LearningRate, OptimizerSpec};
 use unisono_workload::data::DataSpec;
 use unisono_workload::model::ModelSpec;
 

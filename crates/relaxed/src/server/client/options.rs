@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use unisono_codec::CodecSpec;
 use unisono_collective::handshake::{HandshakeError, Token};
-use unisono_sync::optimizer::OptimizerSpec;
+use unisono_optimizer::OptimizerSpec;
 
 use crate::server::layout::{self, Piece};
 use crate::server::wire::Setup;

@@ -36,10 +36,10 @@ pub use schedule::{Due, Schedule};
 use super::{Alone, Compression, Find, Gradients, Plan, Queue, Save, Strategy, Weights, mean};
 use crate::bucket::{Layout, SCALARS};
 use crate::error::SyncError;
-use crate::optimizer::Optimizer;
 use crate::shards::Shards;
 use crate::synchronizer::Parameter;
 use crate::times::BucketTimes;
+use unisono_optimizer::Optimizer;
 
 /// What was agreed after a step, and what that took.
 #[derive(Clone, Debug, Default)]

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::{Adagrad, AdamW, LearningRate, Momentum, Optimizer, Sgd};
+use crate::{Adagrad, AdamW, LearningRate, Momentum, Optimizer, Sgd};
 
 /// Which optimizer, with which settings.
 ///

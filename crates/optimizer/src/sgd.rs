@@ -8,7 +8,7 @@
 //!
 //! There is no state.
 
-use super::{LearningRate, Optimizer, WrongState, check_lengths, restore};
+use crate::{LearningRate, Optimizer, WrongState, check_lengths, restore};
 
 /// Stochastic gradient descent.
 #[derive(Clone, Debug)]

@@ -52,7 +52,7 @@ impl LearningRate {
     }
 
     /// Why this makes no sense, if it does not.
-    pub(super) fn flaw(&self) -> Option<&'static str> {
+    pub(crate) fn flaw(&self) -> Option<&'static str> {
         let usable = |rate: f64| rate.is_finite() && rate >= 0.0;
         match *self {
             LearningRate::Constant(rate) if !usable(rate) => {

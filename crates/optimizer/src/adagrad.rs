@@ -13,7 +13,7 @@
 //! gradient came from. That makes it forgiving to gradients of old weights, and many workers that
 //! do not wait for each other are what it is mostly used for.
 
-use super::{LearningRate, Optimizer, WrongState, check_lengths, restore, zeros};
+use crate::{LearningRate, Optimizer, WrongState, check_lengths, restore, zeros};
 
 /// Gradient descent in units of the root of the summed squares.
 #[derive(Clone, Debug)]

@@ -15,7 +15,7 @@
 //! `t` is the step of the run. Everything that is the same for all weights is computed in `f64`
 //! from `t` once per call and then rounded, which leaves one root and one division per weight.
 
-use super::{LearningRate, Optimizer, WrongState, check_lengths, restore, zeros};
+use crate::{LearningRate, Optimizer, WrongState, check_lengths, restore, zeros};
 
 /// Adam with decoupled weight decay.
 #[derive(Clone, Debug)]

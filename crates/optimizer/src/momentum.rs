@@ -12,7 +12,7 @@
 //! *Nesterov's* variant looks one step of the velocity ahead: it follows
 //! `slope + momentum · velocity` instead of `velocity`.
 
-use super::{LearningRate, Optimizer, WrongState, check_lengths, restore, zeros};
+use crate::{LearningRate, Optimizer, WrongState, check_lengths, restore, zeros};
 
 /// Gradient descent with momentum.
 #[derive(Clone, Debug)]
