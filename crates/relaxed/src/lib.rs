@@ -10,6 +10,7 @@
 //! on how old it may be can [adapt](bound).
 
 pub mod bound;
+pub mod downpour;
 pub mod gossip;
 pub mod hogwild;
 pub mod server;

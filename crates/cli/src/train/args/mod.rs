@@ -141,7 +141,8 @@ pub struct TrainArgs {
     /// every H steps, a period that may grow), diloco:H[,streams=P][,delay=T][,rate=R][,momentum=M]
     /// (every H steps, with an outer optimizer); or not at all, with weights on servers: bsp (in
     /// lock-step), ssp:S (at most S steps ahead of the slowest), ssp:auto (S adapts), async (without
-    /// limit), downpour:PUSH,FETCH (replicas that push and fetch now and then), with shared weights:
+    /// limit), downpour[:PUSH,FETCH] (replicas that push and fetch every so many steps, by default 5),
+    /// with shared weights:
     /// hogwild (threads, without a lock), or without servers: gossip (average with changing partners).
     #[arg(long, default_value = "all-reduce")]
     strategy: Strategy,

@@ -118,7 +118,7 @@ impl TrainArgs {
 
     pub(super) fn optimizer(&self, work: &Work) -> OptimizerSpec {
         let usual = match self.strategy.level() {
-            Some(Level::Downpour { .. }) => "adagrad",
+            Some(Level::Downpour(_)) => "adagrad",
             Some(Level::Hogwild) => "sgd",
             _ => "adamw",
         };

@@ -8,11 +8,13 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 
 use anyhow::Context;
-use unisono::relaxed::server::{ClientOptions, Files, Run, Shard, ShardOptions, look, reports};
+use unisono::relaxed::server::{
+    ASK_EVERY, ClientOptions, Files, Run, Shard, ShardOptions, is_over, look,
+};
 
 use super::super::args::{Plan, RelaxedPlan};
 use super::lead::journal;
-use super::worker::{GLANCE, Place, is_over, need_leader};
+use super::worker::{Place, need_leader};
 use super::{run_dir, weights};
 use crate::serve;
 
@@ -68,10 +70,10 @@ impl Inside {
     ) -> anyhow::Result<()> {
         while !place.stop.load(Ordering::Relaxed) && !self.end.exists() {
             self.check()?;
-            if place.rank == 0 && is_over(&reports(run, options)?) {
+            if place.rank == 0 && is_over(run, options)? {
                 return weights::write(&self.end, &look(run, options)?);
             }
-            std::thread::sleep(GLANCE);
+            std::thread::sleep(ASK_EVERY);
         }
         Ok(())
     }

@@ -22,10 +22,10 @@ use std::time::Duration;
 
 use anyhow::ensure;
 use unisono::insight::relaxed::{Diverged, RelaxedFolder};
+use unisono::optimizer::OptimizerSpec;
 use unisono::relaxed::server::Run;
 use unisono::relaxed::spec::Level;
 use unisono::sync::Parameter;
-use unisono::sync::optimizer::{LearningRate, OptimizerSpec};
 
 use super::args::{Plan, RelaxedPlan, TrainArgs};
 use super::is_launched;
@@ -60,45 +60,22 @@ fn described(
     timeout: Duration,
 ) -> Run {
     let shapes = parameters.iter().map(|parameter| parameter.shape.clone()).collect();
-    let mut run = Run::new(shapes, optimizer(plan, relaxed.level, workers), relaxed.level);
+    let (workers, steps) = (workers as u32, Some(plan.steps));
+    let mut run = Run::of_steps(shapes, &plan.optimizer, relaxed.level, workers, steps);
     if let Some(compression) = &plan.compression {
         let codec = |p: &Parameter| compression.rules.codec(&p.name, &p.shape).cloned();
         run.codecs = parameters.iter().map(codec).collect();
     }
-    let pushes = plan.steps.saturating_mul(workers as u64);
-    run.total = match relaxed.level {
-        Level::Bsp => plan.steps,
-        Level::Downpour { push, .. } => pushes.div_ceil(u64::from(push)),
-        _ => pushes,
-    };
     run.stale = relaxed.stale;
-    run.workers = workers as u32;
     run.shards = plan.shards as u32;
     run.seed = plan.seed;
     run.timeout = timeout;
     run
 }
 
-/// The optimizer of the weights. Where every worker's gradient is an update by itself, there are as many
-/// more of them, each as much shorter: so a learning rate means the same at every level.
+/// The optimizer of the weights that workers share.
 fn optimizer(plan: &Plan, level: Level, workers: usize) -> OptimizerSpec {
-    let updates = |steps: u64| steps.saturating_mul(workers as u64);
-    let (share, updates): (_, &dyn Fn(u64) -> u64) = match level {
-        Level::Ssp(_) | Level::SspAuto | Level::Async | Level::Hogwild => (workers, &updates),
-        // Of all the steps of all workers, every so many become one.
-        Level::Downpour { push, .. } => (1, &move |steps| updates(steps) / u64::from(push)),
-        _ => (1, &|steps| steps),
-    };
-    let rate = match plan.optimizer.learning_rate() {
-        LearningRate::Constant(rate) => LearningRate::Constant(rate / share as f64),
-        LearningRate::Cosine { peak, floor, warm_up, steps } => LearningRate::Cosine {
-            peak: peak / share as f64,
-            floor: floor / share as f64,
-            warm_up: updates(warm_up),
-            steps: updates(steps),
-        },
-    };
-    plan.optimizer.with_learning_rate(rate)
+    level.optimizer(&plan.optimizer, workers as u32)
 }
 
 /// A loss that was no number any more.

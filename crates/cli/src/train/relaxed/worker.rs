@@ -6,15 +6,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
+use anyhow::Context;
 use signal_hook::consts::{SIGINT, SIGTERM};
-use unisono::cluster;
-use unisono::relaxed::server::wire::{Measured, Report};
+use unisono::cluster::worker::Worker;
+use unisono::relaxed::downpour::Downpour;
+use unisono::relaxed::server::wire::Measured;
 use unisono::relaxed::server::{
-    Client, ClientOptions, Run, ServerError, Stopper, Transport, glance, look, reports,
+    ASK_EVERY, Client, ClientOptions, Run, ServerError, Stopper, Transport, has_begun, is_over,
+    look,
 };
 use unisono::relaxed::spec::Level;
-use unisono::sync::optimizer::Optimizer;
 use unisono::sync::shards::Shards;
 
 use super::super::args::{Plan, RelaxedPlan, ServersChoice, TrainArgs};
@@ -27,9 +28,6 @@ use crate::serve;
 
 /// How long a worker looks for servers that are not there: long enough for a restart.
 const PATIENCE: Duration = Duration::from_secs(60);
-
-/// How often somebody who waits for something looks.
-pub const GLANCE: Duration = Duration::from_millis(50);
 
 /// Where a worker is in its job.
 pub struct Place {
@@ -47,14 +45,8 @@ impl Place {
         for signal in [SIGINT, SIGTERM] {
             signal_hook::flag::register(signal, stop.clone()).context("listening for signals")?;
         }
-        let place = cluster::place::Place::from_env()?;
-        let before = std::env::var("UNISONO_LIFE").ok().and_then(|life| life.parse::<u64>().ok());
-        Ok(Place {
-            rank: place.rank as usize,
-            workers: place.world as usize,
-            starts: before.unwrap_or(0).saturating_add(1),
-            stop,
-        })
+        let Worker { rank, world, starts, .. } = Worker::from_env()?;
+        Ok(Place { rank: rank as usize, workers: world as usize, starts, stop })
     }
 
     pub fn is_told_to_stop(&self) -> bool {
@@ -84,7 +76,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let options = options(args, &relaxed, &place)?;
     let mut goes_on = place.starts > 1;
     if !args.as_worker || matches!(relaxed.servers, ServersChoice::At(_)) {
-        goes_on |= expect_remembered(&run, &options)?;
+        goes_on |= has_begun(&run, &options)?;
     }
     let home = match args.as_worker || place.rank > 0 {
         true => None,
@@ -145,23 +137,6 @@ pub fn need_leader(flag: &str) -> String {
     format!("{flag} needs sockets that only `unisono train --workers N` opens: start it by itself")
 }
 
-/// Fails if a server has forgotten what others know of the run: this worker would give it the weights
-/// of the beginning. Servers that a leader started cannot forget. Says whether the run has begun.
-fn expect_remembered(run: &Run, options: &ClientOptions) -> anyhow::Result<bool> {
-    // Whoever pushes has joined all servers. So one that knows of nothing while another has updates
-    // has forgotten; unless others have begun while this one was looking.
-    for is_sure in [false, true] {
-        let reports = glance(run, options)?;
-        let has_begun = reports.iter().flatten().any(|report| report.updates > 0);
-        match reports.iter().position(Option::is_none) {
-            Some(server) if has_begun && is_sure => bail!(ServerError::Forgotten { server }),
-            Some(_) if has_begun => {}
-            _ => return Ok(has_begun),
-        }
-    }
-    Ok(false)
-}
-
 /// Waits until the others are done, and sums the run up.
 fn sum_up(
     args: &TrainArgs,
@@ -171,13 +146,13 @@ fn sum_up(
     options: &ClientOptions,
     place: &Place,
 ) -> anyhow::Result<()> {
-    while !is_over(&reports(run, options)?) {
+    while !is_over(run, options)? {
         if place.is_told_to_stop() {
             let report = home.leave()?;
             say!("unisono: stopped; report: {}", report.display());
             return Ok(());
         }
-        std::thread::sleep(GLANCE);
+        std::thread::sleep(ASK_EVERY);
     }
     for (parameter, weights) in look(run, options)?.iter().enumerate() {
         student.write(parameter, 0, weights)?;
@@ -202,13 +177,12 @@ impl Work<'_> {
         reporter: &mut Option<Reporter>,
     ) -> anyhow::Result<()> {
         match self.level {
-            Level::Downpour { push, fetch } => {
+            Level::Downpour(periods) => {
                 let lengths: Vec<usize> =
                     student.parameters().iter().map(|p| p.elements()).collect();
-                // Not that of the servers, whose learning rate counts the pushes of everybody: a
-                // replica counts its own steps.
-                let local = self.plan.optimizer.build(&lengths)?;
-                self.pour(student, local, push, fetch, reporter)
+                let clock = self.client.clock();
+                let replica = Downpour::new(periods, &self.plan.optimizer, &lengths, clock)?;
+                self.push_and_fetch(student, replica, reporter)
             }
             _ => self.push_and_pull(student, reporter),
         }
@@ -242,47 +216,33 @@ impl Work<'_> {
     }
 
     /// Downpour: steps by itself, and now and then pushes what it has gathered, and fetches.
-    fn pour(
+    fn push_and_fetch(
         &mut self,
         student: &mut Student,
-        mut local: Box<dyn Optimizer>,
-        push: u32,
-        fetch: u32,
+        mut replica: Downpour,
         reporter: &mut Option<Reporter>,
     ) -> anyhow::Result<()> {
         if !self.client.is_finished() {
             pull(&mut self.client, student)?;
         }
-        let (push, fetch) = (u64::from(push), u64::from(fetch));
-        let parameters = student.parameters().len();
-        let mut gathered: Vec<Vec<f32>> =
-            student.parameters().iter().map(|p| vec![0.0; p.elements()]).collect();
-        let mut sum = Computed { loss: 0.0, samples: 0, seconds: 0.0 };
-        let mut step = self.client.clock() * push;
         while !self.client.is_finished() {
-            let start = Instant::now();
+            let (start, step) = (Instant::now(), replica.steps());
             let computed = student.compute(step, self.slowness())?;
             self.expect_number(&computed, step)?;
-            step += 1;
-            for (parameter, gathered) in gathered.iter_mut().enumerate() {
+            for parameter in 0..student.parameters().len() {
                 let gradient = student.gradient(parameter);
-                gathered.iter_mut().zip(gradient).for_each(|(sum, g)| *sum += g / push as f32);
-                student.change(parameter, |own| local.update(parameter, step, own, gradient))?;
+                student.change(parameter, |own| replica.update(parameter, own, gradient))?;
             }
-            sum.loss += computed.loss / push as f32;
-            sum.samples += computed.samples;
-            sum.seconds += computed.seconds;
-            if step.is_multiple_of(push) {
-                let gradients: Vec<_> =
-                    (0..parameters).map(|p| (p, vec![gathered[p].as_slice()])).collect();
-                self.client.push(&gradients, measured(&sum))?;
-                gathered.iter_mut().for_each(|gathered| gathered.fill(0.0));
-                sum = Computed { loss: 0.0, samples: 0, seconds: 0.0 };
+            replica.end_step(measured(&computed));
+            if replica.push_is_due() {
+                let (gradients, measured) = replica.gathered();
+                self.client.push(&gradients, measured)?;
+                replica.clear();
             }
-            if step.is_multiple_of(fetch) {
+            if replica.fetch_is_due() {
                 pull(&mut self.client, student)?;
             }
-            self.tell(reporter, step, &computed, start);
+            self.tell(reporter, step + 1, &computed, start);
         }
         Ok(())
     }
@@ -329,12 +289,6 @@ fn is_stop(error: &anyhow::Error) -> bool {
     matches!(error.downcast_ref(), Some(ServerError::Stopped))
 }
 
-/// Whether nobody works any more, and nobody has to. A push of a worker that was killed may have reached
-/// one server and not another, so one that has all it wants is enough.
-pub fn is_over(reports: &[Report]) -> bool {
-    reports.iter().any(|report| report.finished) && reports.iter().all(|report| report.present == 0)
-}
-
 /// How this worker reaches the servers.
 pub fn options(
     args: &TrainArgs,
@@ -344,13 +298,10 @@ pub fn options(
     let servers = match &relaxed.servers {
         ServersChoice::At(addresses) => addresses.clone(),
         ServersChoice::Inside => peers()?.iter().map(ToString::to_string).collect(),
-        ServersChoice::Started(_) => {
-            let text = std::env::var("UNISONO_SERVERS").context(
-                "there are no servers: start workers by `unisono run --servers S`, or name servers \
+        ServersChoice::Started(_) => Worker::from_env()?.servers.context(
+            "there are no servers: start workers by `unisono run --servers S`, or name servers \
                  by --servers HOST:PORT",
-            )?;
-            text.split(',').map(str::to_owned).collect()
-        }
+        )?,
     };
     Ok(ClientOptions {
         servers,
@@ -369,9 +320,7 @@ pub fn options(
 
 /// Where peers listen.
 pub fn peers() -> anyhow::Result<Vec<SocketAddr>> {
-    let text = std::env::var("UNISONO_PEERS").with_context(|| need_leader("--strategy gossip"))?;
-    let parse = |text: &str| text.parse().with_context(|| format!("UNISONO_PEERS: {text}"));
-    text.split(',').map(parse).collect()
+    Worker::from_env()?.peers.with_context(|| need_leader("--strategy gossip"))
 }
 
 /// Ends the waits of a client when this process is told to stop, or the server in it cannot go on.
@@ -390,7 +339,7 @@ impl Watch {
                 if has_failed || stop.load(Ordering::Relaxed) {
                     return stopper.stop();
                 }
-                std::thread::sleep(GLANCE);
+                std::thread::sleep(ASK_EVERY);
             }
         };
         let thread = std::thread::Builder::new().name("unisono-watch".into()).spawn(watch).ok();
@@ -404,18 +353,5 @@ impl Drop for Watch {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_run_is_over_when_one_server_has_all_and_nobody_works() {
-        let report = |finished, present| Report { finished, present, ..Report::default() };
-        assert!(is_over(&[report(true, 0), report(false, 0)]));
-        assert!(!is_over(&[report(true, 0), report(false, 1)]));
-        assert!(!is_over(&[report(false, 0), report(false, 0)]));
     }
 }

@@ -13,6 +13,7 @@
 //! under way and had not arrived ([`Outbox`](super::outbox::Outbox)): whoever calls notices nothing but
 //! the time it took.
 
+mod begin;
 mod dial;
 mod options;
 mod session;
@@ -30,6 +31,7 @@ use unisono_codec::parcel::Scratch;
 
 use super::core::{Age, Refusal};
 use super::wire::{Measured, Setup};
+pub use begin::{ASK_EVERY, has_begun, is_over, wait_for_worker_zero};
 pub use options::{ClientOptions, Run, ServerError, Transport};
 use session::{Fault, Session, Trouble};
 pub use visit::{glance, look, reports};

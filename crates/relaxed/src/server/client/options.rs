@@ -53,6 +53,21 @@ impl Run {
         }
     }
 
+    /// A run of so many workers, each of which makes so many steps; without limit if that is `None`. The
+    /// optimizer is as the caller wrote it, for a step of all workers.
+    pub fn of_steps(
+        shapes: Vec<Vec<usize>>,
+        optimizer: &OptimizerSpec,
+        level: Level,
+        workers: u32,
+        steps: Option<u64>,
+    ) -> Run {
+        let mut run = Run::new(shapes, level.optimizer(optimizer, workers), level);
+        run.total = steps.map_or(u64::MAX, |steps| level.updates(steps, workers));
+        run.workers = workers;
+        run
+    }
+
     /// What every shard is told.
     pub(super) fn setups(&self, servers: usize) -> Vec<Setup> {
         let setup = |pieces: Vec<Piece>| Setup {
@@ -158,6 +173,15 @@ pub enum ServerError {
     Forgotten {
         /// Which.
         server: usize,
+    },
+    /// Worker 0, whose weights a run begins with, has not joined.
+    #[error(
+        "rank 0, whose weights the run begins with, has not joined within {waited:?}; start it, or be \
+         more patient"
+    )]
+    NotBegun {
+        /// How long it was waited for.
+        waited: Duration,
     },
     /// A later start of this worker has taken its place.
     #[error("a later start of worker {worker} has taken its place")]
