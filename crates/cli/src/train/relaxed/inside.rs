@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 
 use anyhow::Context;
+use unisono::recording::relaxed::ShardRecorder;
 use unisono::relaxed::server::{ClientOptions, Files, Run, Shard, ShardOptions, look, reports};
 
 use super::super::args::{Plan, RelaxedPlan};
@@ -39,10 +40,12 @@ impl Inside {
         let files = Files {
             number: place.rank,
             journal: journal(relaxed, &dir).map(|journal| journal.join(place.rank.to_string())),
-            run: Some(dir),
             ..Files::default()
         };
-        let shard = Shard::start(listener, ShardOptions { token: serve::token()?, files })?;
+        let recorder = ShardRecorder::new(dir, place.rank);
+        let options =
+            ShardOptions { token: serve::token()?, files, recorder: Some(Box::new(recorder)) };
+        let shard = Shard::start(listener, options)?;
         Ok(Some(Inside { shard, number: place.rank, end }))
     }
 
