@@ -13,6 +13,8 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use socket2::{Domain, Socket, Type};
 use unisono::cluster::worker::{Worker, inherited_listener};
 use unisono::collective::handshake::Token;
+use unisono::recording::relaxed::ShardRecorder;
+use unisono::relaxed::events::Recorder;
 use unisono::relaxed::server::journal::{JournalError, Lock};
 use unisono::relaxed::server::{Files, Shard, ShardOptions};
 
@@ -60,20 +62,17 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
             )
         })?,
     };
-    let files = Files {
-        number: args.server,
-        journal: args.journal,
-        sync: args.sync,
-        run: args.run_dir,
-        snapshot_after: None,
-    };
-    if let Some(dir) = &files.run {
+    let files =
+        Files { number: args.server, journal: args.journal, sync: args.sync, snapshot_after: None };
+    let mut recorder: Option<Box<dyn Recorder>> = None;
+    if let Some(dir) = &args.run_dir {
         // Workers of another machine cannot make it.
         std::fs::create_dir_all(dir)
             .with_context(|| format!("--run-dir {}: name another folder", dir.display()))
             .wrong_call()?;
+        recorder = Some(Box::new(ShardRecorder::new(dir, args.server)));
     }
-    let shard = Shard::start(listener, ShardOptions { token: token()?, files })?;
+    let shard = Shard::start(listener, ShardOptions { token: token()?, files, recorder })?;
     shard.serve_until(|| stop.load(Ordering::Relaxed))?;
     Ok(ExitCode::SUCCESS)
 }

@@ -39,6 +39,7 @@ mod memory;
 pub mod options;
 mod places;
 pub mod schedule;
+pub mod shards;
 mod side;
 mod state;
 mod traffic;

@@ -7,10 +7,12 @@
 //! server.
 //!
 //! What became old while it was computed can be scaled, dropped or corrected ([`stale`]), and the bound
-//! on how old it may be can [adapt](bound).
+//! on how old it may be can [adapt](bound). A run tells of every gradient ([`events`]), for others to
+//! record.
 
 pub mod bound;
 pub mod downpour;
+pub mod events;
 pub mod gossip;
 pub mod hogwild;
 pub mod server;

@@ -15,6 +15,7 @@
 #[cfg(feature = "candle")]
 pub mod candle;
 mod job;
+pub mod recording;
 
 pub use job::{Job, JoinError};
 pub use unisono_cluster as cluster;

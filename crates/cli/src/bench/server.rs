@@ -399,8 +399,10 @@ fn be_part() -> anyhow::Result<ExitCode> {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
             let address = listener.local_addr()?;
             let files = Files { journal, ..Files::default() };
-            let shard =
-                Shard::start(listener.into(), ShardOptions { token: token.parse()?, files })?;
+            let shard = Shard::start(
+                listener.into(),
+                ShardOptions { token: token.parse()?, files, recorder: None },
+            )?;
             answer(&address)?;
             // Ends with the input, whose lock only another thread can wait for.
             drop(orders);

@@ -37,7 +37,7 @@ impl ServerShard {
         let address = listener.local_addr().ok().and_then(|address| address.as_socket());
         let address = address.ok_or_else(|| failed("it has no port".into()))?.to_string();
         let files = Files { number, ..Files::default() };
-        let options = ShardOptions { token: Token::from_bytes(token), files };
+        let options = ShardOptions { token: Token::from_bytes(token), files, recorder: None };
         let shard = py.detach(|| Shard::start(listener, options));
         let shard = Mutex::new(Some(shard.map_err(|error| failed(error.to_string()))?));
         Ok(ServerShard { address, shard, process: std::process::id() })

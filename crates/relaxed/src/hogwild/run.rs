@@ -13,9 +13,10 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 use std::thread::{self, ScopedJoinHandle};
 use std::time::Instant;
 
-use unisono_insight::updates::UpdateRecord;
-
 use super::{Clocks, SharedWeights};
+use crate::events::Update;
+use crate::server::core::{Age, PushId};
+use crate::server::wire::Measured;
 
 /// Records that wait for the caller's thread. With room for fewer, threads wait for a caller who
 /// writes to a slow disk; more is only memory.
@@ -65,7 +66,7 @@ impl Hogwild<'_> {
     pub fn train<S, E>(
         &self,
         start: impl Fn(usize) -> Result<S, E> + Sync,
-        mut record: impl FnMut(UpdateRecord),
+        mut record: impl FnMut(Update),
     ) -> Result<u64, E>
     where
         S: FnMut(u64, &SharedWeights) -> Result<Step, E>,
@@ -121,7 +122,7 @@ impl Shared<'_> {
         &self,
         thread: usize,
         start: impl Fn(usize) -> Result<S, E>,
-        reports: &SyncSender<UpdateRecord>,
+        reports: &SyncSender<Update>,
     ) -> Result<(), E>
     where
         S: FnMut(u64, &SharedWeights) -> Result<Step, E>,
@@ -135,23 +136,14 @@ impl Shared<'_> {
             let Step { loss, samples, compute } = step(clock, self.run.weights)?;
             let delay = self.clocks.of_others(thread) - version;
             self.clocks.tick(thread);
-            let report = UpdateRecord {
+            let report = Update {
                 time: self.run.began.elapsed().as_secs_f64(),
                 // The caller's thread numbers updates.
                 update: 0,
-                worker: thread as u32,
-                life: 1,
-                push: clock + 1,
-                clock,
-                lead,
-                delay,
-                present: self.run.threads as u32,
-                loss,
-                samples,
-                compute,
-                // Nobody waits for anybody, and nothing leaves the process.
-                blocked: 0.0,
-                bytes: 0,
+                push: PushId { worker: thread as u32, life: 1, number: clock + 1, clock },
+                age: Age { lead, delay, present: self.run.threads as u32 },
+                // No thread waits for another, and nothing leaves the process.
+                measured: Measured { loss, samples, compute, ..Measured::default() },
             };
             if reports.send(report).is_err() {
                 break;
@@ -199,7 +191,7 @@ mod tests {
     #[test]
     fn exactly_as_many_updates_are_made_and_recorded() {
         let (weights, stop) = (SharedWeights::new([[0.0]]), AtomicBool::new(false));
-        let mut records: Vec<UpdateRecord> = Vec::new();
+        let mut records: Vec<Update> = Vec::new();
         let made = run(&weights, 5000, &stop)
             .train(|_| Ok(|_, weights: &_| subtract_one(weights)), |record| records.push(record));
         assert_eq!(made, Ok(5000));
@@ -207,18 +199,19 @@ mod tests {
 
         assert!(records.iter().map(|record| record.update).eq(1..=5000));
         for thread in 0..3 {
-            let own: Vec<_> = records.iter().filter(|record| record.worker == thread).collect();
-            assert!(own.iter().map(|record| record.push).eq(1..=own.len() as u64));
-            assert!(own.iter().all(|record| record.clock + 1 == record.push));
+            let own: Vec<_> =
+                records.iter().filter(|record| record.push.worker == thread).collect();
+            assert!(own.iter().map(|record| record.push.number).eq(1..=own.len() as u64));
+            assert!(own.iter().all(|record| record.push.clock + 1 == record.push.number));
             assert!(own.is_sorted_by_key(|record| record.time));
             // What others did during one's steps is part of what they did.
-            let delays: u64 = own.iter().map(|record| record.delay).sum();
+            let delays: u64 = own.iter().map(|record| record.age.delay).sum();
             assert!(delays <= 5000 - own.len() as u64, "{delays}");
-            assert!(own.iter().all(|record| record.lead <= record.clock));
+            assert!(own.iter().all(|record| record.age.lead <= record.push.clock));
         }
-        let record = records.last().unwrap();
-        assert_eq!((record.loss, record.samples, record.compute), (0.5, 3, 0.25));
-        assert_eq!((record.life, record.present, record.bytes, record.blocked), (1, 3, 0, 0.0));
+        let Update { push, age, measured, .. } = records.last().unwrap();
+        assert_eq!((measured.loss, measured.samples, measured.compute), (0.5, 3, 0.25));
+        assert_eq!((push.life, age.present, measured.bytes, measured.blocked), (1, 3, 0, 0.0));
     }
 
     /// The first thread reads, then the second takes four steps, then the first one updates.
@@ -246,13 +239,14 @@ mod tests {
         let run = Hogwild { threads: 2, ..run(&weights, 6, &stop) };
         assert_eq!(run.train(started, |record| records.push(record)), Ok(6));
         let find = |worker: u32, clock: u64| {
-            let found =
-                records.iter().find(|record| (record.worker, record.clock) == (worker, clock));
+            let found = records
+                .iter()
+                .find(|record| (record.push.worker, record.push.clock) == (worker, clock));
             found.unwrap_or_else(|| panic!("step {clock} of {worker} is none of {records:?}"))
         };
-        assert!((4..=5).contains(&find(0, 0).delay), "{records:?}");
-        assert_eq!([0, 1, 2, 3].map(|clock| find(1, clock).delay), [0; 4]);
-        assert_eq!([0, 1, 2, 3].map(|clock| find(1, clock).lead), [0, 1, 2, 3]);
+        assert!((4..=5).contains(&find(0, 0).age.delay), "{records:?}");
+        assert_eq!([0, 1, 2, 3].map(|clock| find(1, clock).age.delay), [0; 4]);
+        assert_eq!([0, 1, 2, 3].map(|clock| find(1, clock).age.lead), [0, 1, 2, 3]);
     }
 
     #[test]

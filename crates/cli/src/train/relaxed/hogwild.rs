@@ -8,7 +8,9 @@ use std::time::Instant;
 use anyhow::Context;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use unisono::insight::relaxed::{RelaxedFolder, UpdateLog};
+use unisono::recording::relaxed::record;
 use unisono::relaxed::hogwild::{Hogwild, SharedWeights, Step};
+use unisono::relaxed::server::wire::Measured;
 use unisono::relaxed::spec::Level;
 use unisono::sync::optimizer::OptimizerSpec;
 use unisono::sync::shards::Shards;
@@ -73,12 +75,13 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
                 Ok(Step { loss, samples, compute: computed.seconds })
             })
         },
-        |record| {
+        |update| {
             // A step is an update of every thread, and they compute at the same time.
-            let step = record.update / threads as u64;
-            reporter.took(step, record.loss, record.compute / threads as f64, 0.0);
+            let step = update.update / threads as u64;
+            let Measured { loss, compute, .. } = update.measured;
+            reporter.took(step, loss, compute / threads as f64, 0.0);
             if unwritten.is_ok() {
-                unwritten = log.append(&record);
+                unwritten = log.append(&record(&update));
                 if unwritten.is_err() {
                     stop.store(true, Ordering::Relaxed);
                 }

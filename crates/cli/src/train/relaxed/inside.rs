@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 
 use anyhow::Context;
+use unisono::recording::relaxed::ShardRecorder;
 use unisono::relaxed::server::{
     ASK_EVERY, ClientOptions, Files, Run, Shard, ShardOptions, is_over, look,
 };
@@ -41,10 +42,12 @@ impl Inside {
         let files = Files {
             number: place.rank,
             journal: journal(relaxed, &dir).map(|journal| journal.join(place.rank.to_string())),
-            run: Some(dir),
             ..Files::default()
         };
-        let shard = Shard::start(listener, ShardOptions { token: serve::token()?, files })?;
+        let recorder = ShardRecorder::new(dir, place.rank);
+        let options =
+            ShardOptions { token: serve::token()?, files, recorder: Some(Box::new(recorder)) };
+        let shard = Shard::start(listener, options)?;
         Ok(Some(Inside { shard, number: place.rank, end }))
     }
 

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use socket2::Socket;
 use unisono_codec::CodecSpec;
 use unisono_codec::parcel::{Origin, Scratch, Sender};
-use unisono_sync::shards::Shards;
+use unisono_collective::shards::Shards;
 
 use super::dial::Call;
 use super::options::{ClientOptions, ServerError};

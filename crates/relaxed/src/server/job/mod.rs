@@ -30,9 +30,6 @@ use std::collections::BTreeMap;
 use std::sync::{Condvar, Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
-use unisono_insight::folder::FolderError;
-use unisono_insight::relaxed::folder::{MoveLog, UpdateLog};
-
 use super::client::LONGEST_PAUSE;
 use super::core::{self, Age, Core, Joined, PushId, Refusal};
 use super::journal::{Journal, JournalError};
@@ -40,9 +37,11 @@ use super::lives::Lives;
 use super::store::{Compensation, Store, Weights};
 use super::wire::{Measured, Part, Reply, Report, Setup};
 use crate::bound::{AdaptiveBound, Limits};
+use crate::events::{RecordError, Recorder};
 use crate::spec::Level;
 use crate::stale::Stale;
 pub use disk::Files;
+pub(super) use disk::Waiting;
 use plan::{Gradient, Plan};
 pub(super) use plan::{MOST_WORKERS, SLACK, total_bytes};
 use round::Contribution;
@@ -74,7 +73,7 @@ pub enum JobError {
     Content(String),
     /// The records of the run.
     #[error("the records of the run: {0}")]
-    Records(#[from] FolderError),
+    Records(#[source] RecordError),
     /// One of its threads has panicked.
     #[error("a thread of this server panicked, which is a bug: {0}")]
     Panicked(String),
@@ -142,8 +141,7 @@ struct State {
     reads: BTreeMap<u32, Vec<Option<Weights>>>,
     adaptive: Option<AdaptiveBound>,
     journal: Option<Journal>,
-    updates: Option<UpdateLog>,
-    moves: Option<MoveLog>,
+    recorder: Option<Box<dyn Recorder>>,
     /// Whether something could not be written down.
     failed: bool,
 }
@@ -167,8 +165,7 @@ impl Job {
             reads: BTreeMap::new(),
             adaptive: adapts.then(|| AdaptiveBound::new(Limits::default())),
             journal: None,
-            updates: None,
-            moves: None,
+            recorder: None,
             failed: false,
         };
         Job {
@@ -519,7 +516,7 @@ impl Job {
     }
 
     fn bound(&self, state: &State) -> Option<u64> {
-        state.adaptive.as_ref().map(AdaptiveBound::bound).or(self.plan.level.bound())
+        state.adaptive_bound().or(self.plan.level.bound())
     }
 
     fn lambda(&self) -> Option<f32> {
@@ -568,6 +565,11 @@ impl Job {
 }
 
 impl State {
+    /// The bound, if it adapts.
+    fn adaptive_bound(&self) -> Option<u64> {
+        self.adaptive.as_ref().map(AdaptiveBound::bound)
+    }
+
     /// Whether this is the connection that speaks for the worker.
     fn is_current(&self, caller: Caller) -> bool {
         self.connections.get(&caller.worker) == Some(&caller.connection)

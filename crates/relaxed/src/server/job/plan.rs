@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use unisono_codec::parcel::{self, Scratch};
 use unisono_codec::{Codec, CodecSpec, Task};
+use unisono_collective::shards::Shards;
 use unisono_collective::tree::Tree;
-use unisono_sync::shards::Shards;
 
 use super::JobError;
 use crate::server::core::{PushId, Rules};

@@ -20,7 +20,7 @@ fn job(level: &str) -> Job {
         seed: 0,
         timeout_ms: TIMEOUT.as_millis() as u64,
     };
-    Job::new(setup, vec![vec![0.0]], Lives::default(), &Files::default(), None).unwrap()
+    Job::new(setup, vec![vec![0.0]], &Files::default(), Waiting::default()).unwrap()
 }
 
 /// Stops the process for longer than workers wait for it.

@@ -1,13 +1,13 @@
-//! The unit of data and of reproducibility.
+//! The leaves of the canonical tree, shared out among workers.
 //!
-//! The global batch of a step is cut into as many shards as the run was given, which has nothing
-//! to do with the number of workers. The gradients of the shards are the leaves of the canonical
-//! tree; every worker computes a contiguous range of them. What a worker can sum by itself are the
-//! subtrees inside its range: one if the range is a node of the tree, several if it is not.
+//! There are as many shards as the run was given, which has nothing to do with the number of workers.
+//! What is computed of each shard is a leaf of the canonical tree; every worker computes a contiguous
+//! range of them. What a worker can sum by itself are the subtrees inside its range: one if the range
+//! is a node of the tree, several if it is not.
 
 use std::ops::Range;
 
-use unisono_collective::tree::{self, Tree};
+use crate::tree::{self, Tree};
 
 /// The shards of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,0 +1,3 @@
+//! What a run tells, written into its folder.
+
+pub mod relaxed;

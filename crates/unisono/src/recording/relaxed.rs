@@ -1,0 +1,112 @@
+//! What a relaxed run tells, written into its folder.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+use crate::insight::folder::FolderError;
+use crate::insight::relaxed::folder::{Log, MoveLog, RelaxedFolder, UpdateLog};
+use crate::insight::updates::{self, UpdateRecord};
+use crate::relaxed::events::{Move, RecordError, Recorder, Resumed, Update};
+
+/// Records what happens at one shard of a server: every push in `updates-K.jsonl`, and at the first
+/// shard every move of the bound in `moves.jsonl`.
+#[derive(Debug)]
+pub struct ShardRecorder {
+    dir: PathBuf,
+    number: usize,
+    updates: Option<UpdateLog>,
+    moves: Option<MoveLog>,
+}
+
+impl ShardRecorder {
+    /// For the shard of this number, in the folder of the run. Writes nothing before a run begins.
+    pub fn new(dir: impl Into<PathBuf>, number: usize) -> ShardRecorder {
+        ShardRecorder { dir: dir.into(), number, updates: None, moves: None }
+    }
+
+    /// The records of the run as far as the journal bears them out, and those of pushes that it holds
+    /// and a crash left out.
+    fn reopen_updates(&self, resumed: &Resumed<'_>) -> Result<UpdateLog, FolderError> {
+        let key = |record: &UpdateRecord| (record.worker, record.life, record.push);
+        let mut there = BTreeSet::new();
+        let path = RelaxedFolder::updates(&self.dir, self.number);
+        let mut updates: UpdateLog = Log::reopen_keeping(path, |record: &UpdateRecord| {
+            record.update <= resumed.updates && there.insert(key(record))
+        })?;
+        let journaled = resumed.journaled.iter().map(record);
+        updates.append_all(&journaled.filter(|r| !there.contains(&key(r))).collect::<Vec<_>>())?;
+        Ok(updates)
+    }
+
+    /// The moves of the bound, which begins anew with the shard.
+    fn reopen_moves(&self, time: f64, bound: u64) -> Result<MoveLog, FolderError> {
+        let mut last = bound;
+        let path = RelaxedFolder::moves(&self.dir);
+        let mut moves: MoveLog = Log::reopen_keeping(path, |change: &updates::Move| {
+            last = change.to;
+            true
+        })?;
+        if last != bound {
+            let reason = "the server was started again, and begins anew".to_owned();
+            moves.append(&updates::Move { time, from: last, to: bound, reason })?;
+        }
+        Ok(moves)
+    }
+}
+
+impl Recorder for ShardRecorder {
+    fn expect_none(&self) -> Result<(), RecordError> {
+        match RelaxedFolder::updates(&self.dir, self.number).exists() {
+            true => Err(FolderError::Occupied { path: self.dir.clone() }.into()),
+            false => Ok(()),
+        }
+    }
+
+    fn begin(&mut self, bound: Option<u64>) -> Result<(), RecordError> {
+        self.updates = Some(UpdateLog::create(RelaxedFolder::updates(&self.dir, self.number))?);
+        if self.number == 0 && bound.is_some() {
+            self.moves = Some(MoveLog::create(RelaxedFolder::moves(&self.dir))?);
+        }
+        Ok(())
+    }
+
+    fn resume(&mut self, resumed: Resumed<'_>) -> Result<(), RecordError> {
+        self.updates = Some(self.reopen_updates(&resumed)?);
+        if let Some(bound) = resumed.bound.filter(|_| self.number == 0) {
+            self.moves = Some(self.reopen_moves(resumed.time, bound)?);
+        }
+        Ok(())
+    }
+
+    fn updates(&mut self, updates: &[Update]) -> Result<(), RecordError> {
+        let Some(log) = &mut self.updates else { return Ok(()) };
+        Ok(log.append_all(&updates.iter().map(record).collect::<Vec<_>>())?)
+    }
+
+    fn moved(&mut self, change: &Move) -> Result<(), RecordError> {
+        let Some(log) = &mut self.moves else { return Ok(()) };
+        let Move { time, from, to, reason } = change.clone();
+        Ok(log.append(&updates::Move { time, from, to, reason })?)
+    }
+}
+
+/// What is recorded of a push.
+pub fn record(update: &Update) -> UpdateRecord {
+    let Update { time, update, push, age, measured } = update;
+    UpdateRecord {
+        time: *time,
+        update: *update,
+        worker: push.worker,
+        life: push.life,
+        push: push.number,
+        clock: push.clock,
+        lead: age.lead,
+        delay: age.delay,
+        present: age.present,
+        loss: measured.loss,
+        samples: measured.samples,
+        compute: measured.compute,
+        blocked: measured.blocked,
+        bytes: measured.bytes,
+    }
+}
