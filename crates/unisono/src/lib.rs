@@ -16,6 +16,7 @@
 pub mod candle;
 mod job;
 pub mod recording;
+pub mod worker;
 
 pub use job::{Job, JoinError};
 pub use unisono_cluster as cluster;
@@ -33,7 +34,9 @@ pub use unisono_sync as sync;
 
 /// What most programs need.
 pub mod prelude {
-    pub use crate::sync::Settings;
+    pub use crate::sync::strategy::Weights;
+    pub use crate::sync::{Parameter, Settings};
+    pub use crate::worker::{Consistency, Training, Worker, train};
     pub use crate::{Dtype, Element, Error, Group, Job, Options, Reduction, Work};
 }
 

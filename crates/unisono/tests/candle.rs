@@ -4,6 +4,8 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{Linear, Module, VarBuilder, VarMap};
 use unisono::candle::{Parameters, Replica, ReplicaError};
 use unisono::prelude::*;
+use unisono::sync::SyncError;
+use unisono::worker::WorkerError;
 
 const SHARDS: usize = 6;
 const STEPS: usize = 8;
@@ -185,11 +187,11 @@ fn a_diverged_replica_is_named() {
                 }
                 replica.restore(&alone, 5, |name: &str| saved.get(name).cloned()).unwrap();
                 match replica.check(group) {
-                    Err(ReplicaError::Sync(unisono::sync::SyncError::Diverged {
+                    Err(ReplicaError::Worker(WorkerError::Sync(SyncError::Diverged {
                         step: 5,
                         rank: 1,
                         parameter,
-                    })) => assert_eq!(parameter, "tied"),
+                    }))) => assert_eq!(parameter, "tied"),
                     other => panic!("{other:?}"),
                 }
             });

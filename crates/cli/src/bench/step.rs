@@ -287,7 +287,7 @@ impl Loop for ByHand {
 /// The same, through Unisono.
 struct Synchronized {
     model: Box<dyn Model>,
-    replica: Replica,
+    replica: Replica<'static>,
     /// The world of one.
     _group: Group,
 }

@@ -81,6 +81,11 @@ impl RelaxedFolder {
         Ok(RelaxedFolder { dir })
     }
 
+    /// One that was made before.
+    pub fn at(dir: impl Into<PathBuf>) -> RelaxedFolder {
+        RelaxedFolder { dir: dir.into() }
+    }
+
     /// Where it is.
     pub fn path(&self) -> &Path {
         &self.dir

@@ -149,6 +149,17 @@ pub trait Weights {
     fn change(&mut self, parameter: usize, with: &mut dyn FnMut(&mut [f32]));
 }
 
+/// The vector of every parameter.
+impl Weights for Vec<Vec<f32>> {
+    fn read(&self, parameter: usize, with: &mut dyn FnMut(&[f32])) {
+        with(&self[parameter]);
+    }
+
+    fn change(&mut self, parameter: usize, with: &mut dyn FnMut(&mut [f32])) {
+        with(&mut self[parameter]);
+    }
+}
+
 /// The strategy of these workers; without a group, of a single one.
 pub fn build(
     spec: &StrategySpec,

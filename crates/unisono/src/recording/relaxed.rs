@@ -3,10 +3,14 @@
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
+use crate::insight::RunInfo;
 use crate::insight::folder::FolderError;
 use crate::insight::relaxed::folder::{Log, MoveLog, RelaxedFolder, UpdateLog};
 use crate::insight::updates::{self, UpdateRecord};
+use crate::optimizer::OptimizerSpec;
 use crate::relaxed::events::{Move, RecordError, Recorder, Resumed, Update};
+use crate::relaxed::spec::Level;
+use crate::relaxed::stale::Stale;
 
 /// Records what happens at one shard of a server: every push in `updates-K.jsonl`, and at the first
 /// shard every move of the bound in `moves.jsonl`.
@@ -108,5 +112,37 @@ pub fn record(update: &Update) -> UpdateRecord {
         compute: measured.compute,
         blocked: measured.blocked,
         bytes: measured.bytes,
+    }
+}
+
+/// What a level and its settings say about a run, for its report. The rest is up to the caller.
+pub fn run_info(
+    level: Level,
+    optimizer: &OptimizerSpec,
+    stale: Stale,
+    servers: &str,
+    workers: usize,
+    tcp: bool,
+) -> RunInfo {
+    let mut settings = toml::Table::new();
+    settings.insert("optimizer".to_owned(), optimizer.to_string().into());
+    settings.insert("stale".to_owned(), stale.to_string().into());
+    if level.has_servers() {
+        settings.insert("servers".to_owned(), servers.into());
+    }
+    let transport = match level {
+        Level::Hogwild => "shared weights",
+        Level::Gossip => "tcp",
+        _ if tcp => "tcp",
+        _ => "shm where possible",
+    };
+    RunInfo {
+        strategy: level.to_string(),
+        transport: transport.to_owned(),
+        algorithm: if level.has_servers() { "server" } else { "none" }.to_owned(),
+        workers,
+        hosts: vec![String::new(); workers],
+        settings,
+        ..RunInfo::default()
     }
 }

@@ -19,13 +19,13 @@ use unisono::sync::bucket::BucketSizes;
 use unisono::sync::shards::Shards;
 use unisono::{Algorithm, Options, Transport};
 
-use super::strategy::Strategy;
 use crate::bench::sizes;
 use crate::exit::Wrong;
 use choices::Schedule;
 pub use choices::{CodecChoice, ServersChoice};
 use plan::Given;
 pub use plan::{Plan, RelaxedPlan, Work};
+use unisono::worker::Consistency;
 
 /// Shards of a run that does not say how many. Every number of workers up to this one can share
 /// them, and powers of two share them evenly.
@@ -145,7 +145,7 @@ pub struct TrainArgs {
     /// with shared weights:
     /// hogwild (threads, without a lock), or without servers: gossip (average with changing partners).
     #[arg(long, default_value = "all-reduce")]
-    strategy: Strategy,
+    strategy: Consistency,
     /// Where weights live with --strategy bsp, ssp, async and downpour: a number of servers to start (by
     /// default 1), inside (a part of them in every worker), or HOST:PORT,... of `unisono serve`.
     #[arg(long, value_name = "SERVERS")]

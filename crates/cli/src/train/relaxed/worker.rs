@@ -4,30 +4,25 @@ use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use signal_hook::consts::{SIGINT, SIGTERM};
-use unisono::cluster::worker::Worker;
-use unisono::relaxed::downpour::Downpour;
-use unisono::relaxed::server::wire::Measured;
+use unisono::candle::{ModelWeights, ReplicaError};
+use unisono::cluster::worker::Worker as Identity;
 use unisono::relaxed::server::{
     ASK_EVERY, Client, ClientOptions, Run, ServerError, Stopper, Transport, has_begun, is_over,
     look,
 };
 use unisono::relaxed::spec::Level;
-use unisono::sync::shards::Shards;
+use unisono::worker::{PATIENCE, Served, Worker, WorkerError};
 
-use super::super::args::{Plan, RelaxedPlan, ServersChoice, TrainArgs};
+use super::super::args::{RelaxedPlan, ServersChoice, TrainArgs};
+use super::super::computation::{Learner, Learning};
 use super::super::progress::Reporter;
-use super::home::{Home, advise_to_record, describe};
+use super::folder::{Folder, advise_to_record, describe};
 use super::inside::Inside;
-use super::student::{Computed, Student};
-use super::{described, expect_number, gossip, note_divergence};
+use super::{collector, copy, described, explain, gossip, put, train};
 use crate::serve;
-
-/// How long a worker looks for servers that are not there: long enough for a restart.
-const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Where a worker is in its job.
 pub struct Place {
@@ -45,7 +40,7 @@ impl Place {
         for signal in [SIGINT, SIGTERM] {
             signal_hook::flag::register(signal, stop.clone()).context("listening for signals")?;
         }
-        let Worker { rank, world, starts, .. } = Worker::from_env()?;
+        let Identity { rank, world, starts, .. } = Identity::from_env()?;
         Ok(Place { rank: rank as usize, workers: world as usize, starts, stop })
     }
 
@@ -69,28 +64,30 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         },
         _ => None,
     };
-    let own = Shards::new(plan.shards, place.workers)?.of(place.rank, place.workers);
-    let mut student = Student::new(&plan, own, relaxed.level.is_lockstep())?;
+    let learning = Learning::load(&plan)?;
+    let mut weights = learning.weights();
+    let parameters = weights.parameters();
     let timeout = args.options()?.timeout;
-    let run = described(&plan, &relaxed, student.parameters(), place.workers, timeout);
+    let run = described(&plan, &relaxed, &parameters, place.workers, timeout);
     let options = options(args, &relaxed, &place)?;
     let mut goes_on = place.starts > 1;
     if !args.as_worker || matches!(relaxed.servers, ServersChoice::At(_)) {
         goes_on |= has_begun(&run, &options)?;
     }
-    let home = match args.as_worker || place.rank > 0 {
+    let folder = match args.as_worker || place.rank > 0 {
         true => None,
         false => {
             let info = describe(&plan, &relaxed, place.workers, args);
-            Some(Home::make_or_go_on(&plan, &info, goes_on)?)
+            Some(Folder::make_or_go_on(&plan, &info, goes_on)?)
         }
     };
     let inside = inside.map(Arc::new);
     let mut watch = None;
-    let initial = |parameter| student.read(parameter);
-    let joined = Client::join_stoppable(&run, options.clone(), &initial, |stopper| {
-        watch = Some(Watch::over(stopper, &place.stop, inside.clone()));
-    });
+    let initial = copy(&weights, parameters.len());
+    let joined =
+        Client::join_stoppable(&run, options.clone(), &|p| initial[p].clone(), |stopper| {
+            watch = Some(Watch::over(stopper, &place.stop, inside.clone()));
+        });
     let client = match joined {
         Ok(client) => client,
         Err(ServerError::Stopped) if place.is_told_to_stop() => return Ok(ExitCode::SUCCESS),
@@ -99,26 +96,26 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
             return Err(error.into());
         }
     };
-    let mut work = Work { plan: &plan, level: relaxed.level, place: &place, client };
+    let level = Served::new(client, &run, &plan.optimizer)?;
+    let collector = collector(&plan, &learning, place.rank, place.workers)?;
+    let mut learner =
+        Learner::of(learning, Worker::relaxed(place.rank, parameters, collector, level))?;
     let mut reporter = (place.rank == 0)
         .then(|| Reporter::new(plan.steps, plan.batch / place.workers, args.as_worker));
-    let outcome = work.train(&mut student, &mut reporter);
+    let outcome = train(&mut learner, &plan, place.rank, &place.stop, &mut reporter);
     drop(watch);
     check(inside.as_deref())?;
-    if let Err(error) = &outcome {
-        note_divergence(&plan, home.as_ref(), error);
-    }
-    match outcome {
+    match outcome.map_err(|error| explain(error, &plan, folder.as_ref())) {
         // Nothing is lost but what was being computed.
         Err(error) if place.is_told_to_stop() && is_stop(&error) => {}
         other => other?,
     }
-    work.client.leave();
+    let learning = learner.finish()?;
     if let Some(inside) = inside {
         inside.wait_for_all(&run, &options, &place)?;
     }
-    if let Some(home) = home {
-        sum_up(args, home, &student, &run, &options, &place)?;
+    if let Some(folder) = folder {
+        sum_up(args, folder, &learning, &mut weights, &run, &options, &place)?;
     }
     if let Some(reporter) = reporter {
         reporter.finish();
@@ -140,153 +137,32 @@ pub fn need_leader(flag: &str) -> String {
 /// Waits until the others are done, and sums the run up.
 fn sum_up(
     args: &TrainArgs,
-    home: Home,
-    student: &Student,
+    folder: Folder,
+    learning: &Learning,
+    weights: &mut ModelWeights,
     run: &Run,
     options: &ClientOptions,
     place: &Place,
 ) -> anyhow::Result<()> {
     while !is_over(run, options)? {
         if place.is_told_to_stop() {
-            let report = home.leave()?;
+            let report = folder.leave()?;
             say!("unisono: stopped; report: {}", report.display());
             return Ok(());
         }
         std::thread::sleep(ASK_EVERY);
     }
-    for (parameter, weights) in look(run, options)?.iter().enumerate() {
-        student.write(parameter, 0, weights)?;
-    }
-    let pushes = home.finish(student, None, 0, args.json)?;
+    put(weights, &look(run, options)?);
+    let pushes = folder.finish(learning, None, 0, args.json)?;
     advise_to_record(pushes, run);
     Ok(())
 }
 
-/// One worker's part of a run.
-struct Work<'a> {
-    plan: &'a Plan,
-    level: Level,
-    place: &'a Place,
-    client: Client,
-}
-
-impl Work<'_> {
-    fn train(
-        &mut self,
-        student: &mut Student,
-        reporter: &mut Option<Reporter>,
-    ) -> anyhow::Result<()> {
-        match self.level {
-            Level::Downpour(periods) => {
-                let lengths: Vec<usize> =
-                    student.parameters().iter().map(|p| p.elements()).collect();
-                let clock = self.client.clock();
-                let replica = Downpour::new(periods, &self.plan.optimizer, &lengths, clock)?;
-                self.push_and_fetch(student, replica, reporter)
-            }
-            _ => self.push_and_pull(student, reporter),
-        }
-    }
-
-    /// Pushes every gradient, and computes each from weights that were just pulled.
-    fn push_and_pull(
-        &mut self,
-        student: &mut Student,
-        reporter: &mut Option<Reporter>,
-    ) -> anyhow::Result<()> {
-        if !self.client.is_finished() {
-            pull(&mut self.client, student)?;
-        }
-        while !self.client.is_finished() {
-            let start = Instant::now();
-            let clock = self.client.clock();
-            let computed = student.compute(clock, self.slowness())?;
-            self.expect_number(&computed, clock)?;
-            let mut failed = Ok(());
-            let taking: &Student = student;
-            self.client.push_pull(&student.gradients(), measured(&computed), &mut |p, at, w| {
-                if failed.is_ok() {
-                    failed = taking.write(p, at, w);
-                }
-            })?;
-            failed?;
-            self.tell(reporter, clock + 1, &computed, start);
-        }
-        Ok(())
-    }
-
-    /// Downpour: steps by itself, and now and then pushes what it has gathered, and fetches.
-    fn push_and_fetch(
-        &mut self,
-        student: &mut Student,
-        mut replica: Downpour,
-        reporter: &mut Option<Reporter>,
-    ) -> anyhow::Result<()> {
-        if !self.client.is_finished() {
-            pull(&mut self.client, student)?;
-        }
-        while !self.client.is_finished() {
-            let (start, step) = (Instant::now(), replica.steps());
-            let computed = student.compute(step, self.slowness())?;
-            self.expect_number(&computed, step)?;
-            for parameter in 0..student.parameters().len() {
-                let gradient = student.gradient(parameter);
-                student.change(parameter, |own| replica.update(parameter, own, gradient))?;
-            }
-            replica.end_step(measured(&computed));
-            if replica.push_is_due() {
-                let (gradients, measured) = replica.gathered();
-                self.client.push(&gradients, measured)?;
-                replica.clear();
-            }
-            if replica.fetch_is_due() {
-                pull(&mut self.client, student)?;
-            }
-            self.tell(reporter, step + 1, &computed, start);
-        }
-        Ok(())
-    }
-
-    fn slowness(&self) -> f64 {
-        self.plan.slow.filter(|(rank, _)| *rank == self.place.rank).map_or(1.0, |(_, slow)| slow)
-    }
-
-    fn expect_number(&self, computed: &Computed, step: u64) -> anyhow::Result<()> {
-        expect_number(computed, self.place.rank, step)
-    }
-
-    fn tell(&self, to: &mut Option<Reporter>, step: u64, computed: &Computed, start: Instant) {
-        if let Some(reporter) = to {
-            let seconds = start.elapsed().as_secs_f64();
-            let blocked = (seconds - computed.seconds).max(0.0);
-            // A worker may have more steps than its share; the run is over when all are made.
-            let most = self.plan.steps - u64::from(!self.client.is_finished());
-            reporter.took(step.min(most), computed.loss, seconds, blocked);
-        }
-    }
-}
-
-fn pull(client: &mut Client, student: &Student) -> anyhow::Result<()> {
-    let mut failed = Ok(());
-    client.pull(None, &mut |parameter, start, weights| {
-        if failed.is_ok() {
-            failed = student.write(parameter, start, weights);
-        }
-    })?;
-    failed
-}
-
-fn measured(computed: &Computed) -> Measured {
-    Measured {
-        loss: computed.loss,
-        samples: computed.samples,
-        compute: computed.seconds,
-        ..Measured::default()
-    }
-}
-
 fn is_stop(error: &anyhow::Error) -> bool {
-    matches!(error.downcast_ref(), Some(ServerError::Stopped))
+    matches!(
+        error.downcast_ref(),
+        Some(ReplicaError::Worker(WorkerError::Server(ServerError::Stopped)))
+    )
 }
 
 /// How this worker reaches the servers.
@@ -298,7 +174,7 @@ pub fn options(
     let servers = match &relaxed.servers {
         ServersChoice::At(addresses) => addresses.clone(),
         ServersChoice::Inside => peers()?.iter().map(ToString::to_string).collect(),
-        ServersChoice::Started(_) => Worker::from_env()?.servers.context(
+        ServersChoice::Started(_) => Identity::from_env()?.servers.context(
             "there are no servers: start workers by `unisono run --servers S`, or name servers \
                  by --servers HOST:PORT",
         )?,
@@ -320,7 +196,7 @@ pub fn options(
 
 /// Where peers listen.
 pub fn peers() -> anyhow::Result<Vec<SocketAddr>> {
-    Worker::from_env()?.peers.with_context(|| need_leader("--strategy gossip"))
+    Identity::from_env()?.peers.with_context(|| need_leader("--strategy gossip"))
 }
 
 /// Ends the waits of a client when this process is told to stop, or the server in it cannot go on.

@@ -13,7 +13,7 @@ use unisono::sync::{Parameter, StepOutcome, Synchronizer};
 use unisono_workload::replay::Replay;
 
 use super::super::args::Plan;
-use super::{Judgement, Trainee};
+use super::{Computation, Judgement};
 
 /// A replayed model.
 pub struct Replayer {
@@ -57,7 +57,7 @@ impl Replayer {
     }
 }
 
-impl Trainee for Replayer {
+impl Computation for Replayer {
     fn shard(&mut self, _step: u64, slowness: f64) -> anyhow::Result<bool> {
         if self.begun == self.synchronizer.shards().len() {
             return Ok(false);

@@ -8,12 +8,11 @@ use unisono::cluster::checkpoint::{Loaded, Snapshot};
 use unisono::sync::{StepOutcome, Synchronizer};
 
 use super::args::{Plan, Work};
-use learn::Learner;
-pub use learn::{context_of, judge};
+pub use learn::{Learner, Learning};
 use replay::Replayer;
 
 /// One worker's part of the run.
-pub trait Trainee {
+pub trait Computation {
     /// Computes the next of this worker's shards in this step, counted from 0; `false` if all are
     /// computed. The computation is made to take `slowness` times as long.
     fn shard(&mut self, step: u64, slowness: f64) -> anyhow::Result<bool>;
@@ -60,9 +59,9 @@ pub struct Judgement {
 }
 
 /// Makes this worker's part of the run.
-pub fn build(plan: &Plan, group: &Group) -> anyhow::Result<Box<dyn Trainee>> {
+pub fn build(plan: &Plan, group: &Group) -> anyhow::Result<Box<dyn Computation>> {
     Ok(match &plan.work {
-        Work::Learn { model, data } => Box::new(Learner::new(plan, model, data, group)?),
+        Work::Learn { .. } => Box::new(Learner::agreeing(plan, group)?),
         Work::Replay { spec, compute_ms } => {
             Box::new(Replayer::new(plan, spec, *compute_ms, group)?)
         }

@@ -6,15 +6,16 @@ use anyhow::Context;
 use candle_core::{DType, Device};
 use candle_nn::VarMap;
 use unisono::Group;
-use unisono::candle::{Parameters, Replica};
+use unisono::candle::{ModelWeights, Parameters, Replica};
 use unisono::cluster::checkpoint::{Loaded, Snapshot, Tensor};
 use unisono::sync::{StepOutcome, Synchronizer};
-use unisono_workload::data::{DataSpec, Dataset, Kind, SampleOrder, Split};
+use unisono::worker::Worker;
+use unisono_workload::data::{Dataset, Kind, SampleOrder, Split};
 use unisono_workload::init::initialize;
 use unisono_workload::model::{Model, ModelSpec, accuracy};
 
-use super::super::args::Plan;
-use super::{Judgement, Trainee, slow_down};
+use super::super::args::{Plan, Work};
+use super::{Computation, Judgement, slow_down};
 
 /// Samples judged at once. More: more memory. Fewer: slower.
 const JUDGED: usize = 256;
@@ -22,25 +23,22 @@ const JUDGED: usize = 256;
 /// The most tokens that are judged, which is plenty to tell two models apart.
 const JUDGED_TOKENS: usize = 1 << 16;
 
-/// A model, its data, and its place in both.
-pub struct Learner {
+/// A model, and the data it learns from.
+pub struct Learning {
     model: Box<dyn Model>,
     data: Dataset,
     order: SampleOrder,
-    replica: Replica,
+    parameters: Parameters,
     batch: u64,
     samples: u64,
-    /// How long the last shard took to compute.
-    computed: Duration,
 }
 
-impl Learner {
-    pub fn new(
-        plan: &Plan,
-        model: &ModelSpec,
-        data: &DataSpec,
-        group: &Group,
-    ) -> anyhow::Result<Learner> {
+impl Learning {
+    /// Builds the model of a plan, with its initial weights, and loads the data.
+    pub fn load(plan: &Plan) -> anyhow::Result<Learning> {
+        let Work::Learn { model, data } = &plan.work else {
+            anyhow::bail!("a replayed model has no weights")
+        };
         let data = data.load(context_of(model)).context("--data")?;
         let seed = plan.seed;
         let parameters = Parameters::with_initializer(&VarMap::new(), move |name, shape, init| {
@@ -48,36 +46,91 @@ impl Learner {
         });
         let builder = parameters.builder(DType::F32, &Device::Cpu);
         let model = model.build(data.kind(), builder).context("--model")?;
-        let replica = Replica::new(group, &parameters, plan.settings(), plan.optimizer)?;
-        Ok(Learner {
+        let learning = Learning {
             model,
             order: SampleOrder::new(plan.seed, data.train_len()),
             data,
-            replica,
+            parameters,
             batch: plan.batch as u64,
             samples: (plan.batch / plan.shards) as u64,
-            computed: Duration::ZERO,
-        })
+        };
+        let names = learning.weights().parameters();
+        plan.expect_rules_fit(names.iter().map(|parameter| parameter.name.as_str()))?;
+        Ok(learning)
+    }
+
+    /// The weights of the model.
+    pub fn weights(&self) -> ModelWeights {
+        ModelWeights::of(&self.parameters)
+    }
+
+    /// Samples of a shard.
+    pub fn samples(&self) -> u64 {
+        self.samples
+    }
+
+    /// How good the model is on held-out data.
+    pub fn judge(&self) -> anyhow::Result<Judgement> {
+        judge(&*self.model, &self.data)
+    }
+
+    /// The loss of a shard of a step, counted from 0.
+    fn loss(&mut self, step: u64, shard: usize) -> anyhow::Result<candle_core::Tensor> {
+        let first = step * self.batch + shard as u64 * self.samples;
+        let indices: Vec<usize> =
+            (first..first + self.samples).map(|position| self.order.sample(position)).collect();
+        Ok(self.model.loss(&self.data.batch(Split::Train, &indices)?)?)
     }
 }
 
-impl Trainee for Learner {
-    fn shard(&mut self, step: u64, slowness: f64) -> anyhow::Result<bool> {
+/// A worker's copy of a model that learns.
+pub struct Learner<'a> {
+    learning: Learning,
+    pub replica: Replica<'a>,
+    /// How long the last shard took to compute.
+    computed: Duration,
+}
+
+impl<'a> Learner<'a> {
+    /// That of a worker that agrees with those of a group.
+    pub fn agreeing(plan: &Plan, group: &Group) -> anyhow::Result<Learner<'a>> {
+        let learning = Learning::load(plan)?;
+        let replica = Replica::new(group, &learning.parameters, plan.settings(), plan.optimizer)?;
+        Ok(Learner { learning, replica, computed: Duration::ZERO })
+    }
+
+    /// That of a worker that has joined a relaxed run.
+    pub fn of(learning: Learning, worker: Worker<'a>) -> anyhow::Result<Learner<'a>> {
+        let replica = Replica::of(worker, &learning.parameters)?;
+        Ok(Learner { learning, replica, computed: Duration::ZERO })
+    }
+
+    /// Leaves the run. The model has the weights that this worker had last.
+    pub fn finish(self) -> anyhow::Result<Learning> {
+        self.replica.leave()?;
+        Ok(self.learning)
+    }
+
+    /// Computes the next of this worker's shards of a step; `false` if all are computed.
+    pub fn compute(&mut self, step: u64, slowness: f64) -> anyhow::Result<bool> {
         let Some(shard) = self.replica.next_shard() else { return Ok(false) };
         let start = Instant::now();
         slow_down(self.computed, slowness);
         let slept = start.elapsed();
-        let first = step * self.batch + shard as u64 * self.samples;
-        let indices: Vec<usize> =
-            (first..first + self.samples).map(|position| self.order.sample(position)).collect();
-        let loss = self.model.loss(&self.data.batch(Split::Train, &indices)?)?;
+        let loss = self.learning.loss(step, shard)?;
         self.replica.backward(&loss)?;
         self.computed = start.elapsed() - slept;
         Ok(true)
     }
+}
+
+impl Computation for Learner<'_> {
+    fn shard(&mut self, step: u64, slowness: f64) -> anyhow::Result<bool> {
+        self.compute(step, slowness)
+    }
 
     fn finish(&mut self) -> anyhow::Result<StepOutcome> {
-        Ok(self.replica.step()?)
+        self.replica.step()?.outcome.context("workers that agree say on what")
     }
 
     fn steps(&self) -> u64 {
@@ -85,11 +138,11 @@ impl Trainee for Learner {
     }
 
     fn synchronizer(&self) -> &Synchronizer {
-        self.replica.synchronizer()
+        self.replica.synchronizer().expect("made of workers that agree")
     }
 
     fn judge(&self) -> anyhow::Result<Option<Judgement>> {
-        judge(&*self.model, &self.data).map(Some)
+        self.learning.judge().map(Some)
     }
 
     fn weights_hash(&self) -> String {
@@ -137,7 +190,7 @@ impl Trainee for Learner {
 }
 
 /// Tokens that a model looks at; 1 if it has no use for more.
-pub fn context_of(model: &ModelSpec) -> usize {
+fn context_of(model: &ModelSpec) -> usize {
     match model {
         ModelSpec::Transformer { context, .. } => *context,
         _ => 1,
@@ -145,7 +198,7 @@ pub fn context_of(model: &ModelSpec) -> usize {
 }
 
 /// How good a model is on held-out data.
-pub fn judge(model: &dyn Model, data: &Dataset) -> anyhow::Result<Judgement> {
+fn judge(model: &dyn Model, data: &Dataset) -> anyhow::Result<Judgement> {
     let most = match data.kind() {
         Kind::Classification { .. } => data.test_len(),
         Kind::Sequence { context, .. } => data.test_len().min((JUDGED_TOKENS / context).max(1)),

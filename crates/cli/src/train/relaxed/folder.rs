@@ -15,13 +15,14 @@ use serde_json::json;
 use unisono::insight::folder::FolderError;
 use unisono::insight::relaxed::{RelaxedFolder, RelaxedSummary, SavedRun};
 use unisono::insight::{Outcome, RunInfo};
+use unisono::recording::create;
+use unisono::recording::relaxed::run_info;
 use unisono::relaxed::server::Run;
 use unisono::relaxed::server::journal::Journal;
-use unisono::relaxed::spec::Level;
 
 use super::super::args::{Plan, RelaxedPlan, ServersChoice, TrainArgs};
+use super::super::computation::Learning;
 use super::optimizer;
-use super::student::Student;
 use crate::exit::Wrong;
 use crate::output;
 
@@ -32,7 +33,7 @@ const FOLDER: &str = "run-dir";
 const FREE: [&str; 2] = ["version", "slow"];
 
 /// The folder of a run that is going on.
-pub struct Home {
+pub struct Folder {
     dir: PathBuf,
 }
 
@@ -41,32 +42,25 @@ pub enum Found {
     /// Nothing.
     Nothing,
     /// A run that was stopped, and goes on.
-    Unfinished(Home),
+    Unfinished(Folder),
     /// A run with nothing left to do.
     Complete(Box<SavedRun>),
 }
 
-impl Home {
+impl Folder {
     /// Makes the folder: the one that was named, or the first in `runs` that does not exist.
-    pub fn make(plan: &Plan, info: &RunInfo) -> anyhow::Result<Home> {
-        let home = |folder: RelaxedFolder| Home { dir: folder.path().to_owned() };
-        if let Some(dir) = &plan.run_dir {
-            return RelaxedFolder::create(dir, info).map(home).context("--run-dir").wrong_call();
+    pub fn make(plan: &Plan, info: &RunInfo) -> anyhow::Result<Folder> {
+        let dir = plan.run_dir.as_deref();
+        let made = create(dir, &info.name, |dir| RelaxedFolder::create(dir, info));
+        let made = made.map(|folder| Folder { dir: folder.path().to_owned() });
+        match dir {
+            Some(_) => made.context("--run-dir").wrong_call(),
+            None => made.context("making a folder for the report; choose one by --run-dir"),
         }
-        for number in 1.. {
-            match RelaxedFolder::create(format!("runs/{}-{number}", info.name), info) {
-                Err(FolderError::Occupied { .. }) => {}
-                made => {
-                    let made = made.map(home);
-                    return made.context("making a folder for the report; choose one by --run-dir");
-                }
-            }
-        }
-        unreachable!("there are more numbers than folders")
     }
 
     /// Makes the folder, or goes on in the one that an earlier process made, if the run goes on.
-    pub fn make_or_go_on(plan: &Plan, info: &RunInfo, goes_on: bool) -> anyhow::Result<Home> {
+    pub fn make_or_go_on(plan: &Plan, info: &RunInfo, goes_on: bool) -> anyhow::Result<Folder> {
         match &plan.run_dir {
             Some(dir) if goes_on && RelaxedFolder::is_relaxed(dir) => {
                 let saved = RelaxedFolder::open(dir).context("--run-dir")?;
@@ -78,9 +72,9 @@ impl Home {
                         dir.display()
                     );
                 }
-                Ok(Home { dir: dir.clone() })
+                Ok(Folder { dir: dir.clone() })
             }
-            _ => Home::make(plan, info),
+            _ => Folder::make(plan, info),
         }
     }
 
@@ -117,7 +111,7 @@ impl Home {
         }
         Ok(match saved.summary {
             Some(_) => Found::Complete(Box::new(saved)),
-            None => Found::Unfinished(Home { dir }),
+            None => Found::Unfinished(Folder { dir }),
         })
     }
 
@@ -173,16 +167,16 @@ impl Home {
     /// how many pushes were recorded.
     pub fn finish(
         self,
-        student: &Student,
+        learning: &Learning,
         exchanges: Option<u64>,
         restarted: u32,
         json: bool,
     ) -> anyhow::Result<u64> {
-        let judgement = student.judge()?;
+        let judgement = learning.judge()?;
         let outcome = Outcome {
             accuracy: Some(judgement.accuracy),
             held_out_loss: Some(judgement.loss),
-            weights_hash: student.weights_hash(),
+            weights_hash: learning.weights().hash().to_hex().to_string(),
         };
         let mut saved = RelaxedFolder::open(&self.dir)?;
         saved.summary = Some(RelaxedSummary::new(&saved.run, outcome, exchanges));
@@ -275,38 +269,20 @@ pub fn describe(plan: &Plan, relaxed: &RelaxedPlan, workers: usize, args: &Train
         set(key, value.into());
     }
     set("steps", number(plan.steps));
-    set("optimizer", optimizer(plan, relaxed.level, workers).to_string().into());
-    set("stale", relaxed.stale.to_string().into());
-    if relaxed.level.has_servers() {
-        let servers = match &relaxed.servers {
-            ServersChoice::Started(count) => count.to_string(),
-            ServersChoice::Inside => "inside".to_owned(),
-            ServersChoice::At(addresses) => addresses.join(","),
-        };
-        set("servers", servers.into());
-    }
     if let Some((rank, factor)) = plan.slow {
         set("slow", format!("{rank}:{factor}").into());
     }
-    let transport = match (relaxed.level, args.transport()) {
-        (Level::Hogwild, _) => "shared weights",
-        (Level::Gossip, _) | (_, unisono::Transport::Tcp) => "tcp",
-        _ => "shm where possible",
+    let servers = match &relaxed.servers {
+        ServersChoice::Started(count) => count.to_string(),
+        ServersChoice::Inside => "inside".to_owned(),
+        ServersChoice::At(addresses) => addresses.join(","),
     };
-    RunInfo {
-        name,
-        model,
-        data,
-        strategy: relaxed.level.to_string(),
-        transport: transport.to_owned(),
-        algorithm: if relaxed.level.has_servers() { "server" } else { "none" }.to_owned(),
-        codec: plan.codec_name(),
-        workers,
-        shards: plan.shards,
-        hosts: vec![String::new(); workers],
-        settings,
-        ..RunInfo::default()
-    }
+    let (level, tcp) = (relaxed.level, args.transport() == unisono::Transport::Tcp);
+    let optimizer = optimizer(plan, level, workers);
+    let info = run_info(level, &optimizer, relaxed.stale, &servers, workers, tcp);
+    settings.extend(info.settings.clone());
+    let (codec, shards) = (plan.codec_name(), plan.shards);
+    RunInfo { name, model, data, codec, shards, settings, ..info }
 }
 
 #[cfg(test)]
