@@ -53,6 +53,11 @@ impl<'a> Driver<'a> {
                 Some(at) => self.inbox.recv_timeout(at.saturating_sub(self.now())),
                 None => self.inbox.recv().map_err(RecvTimeoutError::from),
             };
+            match &event {
+                Ok(Event::GuardEnded(guard)) => self.members.replace_guard(*guard),
+                Ok(Event::Closed { node }) => self.job.links.note_closed(*node),
+                _ => {}
+            }
             let decisions = match event {
                 Ok(event) => supervisor.handle(self.now(), event),
                 Err(_) => supervisor.tick(self.now()),
@@ -118,8 +123,6 @@ impl<'a> Driver<'a> {
                 self.members.tell_to_end(Signal::from_named_raw(signal).unwrap_or(Signal::TERM));
             }
             Decision::Kill => self.members.kill(),
-            Decision::ReplaceGuard(guard) => self.members.replace_guard(guard),
-            Decision::Forget { node } => self.job.links.note_closed(node),
         }
         None
     }

@@ -140,6 +140,7 @@ pub enum LaunchError {
         /// The program.
         command: String,
         /// Why.
+        #[source]
         cause: io::Error,
     },
     /// Node 0 cannot listen where it should.
@@ -150,6 +151,7 @@ pub enum LaunchError {
         /// Where.
         address: String,
         /// Why.
+        #[source]
         cause: io::Error,
     },
     /// Some nodes did not come in time.
@@ -175,6 +177,7 @@ pub enum LaunchError {
         /// Where.
         address: String,
         /// Why.
+        #[source]
         cause: HandshakeError,
     },
     /// Node 0 has no place for this node.

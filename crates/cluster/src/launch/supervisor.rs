@@ -73,10 +73,6 @@ pub(super) enum Decision {
     TellToEnd { signal: i32 },
     /// Kill all members.
     Kill,
-    /// Start another guard in the place of this one.
-    ReplaceGuard(u32),
-    /// Say nothing more to this launcher.
-    Forget { node: u32 },
 }
 
 struct Slot {
@@ -164,9 +160,8 @@ impl Supervisor {
             }
             Event::Heard { node, message: Message::Finished } => self.on_finished(node),
             Event::Heard { message: Message::Over(outcome), .. } => self.decide(now, outcome),
-            Event::Heard { .. } => {}
+            Event::Heard { .. } | Event::GuardEnded(_) => {}
             Event::Closed { node } => {
-                self.decisions.push(Decision::Forget { node });
                 if self.others.iter().any(|other| other.node == node && !other.finished) {
                     self.decide(now, Outcome::NodeLost { node });
                 }
@@ -176,7 +171,6 @@ impl Supervisor {
                 Some(verdict) if *verdict == Outcome::Success => *verdict = output_lost(&error),
                 _ => self.decide(now, output_lost(&error)),
             },
-            Event::GuardEnded(guard) => self.decisions.push(Decision::ReplaceGuard(guard)),
         }
         self.take_decisions(now)
     }

@@ -133,7 +133,7 @@ fn note_divergence(plan: &Plan, home: Option<&Home>, error: &anyhow::Error) {
     let written = RelaxedFolder::diverge(dir, diverged).map_err(anyhow::Error::from);
     let written = written.and_then(|()| home.map_or(Ok(()), |home| home.leave().map(drop)));
     if let Err(error) = written {
-        log::warn!("no report: {error:#}");
+        log::warn!("no report: {}", crate::one_line(&error));
     }
 }
 

@@ -273,7 +273,7 @@ impl World {
                     witness.pausing.push(member);
                 }
                 Decision::Start { member, life } => self.start(node, member, life, tally),
-                Decision::Gone { .. } | Decision::ReplaceGuard(_) | Decision::Forget { .. } => {}
+                Decision::Gone { .. } => {}
                 Decision::Tell(message) => self.tell(node, &message),
                 Decision::BeginAtEnd => {
                     tally.at_ends += 1;

@@ -8,6 +8,7 @@ use super::options::{ClientOptions, Run, ServerError, Transport};
 use super::session::{Fault, Session};
 use super::voice::Voices;
 use super::{FIRST_PAUSE, LONGEST_PAUSE};
+use crate::Cause;
 use crate::server::wire::{Reply, Report, Request, Setup};
 
 /// The worker number of somebody who only looks.
@@ -97,15 +98,15 @@ fn ask<T>(
         let connected = session.connect(options, NOBODY, opened);
         let outcome = connected.and_then(|()| question(session));
         voices.close(server);
-        let last = match outcome {
+        let last: Cause = match outcome {
             Ok(answer) => return Ok(answer),
             Err(_) if voices.is_stopped() => return Err(ServerError::Stopped),
             Err(Fault::Fatal(ServerError::Forgotten { .. })) => {
-                "no worker has joined it yet".to_owned()
+                "no worker has joined it yet".into()
             }
             Err(Fault::Fatal(error)) => return Err(error),
-            Err(Fault::Lost(error)) => error.to_string(),
-            Err(Fault::Rejoin(refusal)) => refusal.to_string(),
+            Err(Fault::Lost(error)) => error.into(),
+            Err(Fault::Rejoin(refusal)) => refusal.into(),
         };
         if Instant::now() + pause >= deadline {
             let address = options.servers.get(server).cloned().unwrap_or_default();
