@@ -27,6 +27,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 use socket2::Socket;
 use unisono_codec::parcel::Scratch;
+use unisono_collective::fork;
 
 use super::core::{Age, Refusal};
 use super::wire::{Measured, Setup};
@@ -412,7 +413,7 @@ impl Client {
         // Nothing else may be said before the worker has joined.
         let _speaking = self.voices.speak(session);
         let opened = |socket: &Socket| {
-            let socket = socket.try_clone().map_err(Fault::Lost)?;
+            let socket = fork::duplicate(socket).map_err(Fault::Lost)?;
             self.voices.open(session, socket).map_err(Fault::Fatal)
         };
         let of = &mut self.sessions[session];

@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use socket2::Socket;
+use unisono_collective::fork;
 
 use super::options::{ClientOptions, Run, ServerError, Transport};
 use super::session::{Fault, Session};
@@ -92,7 +93,7 @@ fn ask<T>(
     loop {
         let server = session.number;
         let opened = |socket: &Socket| {
-            let socket = socket.try_clone().map_err(Fault::Lost)?;
+            let socket = fork::duplicate(socket).map_err(Fault::Lost)?;
             voices.open(server, socket).map_err(Fault::Fatal)
         };
         let connected = session.connect(options, NOBODY, opened);
