@@ -65,9 +65,30 @@ enum Command {
     Completions(completions::CompletionsArgs),
 }
 
+/// What of a filter of log messages is neither a level nor about a crate of this program: taken for
+/// the name of another crate it would silence all messages.
+fn unknown_level(filter: &str) -> Option<&str> {
+    let directives = filter.split('/').next().unwrap_or_default();
+    directives.split(',').map(str::trim).find(|directive| {
+        let is_level = directive.parse::<log::LevelFilter>().is_ok();
+        !directive.is_empty()
+            && !is_level
+            && !directive.contains('=')
+            && !directive.starts_with("unisono")
+    })
+}
+
 fn main() -> ExitCode {
-    let level = env_logger::Env::default().filter_or("UNISONO_LOG", "warn");
-    env_logger::Builder::from_env(level).init();
+    let said = std::env::var("UNISONO_LOG").unwrap_or_default();
+    let unknown = unknown_level(&said);
+    let filter = if said.is_empty() || unknown.is_some() { "warn" } else { &said };
+    env_logger::Builder::new().parse_filters(filter).init();
+    if let Some(unknown) = unknown {
+        log::warn!(
+            "UNISONO_LOG={said}: \"{unknown}\" is no level; the levels are error, warn, info, debug and \
+             trace"
+        );
+    }
     // A launcher has said it for its ranks.
     if Place::from_env().is_ok_and(|place| place.launcher == Launcher::Nobody) {
         variables::complaints().iter().for_each(|complaint| log::warn!("{complaint}"));

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use anyhow::bail;
 use clap::Args;
 use unisono::insight::folder::RunFolder;
 use unisono::insight::relaxed::RelaxedFolder;
@@ -26,11 +27,13 @@ pub struct ReportArgs {
 /// Prints the report.
 pub fn run(args: ReportArgs) -> anyhow::Result<ExitCode> {
     let width = args.width.unwrap_or_else(output::columns);
+    let mut broken = None;
     let text = if RelaxedFolder::is_relaxed(&args.dir) {
         let saved = RelaxedFolder::open(&args.dir)?;
         if args.rewrite {
             saved.write()?;
         }
+        broken = saved.run.ledger().err();
         saved.report().terminal(width)
     } else {
         let run = RunFolder::open(&args.dir)?;
@@ -51,5 +54,8 @@ pub fn run(args: ReportArgs) -> anyhow::Result<ExitCode> {
         run.report().terminal(width)
     };
     result_line!("{text}")?;
+    if let Some(error) = broken {
+        bail!("the ledger of pushes does not add up: {error}; do not trust the weights");
+    }
     Ok(ExitCode::SUCCESS)
 }

@@ -161,17 +161,22 @@ fn numbers_below_zero_are_values() {
 #[test]
 fn misspelt_variables_are_noticed() {
     let desk = Desk::new();
-    let ended = desk
-        .start(
-            desk.command("run -n 2 -- true")
-                .env("UNISONO_TRANSPRT", "tcp")
-                .env("UNISONO_LOG", "warn"),
-        )
-        .wait();
-    ended.expect_success();
-    let said: Vec<&str> = ended.stderr.lines().filter(|line| line.contains("TRANSPRT")).collect();
-    assert_eq!(said.len(), 1, "{}", ended.stderr);
-    assert!(said[0].contains("UNISONO_TRANSPRT means nothing; did you mean UNISONO_TRANSPORT?"));
+    // A level that is misspelt as well silences nothing.
+    for level in ["warn", "inof"] {
+        let mut command = desk.command("run -n 2 -- true");
+        let command = command.env("UNISONO_TRANSPRT", "tcp").env("UNISONO_LOG", level);
+        let ended = desk.start(command).wait();
+        ended.expect_success();
+        let named = |name: &str| {
+            let said: Vec<_> = ended.stderr.lines().filter(|line| line.contains(name)).collect();
+            said.join("\n")
+        };
+        let said = named("TRANSPRT");
+        assert_eq!(said.lines().count(), 1, "{}", ended.stderr);
+        assert!(said.contains("UNISONO_TRANSPRT means nothing; did you mean UNISONO_TRANSPORT?"));
+        let complaint = named("UNISONO_LOG=inof: \"inof\" is no level");
+        assert_eq!(complaint.is_empty(), level == "warn", "{}", ended.stderr);
+    }
 }
 
 /// The list that misspelt ones are compared with has all that the code knows.

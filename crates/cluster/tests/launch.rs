@@ -499,7 +499,8 @@ fn nodes_assemble_among_strangers() {
 fn a_node_without_the_token_is_told_so() {
     let mut jobs = [Job::shell(1, "true"), Job::shell(1, "true")];
     join_nodes(&mut jobs, free_port(), &[Some(Token::random().unwrap()), None]);
-    jobs[0].launch.timeout = Duration::from_secs(5);
+    // Long enough for node 1 to come and be refused, on a machine with much else to do.
+    jobs[0].launch.timeout = Duration::from_secs(10);
     let outcomes = run_nodes(&jobs);
     assert!(matches!(&outcomes[0], Err(LaunchError::NodesMissing { missing }) if *missing == [1]));
     assert!(matches!(&outcomes[1], Err(LaunchError::Handshake { .. })));

@@ -18,6 +18,7 @@ use std::sync::{Once, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use rustix::fs::{FileType, fstat};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
+use socket2::Socket;
 
 /// Forks wait as long as this lives, so that a socket can be made and made private in one go. Nobody
 /// may wait for anything else meanwhile.
@@ -40,6 +41,15 @@ impl NoFork {
 /// Makes a socket private; a child that was forked before keeps it open.
 pub fn make_private(socket: impl AsFd) {
     hold_off().make_private(socket);
+}
+
+/// A second descriptor of a private socket, which is private as well: a forked child that kept either
+/// open would keep the connection.
+pub fn duplicate(socket: &Socket) -> std::io::Result<Socket> {
+    let no_fork = hold_off();
+    let copy = socket.try_clone()?;
+    no_fork.make_private(&copy);
+    Ok(copy)
 }
 
 /// Descriptor numbers of one part of the table. Larger: more memory for a process with few.

@@ -142,6 +142,10 @@ impl Options {
         parse("UNISONO_STREAMS", lookup("UNISONO_STREAMS"), &mut options.streams)?;
         let bytes = |name| size(name, lookup(name));
         options.segment = bytes("UNISONO_SEGMENT")?;
+        if options.segment == Some(0) {
+            let (value, reason) = ("0".into(), "expected at least one byte".into());
+            return Err(BadSetting { name: "UNISONO_SEGMENT", value, reason });
+        }
         options.staging = bytes("UNISONO_STAGING")?.unwrap_or(options.staging);
         if !(1..=64).contains(&options.streams) {
             return Err(BadSetting {
@@ -221,6 +225,12 @@ mod tests {
             let error = with("UNISONO_STAGING", wrong).unwrap_err();
             assert!(error.to_string().contains(" size"), "{error}");
         }
+    }
+
+    #[test]
+    fn a_segment_of_nothing_is_refused() {
+        assert!(with("UNISONO_SEGMENT", "0").is_err());
+        assert_eq!(with("UNISONO_SEGMENT", "1").unwrap().segment, Some(1));
     }
 
     #[test]

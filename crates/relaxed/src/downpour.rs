@@ -6,13 +6,14 @@
 //! given to the replica as the caller wrote it, in steps, and to the servers in pushes
 //! ([`Level::optimizer`](crate::spec::Level::optimizer)).
 
+use serde::{Deserialize, Serialize};
 use unisono_optimizer::{BadOptimizer, Optimizer, OptimizerSpec};
 
 use crate::server::Gradient;
 use crate::server::wire::Measured;
 
 /// Steps from one push to the next, and from one fetch to the next.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Periods {
     /// Steps from one push to the next.
     pub push: u32,

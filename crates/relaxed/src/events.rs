@@ -4,8 +4,7 @@
 //! where it met the weights. A shard of a server tells its [`Recorder`]; the threads of
 //! [hogwild](crate::hogwild) tell the caller of the run.
 
-use std::error::Error;
-
+use crate::Cause;
 pub use crate::bound::Move;
 use crate::server::core::{Age, PushId};
 use crate::server::wire::Measured;
@@ -39,9 +38,6 @@ pub struct Resumed<'a> {
     pub time: f64,
 }
 
-/// Why a recorder cannot go on.
-pub type RecordError = Box<dyn Error + Send + Sync>;
-
 /// Records what happens at one shard.
 ///
 /// The shard calls it under the lock that orders all its pushes, after it has written the same into its
@@ -49,17 +45,17 @@ pub type RecordError = Box<dyn Error + Send + Sync>;
 /// not acknowledged.
 pub trait Recorder: Send {
     /// Fails if another run is recorded here. The shard asks before it makes anything of the run durable.
-    fn expect_none(&self) -> Result<(), RecordError>;
+    fn expect_none(&self) -> Result<(), Cause>;
 
     /// A run begins, with this bound on staleness, if that adapts. Its first snapshot is in the journal.
-    fn begin(&mut self, bound: Option<u64>) -> Result<(), RecordError>;
+    fn begin(&mut self, bound: Option<u64>) -> Result<(), Cause>;
 
     /// A run goes on after a crash.
-    fn resume(&mut self, resumed: Resumed<'_>) -> Result<(), RecordError>;
+    fn resume(&mut self, resumed: Resumed<'_>) -> Result<(), Cause>;
 
     /// Pushes were settled, all at once.
-    fn updates(&mut self, updates: &[Update]) -> Result<(), RecordError>;
+    fn updates(&mut self, updates: &[Update]) -> Result<(), Cause>;
 
     /// The bound on staleness has moved.
-    fn moved(&mut self, change: &Move) -> Result<(), RecordError>;
+    fn moved(&mut self, change: &Move) -> Result<(), Cause>;
 }

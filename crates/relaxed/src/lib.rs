@@ -18,3 +18,6 @@ pub mod hogwild;
 pub mod server;
 pub mod spec;
 pub mod stale;
+
+/// What is behind an error, of any kind.
+pub type Cause = Box<dyn std::error::Error + Send + Sync>;

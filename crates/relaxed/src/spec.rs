@@ -3,6 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use serde::{Deserialize, Serialize};
 use unisono_optimizer::{LearningRate, OptimizerSpec};
 
 use crate::bound::Limits;
@@ -11,7 +12,7 @@ use crate::downpour::Periods;
 /// How far the workers of a run may drift apart.
 ///
 /// Its text ([`fmt::Display`]) parses to the same level.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Level {
     /// `bsp`: not at all. Every update is the mean of one gradient of every worker.
@@ -34,6 +35,17 @@ pub enum Level {
 impl Level {
     /// The levels, as they are written.
     pub const USAGE: &str = "bsp, ssp:S, ssp:auto, async, downpour[:PUSH,FETCH], hogwild or gossip";
+
+    /// Fails if a setting is out of its range. One that was parsed is not; one that came from another
+    /// process may be.
+    pub fn check(&self) -> Result<(), BadLevel> {
+        let flaw = match self {
+            Level::Ssp(bound) if *bound > MOST => BAD_BOUND,
+            Level::Downpour(periods) if periods.push == 0 || periods.fetch == 0 => BAD_PERIODS,
+            _ => return Ok(()),
+        };
+        Err(BadLevel { text: self.to_string(), flaw })
+    }
 
     /// Whether the weights live on servers.
     pub fn has_servers(&self) -> bool {
@@ -91,32 +103,31 @@ impl FromStr for Level {
 
     fn from_str(text: &str) -> Result<Level, BadLevel> {
         let bad = |flaw| BadLevel { text: text.to_owned(), flaw };
-        match name_and_rest(text) {
-            ("bsp", None) => Ok(Level::Bsp),
-            ("async", None) => Ok(Level::Async),
-            ("hogwild", None) => Ok(Level::Hogwild),
-            ("gossip", None) => Ok(Level::Gossip),
-            ("ssp", Some("auto")) => Ok(Level::SspAuto),
-            ("ssp", Some(bound)) => {
-                let bound = bound.parse().ok().filter(|bound| *bound <= MOST);
-                bound
-                    .map(Level::Ssp)
-                    .ok_or(bad("S is a number of clocks, from 0 to 1000000, or auto"))
-            }
-            ("ssp", None) => Err(bad("the bound S is missing")),
+        let level = match name_and_rest(text) {
+            ("bsp", None) => Level::Bsp,
+            ("async", None) => Level::Async,
+            ("hogwild", None) => Level::Hogwild,
+            ("gossip", None) => Level::Gossip,
+            ("ssp", Some("auto")) => Level::SspAuto,
+            ("ssp", Some(bound)) => Level::Ssp(bound.parse().map_err(|_| bad(BAD_BOUND))?),
+            ("ssp", None) => return Err(bad("the bound S is missing")),
             ("downpour", Some(periods)) => {
-                let steps = |text: &str| text.parse::<u32>().ok().filter(|steps| *steps > 0);
-                let periods = periods.split_once(',');
-                let periods = periods.and_then(|(push, fetch)| Some((steps(push)?, steps(fetch)?)));
-                let (push, fetch) = periods.ok_or(bad("give two numbers of steps, from 1"))?;
-                Ok(Level::Downpour(Periods { push, fetch }))
+                let (push, fetch) = periods.split_once(',').ok_or_else(|| bad(BAD_PERIODS))?;
+                let steps = |text: &str| text.parse().map_err(|_| bad(BAD_PERIODS));
+                Level::Downpour(Periods { push: steps(push)?, fetch: steps(fetch)? })
             }
-            ("downpour", None) => Ok(Level::Downpour(Periods::default())),
-            ("bsp" | "async" | "hogwild" | "gossip", Some(_)) => Err(bad("it has no settings")),
-            _ => Err(bad("there is none of that name")),
-        }
+            ("downpour", None) => Level::Downpour(Periods::default()),
+            ("bsp" | "async" | "hogwild" | "gossip", Some(_)) => {
+                return Err(bad("it has no settings"));
+            }
+            _ => return Err(bad("there is none of that name")),
+        };
+        level.check().map(|()| level)
     }
 }
+
+const BAD_BOUND: &str = "S is a number of clocks, from 0 to 1000000, or auto";
+const BAD_PERIODS: &str = "give two numbers of steps, from 1";
 
 /// The largest bound: as good as none.
 const MOST: u64 = 1_000_000;

@@ -1,6 +1,9 @@
 //! Workers that gossip over loopback, with threads in the place of processes, and those who disturb
 //! them: peers that die, hang, lie, train another model or are cut off.
 
+#[path = "common/forked.rs"]
+mod forked;
+
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -184,6 +187,18 @@ fn replicas_meet_in_their_mean_and_no_read_sees_half_a_merge() {
         eventually("all agree on the mean", || values().all(|value| (value - 1.0).abs() < 1e-3));
         over.store(true, Ordering::Relaxed);
     });
+}
+
+#[test]
+fn forked_children_hold_no_connection() {
+    let gossips = Job::new(2, HUNG).start_all(|rank| vec![vec![rank as f32; 3]]);
+    eventually("both take part", || {
+        gossips.iter().for_each(exchange_once);
+        gossips.iter().all(|gossip| gossip.stats().done() > 0)
+    });
+    let (mine, of_child) = forked::connections();
+    assert!(mine >= 2, "a connection has two ends, not {mine}");
+    assert_eq!(of_child, 0);
 }
 
 #[test]

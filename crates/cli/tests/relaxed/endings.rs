@@ -42,6 +42,9 @@ fn a_ledger_that_does_not_add_up_ends_in_an_error() {
     let last = ended.stderr.lines().last().unwrap_or_default();
     assert!(last.contains("ledger") && last.contains("does not add up"), "{last}");
     assert!(desk.path("run/report.html").exists());
+    let report = desk.run("report run");
+    assert_eq!(report.status.code(), Some(1), "{}", report.stderr);
+    assert!(report.stdout.contains("does not add up") && report.stderr.contains("the ledger of"));
 }
 
 /// The limit on the size of files stands for a full disk.

@@ -85,6 +85,37 @@ fn servers_started_by_hand_serve_workers_of_anybody() {
     servers.end();
 }
 
+/// Servers that keep no records leave the figures of the run unknown, which is no lost run and no
+/// balanced ledger.
+#[test]
+fn what_servers_elsewhere_did_not_record_is_not_known() {
+    let desk = Desk::new();
+    let arguments = "--strategy ssp:2 --workers 2 --steps 60 --run-dir run";
+    for json in [true, false] {
+        let servers = ByHand::start(&desk, 1, "");
+        let mut command = servers.train(arguments);
+        if !json {
+            let servers_at = &servers.addresses[0];
+            command = servers.command(&format!("train --servers {servers_at} {arguments}"));
+        }
+        let ended = desk.start(&mut command).wait();
+        ended.expect_success();
+        if json {
+            let summary = ended.summary();
+            assert_eq!(summary.object["ledger"], "not recorded");
+            assert!(summary.object["final_loss"].is_null(), "{}", summary.object);
+            assert_eq!(summary.object["pushes_per_s"].to_string(), "0.0");
+        } else {
+            let said = &ended.stdout;
+            assert!(said.contains("loss not recorded, held-out accuracy"), "{said}");
+            assert!(said.contains("No gradient was recorded in this folder"), "{said}");
+            assert!(!said.contains("NaN"), "{said}");
+        }
+        servers.end();
+        std::fs::remove_dir_all(desk.path("run")).unwrap();
+    }
+}
+
 #[test]
 fn a_server_started_by_hand_goes_on_from_its_journal() {
     let desk = Desk::new();

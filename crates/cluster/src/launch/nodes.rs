@@ -57,7 +57,7 @@ struct Host {
 }
 
 /// What launchers say to each other.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) enum Message {
     Register {
         ranks: u32,
@@ -297,7 +297,6 @@ pub(super) struct Links(Vec<Link>);
 struct Link {
     node: u32,
     socket: Socket,
-    finished: bool,
     closed: bool,
 }
 
@@ -320,7 +319,7 @@ impl Links {
             let _ = events.send(Event::Closed { node });
         };
         std::thread::Builder::new().name("unisono-link".into()).spawn(listen)?;
-        self.0.push(Link { node, socket, finished: false, closed: false });
+        self.0.push(Link { node, socket, closed: false });
         Ok(())
     }
 
@@ -334,20 +333,9 @@ impl Links {
         }
     }
 
-    pub fn note_finished(&mut self, node: u32) {
-        self.0.iter_mut().filter(|link| link.node == node).for_each(|link| link.finished = true);
-    }
-
-    /// Says whether the job can no longer end well because of it.
-    pub fn note_closed(&mut self, node: u32) -> bool {
-        let Some(link) = self.0.iter_mut().find(|link| link.node == node) else { return false };
-        link.closed = true;
-        !link.finished
-    }
-
-    /// Whether the other nodes' ranks have all ended well. Node 0 is never finished: it decides.
-    pub fn everyone_finished(&self) -> bool {
-        self.0.iter().all(|link| link.finished)
+    /// A launcher closed its connection.
+    pub fn note_closed(&mut self, node: u32) {
+        self.0.iter_mut().filter(|link| link.node == node).for_each(|link| link.closed = true);
     }
 
     /// Ends the connections; whoever still listens learns the outcome.

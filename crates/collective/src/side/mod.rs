@@ -368,22 +368,13 @@ impl Monitor {
         }
     }
 
-    /// Tells everybody, this rank too, where it made the calls that differ.
-    fn tell_places(&mut self) {
-        let Error::Mismatch { rank, call, peer, peer_call, .. } = self.state.error(None) else {
-            return;
-        };
-        let me = self.state.rank();
-        for (caller, number) in [(rank, call.number()), (peer, peer_call.number())] {
-            let place = self.state.places().own(number);
-            let text = place.as_deref().map(|place| shortened(place, PLACE)).unwrap_or_default();
-            for peer in self.peers.iter_mut().flatten().filter(|p| p.is_present()) {
-                let length = text.len();
-                peer.queue(Frame::Place { number, length }, text.clone().into_bytes());
+    /// The calls that differ, if that is why the group failed: by rank and number.
+    fn differing_calls(&self) -> Vec<(usize, u32)> {
+        match self.state.error(None) {
+            Error::Mismatch { rank, call, peer, peer_call, .. } => {
+                vec![(rank, call.number()), (peer, peer_call.number())]
             }
-            if caller == me {
-                self.state.places().tell((me, number), place);
-            }
+            _ => Vec::new(),
         }
     }
 
@@ -416,10 +407,22 @@ impl Monitor {
     fn give_up(&mut self) {
         let error = self.state.error(None);
         let reason = frame::encode_reason(&error);
+        let is_first = !self.told || !self.placed;
+        let calls = if self.placed { Vec::new() } else { self.differing_calls() };
         for peer in self.peers.iter_mut().flatten() {
             peer.fail_transfers(&error);
+            // Where this rank made the calls that differ comes first: who hears of the failure may end,
+            // and so may this rank once its caller knows.
+            let is_present = peer.is_present();
+            for &(_, number) in calls.iter().filter(|_| is_present) {
+                let place = self.state.places().own(number);
+                let text = place.map(|place| shortened(&place, PLACE)).unwrap_or_default();
+                peer.queue(Frame::Place { number, length: text.len() }, text.into_bytes());
+            }
             if !self.told && peer.is_here() {
                 peer.queue(Frame::Abort { length: reason.len() }, reason.clone());
+            }
+            if is_first {
                 // Whatever this brings comes too late to matter, but for what explains the failure.
                 while let Some(event) = peer.progress() {
                     match event {
@@ -433,8 +436,11 @@ impl Monitor {
             }
         }
         self.told = true;
-        if !std::mem::replace(&mut self.placed, true) {
-            self.tell_places();
+        self.placed = true;
+        // The caller waits for this, so that the others have been told when it goes on.
+        let me = self.state.rank();
+        for (_, number) in calls.into_iter().filter(|(caller, _)| *caller == me) {
+            self.state.places().tell((me, number), self.state.places().own(number));
         }
         self.end_all_receives(|_| error.clone());
     }

@@ -146,7 +146,9 @@ impl RelaxedRun {
         let knows_staleness = self.knows_staleness();
         let worker = |records: &Vec<&UpdateRecord>| WorkerStats::of(records, knows_staleness);
         self.workers = by_worker.values().map(worker).collect();
-        self.pushes_per_s = self.workers.iter().map(|worker| worker.pushes_per_s).sum();
+        // An empty sum is -0.
+        self.pushes_per_s =
+            0.0 + self.workers.iter().map(|worker| worker.pushes_per_s).sum::<f64>();
         self.updates_per_s = self.pushes_per_s * share(self.updates as f64, self.pushes as f64);
         self.samples_per_s = by_worker
             .values()

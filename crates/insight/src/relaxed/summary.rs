@@ -53,7 +53,8 @@ pub struct RelaxedSummary {
     pub weights_hash: String,
     /// See [`RelaxedRun::seconds`].
     pub seconds: f64,
-    /// Whether every push is accounted for exactly once; if not, the first that is not.
+    /// Whether every push is accounted for exactly once; if not, the first that is not. `not recorded`
+    /// where no push is known, because servers elsewhere kept no records here.
     pub ledger: String,
     /// The level that would suit these workers; absent where there is too little to tell.
     pub advised: Option<String>,
@@ -90,7 +91,11 @@ impl RelaxedSummary {
             held_out_loss: outcome.held_out_loss,
             weights_hash: outcome.weights_hash,
             seconds: run.seconds,
-            ledger: run.ledger().map_or_else(|error| error.to_string(), |_| BALANCED.to_owned()),
+            ledger: match run.ledger() {
+                _ if run.pushes == 0 => NOT_RECORDED.to_owned(),
+                Ok(_) => BALANCED.to_owned(),
+                Err(error) => error.to_string(),
+            },
             advised: advice.as_ref().map(|advice| advice.level.clone()),
             advice: advice.map(|advice| advice.text),
             exchanges,
@@ -101,7 +106,15 @@ impl RelaxedSummary {
     pub fn is_balanced(&self) -> bool {
         self.ledger == BALANCED
     }
+
+    /// Whether the run's pushes are known.
+    pub fn is_recorded(&self) -> bool {
+        self.ledger != NOT_RECORDED
+    }
 }
 
 /// What the ledger says when nothing is wrong.
 const BALANCED: &str = "balanced";
+
+/// What it says when there is none.
+const NOT_RECORDED: &str = "not recorded";

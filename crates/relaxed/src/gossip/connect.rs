@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use rustix::net::RecvFlags;
 use socket2::{Domain, Socket, Type};
+use unisono_collective::fork;
 use unisono_collective::handshake::{HandshakeError, Introduction, Purpose, TimedStream, initiate};
 
 use super::node::Shared;
@@ -39,7 +40,7 @@ impl Sockets {
     /// Keeps `socket`, in place of an older one between the same ends, which is shut down. Returns what
     /// to [`forget`](Sockets::forget) it by, and fails once all were closed.
     pub fn keep(&self, end: End, socket: &Socket) -> io::Result<u64> {
-        let copy = socket.try_clone()?;
+        let copy = fork::duplicate(socket)?;
         let mut register = lock(&self.0);
         if register.closed {
             return Err(io::ErrorKind::ConnectionAborted.into());

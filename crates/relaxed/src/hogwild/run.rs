@@ -188,7 +188,7 @@ impl Thread<'_> {
         Some(clock)
     }
 
-    /// The update that was claimed is made. Says whether anybody still wants to hear of it.
+    /// The update that was claimed is made. `false` if the caller of the run takes no more reports.
     ///
     /// # Panics
     /// If none was claimed.

@@ -29,6 +29,7 @@ use rustix::net::{
 };
 use serde::{Serialize, de::DeserializeOwned};
 use socket2::{Domain, Socket};
+use unisono_collective::fork;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::silence::{Listener, Silence, has_waited};
@@ -198,7 +199,7 @@ impl Link {
 
     /// Says between messages that this side lives.
     pub fn pulse(&self) -> io::Result<Pulse> {
-        Ok(Pulse { socket: self.socket.try_clone()?, speaking: self.speaking.clone() })
+        Ok(Pulse { socket: fork::duplicate(&self.socket)?, speaking: self.speaking.clone() })
     }
 
     /// Bytes sent and received so far, wherever they lay.

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use socket2::{Domain, SockAddr, Socket, Type};
 use unisono_collective::acceptor::Acceptor;
+use unisono_collective::fork;
 use unisono_collective::handshake::{Introduction, Purpose, Token};
 
 use super::job::{Caller, Files, Job, JobError, MOST_WORKERS, Unserved, Waiting, total_bytes};
@@ -311,7 +312,7 @@ impl Shared {
                     Ok(lengths) => lengths,
                     Err(what) => return Ok(Ok(Served::Last(Reply::Invalid(what)))),
                 };
-                let socket = link.socket().try_clone()?;
+                let socket = fork::duplicate(link.socket())?;
                 let bulk = link.bulk(lengths.into_iter())?;
                 let parts: Vec<(Part, &[u8])> = parts.into_iter().zip(bulk).collect();
                 let is_over = || super::link::is_over(&socket);

@@ -12,10 +12,13 @@
 use std::io;
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use unisono_codec::CodecSpec;
 use unisono_optimizer::OptimizerSpec;
 
 use super::core::{Age, Joined, Ledger, PushId, Refusal};
 use super::layout::Piece;
+use crate::spec::Level;
+use crate::stale::Stale;
 
 /// Bytes of the length of a text.
 pub const LENGTH: usize = 4;
@@ -33,10 +36,10 @@ pub struct Setup {
     pub pieces: Vec<Piece>,
     /// What makes weights of gradients.
     pub optimizer: OptimizerSpec,
-    /// The consistency level, as it is written.
-    pub level: String,
-    /// What becomes of stale gradients, as it is written.
-    pub stale: String,
+    /// The consistency level.
+    pub level: Level,
+    /// What becomes of stale gradients.
+    pub stale: Stale,
     /// After how many pushes the run is over; in lock-step, after how many rounds.
     pub total: u64,
     /// Workers of the run.
@@ -44,7 +47,7 @@ pub struct Setup {
     /// Shards of the global batch, by which lock-step fixes the order of additions.
     pub shards: u32,
     /// What each piece is encoded by, if it is.
-    pub codecs: Vec<Option<String>>,
+    pub codecs: Vec<Option<CodecSpec>>,
     /// The seed of the run.
     pub seed: u64,
     /// How long a worker may be silent, in milliseconds.

@@ -6,6 +6,7 @@ use unisono_relaxed::server::core::{PushId, Refusal};
 use unisono_relaxed::server::wire::{Part, Reply, Request};
 use unisono_relaxed::server::{Client, ClientOptions, Files, ServerError, Transport, link};
 
+use crate::forked;
 use crate::lab::{Counter, Lab, TRANSPORTS, call, counting, recorded, within};
 
 /// The timeout is an hour here: only the end of the connection frees the others.
@@ -42,6 +43,23 @@ fn a_closed_connection_frees_the_others_at_once() {
                 assert_eq!(lab.reports(&run)[1].ledger.applied, 6);
             });
         }
+    }
+}
+
+/// A child that was forked from a worker, or from a server, would keep the connection of a process
+/// that is killed, and the others waiting for it.
+#[test]
+fn forked_children_hold_no_connection() {
+    for transport in TRANSPORTS {
+        within("forked", move || {
+            let (lab, run) = (Lab::start(2, transport), counting("async", 1));
+            let mut worker = Counter::join(&lab, &run, 0);
+            worker.push_pull().unwrap();
+            let (mine, of_child) = forked::connections();
+            assert!(mine >= 4, "a connection of two ends to each server, not {mine}");
+            assert_eq!(of_child, 0);
+            worker.push_pull().unwrap();
+        });
     }
 }
 

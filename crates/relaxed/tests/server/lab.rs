@@ -177,8 +177,8 @@ pub fn setup(run: &Run, servers: usize) -> Setup {
     Setup {
         pieces: layout::spread(&run.shapes, servers).remove(0),
         optimizer: run.optimizer,
-        level: run.level.to_string(),
-        stale: run.stale.to_string(),
+        level: run.level,
+        stale: run.stale,
         total: run.total,
         workers: run.workers,
         shards: run.shards,

@@ -9,6 +9,8 @@ mod bounds;
 mod codecs;
 mod departures;
 mod failures;
+#[path = "../common/forked.rs"]
+mod forked;
 mod hostile;
 mod lab;
 mod lockstep;

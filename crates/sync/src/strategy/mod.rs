@@ -2,7 +2,7 @@
 //!
 //! A strategy makes one mean of a bucket of gradients that is complete on this rank, one bucket after
 //! the other, in the same order on every rank. [`AllReduce`] exchanges them as they are,
-//! [`Compressed`] in fewer bytes; [`Alone`] has nobody to exchange them with. With [`LocalSteps`], a
+//! [`Compressed`] in fewer bytes; [`Alone`] is the strategy of a single worker. With [`LocalSteps`], a
 //! worker updates its weights by the mean of its own gradients, and it is the weights that the workers
 //! agree on, now and then. A [`Queue`] runs the exchanges while the backward pass goes on.
 
@@ -53,7 +53,8 @@ pub trait Strategy: Send {
     /// steps](Strategy::is_local), over those of this rank.
     fn exchange(&mut self, gradients: &mut Gradients) -> Result<(), SyncError>;
 
-    /// Whether an exchange waits for nobody, so that a thread of its own would only cost time.
+    /// Whether an exchange does not wait for other ranks, so that a thread of its own would only cost
+    /// time.
     fn is_immediate(&self) -> bool {
         false
     }
@@ -63,8 +64,8 @@ pub trait Strategy: Send {
         0
     }
 
-    /// What ends its exchanges, for a caller that does not want to wait any longer; `None` if it waits
-    /// for nobody.
+    /// What ends its exchanges, for a caller that does not want to wait any longer; `None` if it does not
+    /// wait for other ranks.
     fn abort_handle(&self) -> Option<AbortHandle> {
         None
     }

@@ -2,7 +2,8 @@
 //!
 //! The thread has a group of its own and takes the buckets in order, so that the order of calls is
 //! the order of submission, whatever else the ranks say to each other meanwhile. A strategy whose
-//! exchange waits for nobody needs no thread: its buckets are exchanged when they are submitted.
+//! exchange does not wait for other ranks needs no thread: its buckets are exchanged when they are
+//! submitted.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};

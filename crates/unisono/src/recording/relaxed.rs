@@ -8,7 +8,8 @@ use crate::insight::folder::FolderError;
 use crate::insight::relaxed::folder::{Log, MoveLog, RelaxedFolder, UpdateLog};
 use crate::insight::updates::{self, UpdateRecord};
 use crate::optimizer::OptimizerSpec;
-use crate::relaxed::events::{Move, RecordError, Recorder, Resumed, Update};
+use crate::relaxed::Cause;
+use crate::relaxed::events::{Move, Recorder, Resumed, Update};
 use crate::relaxed::spec::Level;
 use crate::relaxed::stale::Stale;
 
@@ -59,14 +60,14 @@ impl ShardRecorder {
 }
 
 impl Recorder for ShardRecorder {
-    fn expect_none(&self) -> Result<(), RecordError> {
+    fn expect_none(&self) -> Result<(), Cause> {
         match RelaxedFolder::updates(&self.dir, self.number).exists() {
             true => Err(FolderError::Occupied { path: self.dir.clone() }.into()),
             false => Ok(()),
         }
     }
 
-    fn begin(&mut self, bound: Option<u64>) -> Result<(), RecordError> {
+    fn begin(&mut self, bound: Option<u64>) -> Result<(), Cause> {
         self.updates = Some(UpdateLog::create(RelaxedFolder::updates(&self.dir, self.number))?);
         if self.number == 0 && bound.is_some() {
             self.moves = Some(MoveLog::create(RelaxedFolder::moves(&self.dir))?);
@@ -74,7 +75,7 @@ impl Recorder for ShardRecorder {
         Ok(())
     }
 
-    fn resume(&mut self, resumed: Resumed<'_>) -> Result<(), RecordError> {
+    fn resume(&mut self, resumed: Resumed<'_>) -> Result<(), Cause> {
         self.updates = Some(self.reopen_updates(&resumed)?);
         if let Some(bound) = resumed.bound.filter(|_| self.number == 0) {
             self.moves = Some(self.reopen_moves(resumed.time, bound)?);
@@ -82,12 +83,12 @@ impl Recorder for ShardRecorder {
         Ok(())
     }
 
-    fn updates(&mut self, updates: &[Update]) -> Result<(), RecordError> {
+    fn updates(&mut self, updates: &[Update]) -> Result<(), Cause> {
         let Some(log) = &mut self.updates else { return Ok(()) };
         Ok(log.append_all(&updates.iter().map(record).collect::<Vec<_>>())?)
     }
 
-    fn moved(&mut self, change: &Move) -> Result<(), RecordError> {
+    fn moved(&mut self, change: &Move) -> Result<(), Cause> {
         let Some(log) = &mut self.moves else { return Ok(()) };
         let Move { time, from, to, reason } = change.clone();
         Ok(log.append(&updates::Move { time, from, to, reason })?)

@@ -80,7 +80,7 @@ pub(super) fn gossip<'a>(
     };
     let gossip = Gossip::start(config, initial)?;
     gossip.begin_anew();
-    // Nobody is under way before all have started, so that all begin with the same weights.
+    // No worker steps before all have started, so that all begin with the same weights.
     group.barrier()?;
     let log = match &training.run_dir {
         Some(dir) => Some(GossipLog {

@@ -1,6 +1,6 @@
 //! A run as a program describes it, and how its workers come together and part.
 //!
-//! Where a launcher or the user has named servers (`UNISONO_SERVERS`), a worker talks to nobody else, so
+//! Where a launcher or the user has named servers (`UNISONO_SERVERS`), a worker talks to those only, so
 //! that it can be started again at any time. Otherwise the workers form the group of their [`Job`]: to
 //! agree, or only to find each other's servers or peers at the beginning, and to part at the end.
 

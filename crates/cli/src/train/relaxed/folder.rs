@@ -191,7 +191,7 @@ impl Folder {
 fn expect_balanced(saved: &SavedRun) -> anyhow::Result<()> {
     let Some(summary) = &saved.summary else { return Ok(()) };
     ensure!(
-        summary.is_balanced(),
+        summary.is_balanced() || !summary.is_recorded(),
         "the ledger of pushes does not add up: {}; do not trust the weights",
         summary.ledger
     );
@@ -225,7 +225,10 @@ fn tell(saved: &SavedRun, restarted: u32, json: bool) -> anyhow::Result<()> {
         return Ok(result_line!("{object}")?);
     }
     let mut out = String::new();
-    write!(out, "loss {:.4}, ", summary.final_loss)?;
+    match summary.is_recorded() {
+        true => write!(out, "loss {:.4}, ", summary.final_loss)?,
+        false => write!(out, "loss not recorded, ")?,
+    }
     if let Some(accuracy) = summary.accuracy {
         write!(out, "held-out accuracy {:.1} %, ", accuracy * 100.0)?;
     }

@@ -114,7 +114,7 @@ fn explain(error: anyhow::Error, plan: &Plan, folder: Option<&Folder>) -> anyhow
     cause.note_in(folder.map(Folder::path).or(plan.run_dir.as_deref()));
     // The error is told whether or not the report can be written.
     if let Some(Err(error)) = folder.map(Folder::leave) {
-        log::warn!("no report: {error:#}");
+        log::warn!("no report: {}", crate::one_line(&error));
     }
     anyhow::anyhow!(
         "the loss is no longer a number since step {step} of worker {worker}; lower --learning-rate"

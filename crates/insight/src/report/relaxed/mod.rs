@@ -115,7 +115,8 @@ impl Answer {
         if run.pushes == 0 {
             return Answer {
                 tone: Tone::Unknown,
-                headline: "No gradient arrived, so there is nothing to judge.".into(),
+                headline: "No gradient was recorded in this folder, so there is nothing to judge."
+                    .into(),
                 findings: Vec::new(),
                 advice: Vec::new(),
             };

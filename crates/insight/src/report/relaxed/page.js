@@ -141,7 +141,7 @@ function drawAll() {
   byId("levels-card").hidden = data.levels.length === 0;
   for (const [id, chart] of Object.entries(charts)) {
     const place = byId(id);
-    if (data.workers.length === 0) place.replaceChildren(element("p", { class: "empty" }, "No gradient arrived."));
+    if (data.workers.length === 0) place.replaceChildren(element("p", { class: "empty" }, "No gradient was recorded in this folder."));
     else place.dataset.marks = chart(place);
   }
 }

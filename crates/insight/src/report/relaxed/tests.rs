@@ -145,7 +145,7 @@ fn diverged_and_empty_runs_are_drawn() {
 
     let empty = RelaxedRun::of(RunInfo::default(), Vec::new(), Vec::new());
     let report = RelaxedReport::new(&empty, None);
-    assert!(report.terminal(100).contains("No gradient arrived"));
+    assert!(report.terminal(100).contains("No gradient was recorded"));
     assert_eq!(page(&report)["staleness"], serde_json::json!([]));
 }
 

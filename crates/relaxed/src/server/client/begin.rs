@@ -32,7 +32,7 @@ pub fn has_begun(run: &Run, options: &ClientOptions) -> Result<bool, ServerError
 }
 
 /// Waits until the servers have been set up, so that the run begins with the weights of worker 0,
-/// whichever worker is faster. Worker 0 itself waits for nobody.
+/// whichever worker is faster. Worker 0 does not wait.
 pub fn wait_for_worker_zero(run: &Run, options: &ClientOptions) -> Result<(), ServerError> {
     if options.worker == 0 {
         return has_begun(run, options).map(drop);

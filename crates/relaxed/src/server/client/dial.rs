@@ -151,7 +151,7 @@ impl Call<'_> {
         initiated.map(drop).map_err(|cause| match cause {
             // Whoever was killed in the middle may be back soon.
             HandshakeError::Truncated | HandshakeError::TimedOut | HandshakeError::Io(_) => {
-                Fault::Lost(io::Error::other(cause.to_string()))
+                Fault::Lost(io::Error::other(cause))
             }
             cause => Fault::Fatal(ServerError::Handshake { address: address.to_owned(), cause }),
         })

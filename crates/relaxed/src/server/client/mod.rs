@@ -28,9 +28,11 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 use socket2::Socket;
 use unisono_codec::parcel::Scratch;
+use unisono_collective::fork;
 
 use super::core::{Age, Refusal};
 use super::wire::{Measured, Setup};
+use crate::Cause;
 pub use begin::{ASK_EVERY, has_begun, is_over, wait_for_worker_zero};
 pub use options::{ClientOptions, Run, ServerError, Transport};
 use session::{Fault, Session, Trouble};
@@ -116,7 +118,7 @@ impl Client {
         let no_thread = |error: io::Error| ServerError::Unreachable {
             server: 0,
             address: options.servers.first().cloned().unwrap_or_default(),
-            last: format!("there is no thread to say that this worker lives: {error}"),
+            last: format!("there is no thread to say that this worker lives: {error}").into(),
         };
         let beating = Voices::beat(&voices, run.timeout / BEATS).map_err(no_thread)?;
         let mut client = Client {
@@ -231,8 +233,8 @@ impl Client {
         self.meet(None)?;
         if let Some(session) = self.sessions.iter().find(|s| s.outbox.pending().is_some()) {
             // Whether that one has arrived is not known, and its gradients are gone.
-            let what = "a push before this one has failed; join again in a later life".to_owned();
-            return Err(ServerError::Protocol { server: session.number, what });
+            let what = "a push before this one has failed; join again in a later life";
+            return Err(ServerError::Protocol { server: session.number, what: what.into() });
         }
         let measured = self.meter.complete(measured);
         for session in &mut self.sessions {
@@ -413,7 +415,7 @@ impl Client {
         // Nothing else may be said before the worker has joined.
         let _speaking = self.voices.speak(session);
         let opened = |socket: &Socket| {
-            let socket = socket.try_clone().map_err(Fault::Lost)?;
+            let socket = fork::duplicate(socket).map_err(Fault::Lost)?;
             self.voices.open(session, socket).map_err(Fault::Fatal)
         };
         let of = &mut self.sessions[session];
@@ -446,11 +448,11 @@ impl Client {
     fn give_up(&mut self, session: usize, fault: Fault) -> Result<(), ServerError> {
         let is_silent =
             matches!(&fault, Fault::Lost(error) if error.kind() == io::ErrorKind::TimedOut);
-        let last = match fault {
+        let last: Cause = match fault {
             _ if self.voices.is_stopped() => return Err(ServerError::Stopped),
             Fault::Fatal(error) => return Err(error),
-            Fault::Lost(error) => error.to_string(),
-            Fault::Rejoin(refusal) => refusal.to_string(),
+            Fault::Lost(error) => error.into(),
+            Fault::Rejoin(refusal) => refusal.into(),
         };
         let of = &mut self.sessions[session];
         of.close();

@@ -6,6 +6,7 @@ use unisono_codec::CodecSpec;
 use unisono_collective::handshake::{HandshakeError, Token};
 use unisono_optimizer::OptimizerSpec;
 
+use crate::Cause;
 use crate::server::layout::{self, Piece};
 use crate::server::wire::Setup;
 use crate::spec::Level;
@@ -74,8 +75,8 @@ impl Run {
             codecs: pieces.iter().map(|piece| self.codec(piece)).collect(),
             pieces,
             optimizer: self.optimizer,
-            level: self.level.to_string(),
-            stale: self.stale.to_string(),
+            level: self.level,
+            stale: self.stale,
             total: self.total,
             workers: self.workers,
             shards: self.shards,
@@ -85,9 +86,9 @@ impl Run {
         layout::spread(&self.shapes, servers).into_iter().map(setup).collect()
     }
 
-    fn codec(&self, piece: &Piece) -> Option<String> {
+    fn codec(&self, piece: &Piece) -> Option<CodecSpec> {
         let codec = self.codecs.get(piece.parameter)?.as_ref()?;
-        codec.build().suits(&piece.shape).then(|| codec.to_string())
+        codec.build().suits(&piece.shape).then(|| codec.clone())
     }
 }
 
@@ -135,7 +136,8 @@ pub enum ServerError {
         /// Where it was looked for.
         address: String,
         /// What the last attempt ran into.
-        last: String,
+        #[source]
+        last: Cause,
     },
     /// Whoever listens there belongs to another job.
     #[error("whoever listens at {address} does not serve this job: {cause}")]
@@ -143,6 +145,7 @@ pub enum ServerError {
         /// Where.
         address: String,
         /// Why.
+        #[source]
         cause: HandshakeError,
     },
     /// Whoever listens there is another of the servers.
@@ -198,6 +201,7 @@ pub enum ServerError {
         /// Which.
         server: usize,
         /// In what.
-        what: String,
+        #[source]
+        what: Cause,
     },
 }

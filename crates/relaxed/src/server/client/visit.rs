@@ -3,11 +3,13 @@
 use std::time::Instant;
 
 use socket2::Socket;
+use unisono_collective::fork;
 
 use super::options::{ClientOptions, Run, ServerError, Transport};
 use super::session::{Fault, Session};
 use super::voice::Voices;
 use super::{FIRST_PAUSE, LONGEST_PAUSE};
+use crate::Cause;
 use crate::server::wire::{Reply, Report, Request, Setup};
 
 /// The worker number of somebody who only looks.
@@ -91,21 +93,21 @@ fn ask<T>(
     loop {
         let server = session.number;
         let opened = |socket: &Socket| {
-            let socket = socket.try_clone().map_err(Fault::Lost)?;
+            let socket = fork::duplicate(socket).map_err(Fault::Lost)?;
             voices.open(server, socket).map_err(Fault::Fatal)
         };
         let connected = session.connect(options, NOBODY, opened);
         let outcome = connected.and_then(|()| question(session));
         voices.close(server);
-        let last = match outcome {
+        let last: Cause = match outcome {
             Ok(answer) => return Ok(answer),
             Err(_) if voices.is_stopped() => return Err(ServerError::Stopped),
             Err(Fault::Fatal(ServerError::Forgotten { .. })) => {
-                "no worker has joined it yet".to_owned()
+                "no worker has joined it yet".into()
             }
             Err(Fault::Fatal(error)) => return Err(error),
-            Err(Fault::Lost(error)) => error.to_string(),
-            Err(Fault::Rejoin(refusal)) => refusal.to_string(),
+            Err(Fault::Lost(error)) => error.into(),
+            Err(Fault::Rejoin(refusal)) => refusal.into(),
         };
         if Instant::now() + pause >= deadline {
             let address = options.servers.get(server).cloned().unwrap_or_default();

@@ -159,7 +159,7 @@ impl Job {
         }
         state.recorder = recorder;
         // Where nothing is waited for, nobody's place need be kept.
-        let bounded = job.plan.level.bound().is_some();
+        let bounded = job.plan.setup.level.bound().is_some();
         state.gathers_until = bounded.then(|| job.now() + job.return_time());
         drop(state);
         Ok((Some(job), Waiting::default()))
@@ -252,7 +252,7 @@ impl Job {
                 _ => optimizer.chunks(length).collect(),
             };
             let restored = self.store.restore(piece, *version, weights, &optimizer);
-            restored.map_err(|error| JobError::Content(error.to_string()))?;
+            restored.map_err(|error| JobError::Content(error.into()))?;
         }
         if rest.is_empty() { Ok(()) } else { Err(short()) }
     }
@@ -279,7 +279,7 @@ impl Job {
             gradients.push((piece, gradient.into()));
         }
         let repeated = state.core.repeat(&written.entry);
-        repeated.map_err(|broken| JobError::Content(format!("{broken}: restore the folder")))?;
+        repeated.map_err(|broken| JobError::Content(broken.into()))?;
         self.apply(written.entry.factor, &versions, &gradients);
         Ok(())
     }
@@ -340,5 +340,5 @@ fn text(line: &Line) -> Vec<u8> {
 }
 
 fn parse<'a, T: Deserialize<'a>>(text: &'a [u8]) -> Result<T, JobError> {
-    postcard::from_bytes(text).map_err(|error| JobError::Content(error.to_string()))
+    postcard::from_bytes(text).map_err(|error| JobError::Content(error.into()))
 }

@@ -11,8 +11,8 @@ fn job(level: &str) -> Job {
     let setup = Setup {
         pieces: vec![Piece { parameter: 0, start: 0, shape: vec![1] }],
         optimizer: "sgd".parse().unwrap(),
-        level: level.into(),
-        stale: Stale::Keep.to_string(),
+        level: level.parse().unwrap(),
+        stale: Stale::Keep,
         total: 100,
         workers: 3,
         shards: 3,
