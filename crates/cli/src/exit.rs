@@ -37,12 +37,16 @@ pub const WRONG_CALL: u8 = 2;
 
 /// An error that whoever called the program has to mend, in one line.
 #[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-pub struct WrongCall(String);
+#[error("{line}")]
+pub struct WrongCall {
+    line: String,
+    #[source]
+    cause: Option<anyhow::Error>,
+}
 
 impl WrongCall {
     pub fn new(line: String) -> WrongCall {
-        WrongCall(line)
+        WrongCall { line, cause: None }
     }
 }
 
@@ -58,7 +62,7 @@ impl<T, E: Into<anyhow::Error>> Wrong<T> for Result<T, E> {
             let error = error.into();
             match is_circumstance(&error) {
                 true => error,
-                false => WrongCall(crate::one_line(&error)).into(),
+                false => WrongCall { line: crate::one_line(&error), cause: Some(error) }.into(),
             }
         })
     }

@@ -1,7 +1,6 @@
 //! `unisono serve`: one shard of a parameter server.
 
 use std::net::ToSocketAddrs;
-use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -13,7 +12,10 @@ use clap::Args;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use socket2::{Domain, Socket, Type};
 use unisono::Options;
+use unisono::cluster::worker::{Worker, inherited_listener};
 use unisono::net::Token;
+use unisono::recording::relaxed::ShardRecorder;
+use unisono::relaxed::events::Recorder;
 use unisono::relaxed::server::journal::{JournalError, Lock};
 use unisono::relaxed::server::{Files, Shard, ShardOptions};
 
@@ -61,20 +63,17 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
             )
         })?,
     };
-    let files = Files {
-        number: args.server,
-        journal: args.journal,
-        sync: args.sync,
-        run: args.run_dir,
-        snapshot_after: None,
-    };
-    if let Some(dir) = &files.run {
+    let files =
+        Files { number: args.server, journal: args.journal, sync: args.sync, snapshot_after: None };
+    let mut recorder: Option<Box<dyn Recorder>> = None;
+    if let Some(dir) = &args.run_dir {
         // Workers of another machine cannot make it.
         std::fs::create_dir_all(dir)
             .with_context(|| format!("--run-dir {}: name another folder", dir.display()))
             .wrong_call()?;
+        recorder = Some(Box::new(ShardRecorder::new(dir, args.server)));
     }
-    let shard = Shard::start(listener, ShardOptions { token: token()?, files })?;
+    let shard = Shard::start(listener, ShardOptions { token: token()?, files, recorder })?;
     shard.serve_until(|| stop.load(Ordering::Relaxed))?;
     Ok(ExitCode::SUCCESS)
 }
@@ -91,39 +90,13 @@ pub fn lock_journal(journal: &Path) -> anyhow::Result<Lock> {
 
 /// The token of the job.
 pub fn token() -> anyhow::Result<Token> {
-    match std::env::var("UNISONO_TOKEN") {
-        Ok(text) if !text.is_empty() => {
-            let token: Token = text.parse().context("UNISONO_TOKEN").wrong_call()?;
-            Ok(token.with_encryption(Options::from_env().wrong_call()?.encrypt))
-        }
-        _ => refuse!(
-            "UNISONO_TOKEN is not set: give all servers and workers of a job the same 64 hexadecimal \
-             digits"
-        ),
-    }
+    let token = Worker::from_env().and_then(|worker| worker.token()).wrong_call()?;
+    Ok(token.with_encryption(Options::from_env().wrong_call()?.encrypt))
 }
 
 /// The socket that a launcher has opened for this process, if it has.
 pub fn inherited() -> anyhow::Result<Option<Socket>> {
-    let Ok(text) = std::env::var("UNISONO_LISTEN_FD") else { return Ok(None) };
-    let number: RawFd = text
-        .parse()
-        .ok()
-        .filter(|number| *number > 2)
-        .with_context(|| {
-            format!("UNISONO_LISTEN_FD={text} is no open file; only a launcher should set it")
-        })
-        .wrong_call()?;
-    // SAFETY: the launcher opened it for this process, which takes it once, first thing, before anything
-    // else could have been opened under that number. Whether it is open at all, the next call tells.
-    let socket = Socket::from(unsafe { OwnedFd::from_raw_fd(number) });
-    demand!(
-        socket.is_listener().is_ok_and(|listens| listens),
-        "UNISONO_LISTEN_FD={number} does not listen; only a launcher should set it"
-    );
-    socket.set_cloexec(true)?;
-    socket.set_nonblocking(false)?;
-    Ok(Some(socket))
+    inherited_listener().wrong_call()
 }
 
 fn listen(address: &str) -> anyhow::Result<Socket> {

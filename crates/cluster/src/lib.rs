@@ -1,4 +1,4 @@
-//! Who is in the job: a process's [`place`], the [`rendezvous`] at which the ranks find each
+//! Who is in the job: a process's [`place`], what a [`worker`] is told that need not meet the others, the [`rendezvous`] at which the ranks find each
 //! other, and the [`launch`]er that starts them.
 
 pub mod checkpoint;
@@ -6,3 +6,4 @@ pub mod launch;
 pub mod place;
 pub mod rendezvous;
 pub mod variables;
+pub mod worker;

@@ -26,7 +26,7 @@ use multiversion::multiversion;
 use std::sync::Arc;
 
 /// What can be chosen about [`Dgc`].
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct DgcSettings {
     /// Which part of the elements is sent, after the warm-up.
     pub rate: f64,

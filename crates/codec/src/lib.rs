@@ -116,7 +116,7 @@ pub struct Memory {
 }
 
 /// The type in which summed encodings travel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Wire {
     /// As they are.
     F32,
@@ -137,7 +137,7 @@ impl Wire {
 }
 
 /// How a quantizer chooses between the two nearest codes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Rounding {
     /// The nearer one: the smallest error, but biased, so that residuals are kept.
     #[default]

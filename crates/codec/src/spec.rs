@@ -7,6 +7,8 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+
 use crate::bf16::Bf16;
 use crate::dgc::{Dgc, DgcSettings};
 use crate::fp16::Fp16;
@@ -26,7 +28,7 @@ const TOPK_RATE: f64 = 0.04;
 const RANDK_RATE: f64 = 0.1;
 
 /// The description of a codec.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum CodecSpec {
     /// 16-bit IEEE floats.
@@ -52,7 +54,7 @@ pub enum CodecSpec {
 }
 
 /// How the values of a sparse encoding are encoded in turn.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Values {
     /// As they are.
@@ -100,7 +102,41 @@ pub enum BadCodec {
 }
 
 impl CodecSpec {
+    /// Fails if a setting is out of its range. One that was parsed is not; one that came from another
+    /// process may be.
+    pub fn check(&self) -> Result<(), BadCodec> {
+        let out_of_range = |argument: String, usage| Err(bad(self.name(), &argument, usage));
+        match self {
+            CodecSpec::Qsgd(bits) if !(2..=8).contains(bits) => {
+                out_of_range(bits.to_string(), "give 2 to 8 bits")
+            }
+            CodecSpec::TopK(rate, ..)
+            | CodecSpec::RandK(rate, _)
+            | CodecSpec::Dgc(DgcSettings { rate, .. }, _)
+                if !(1e-5..=0.5).contains(rate) =>
+            {
+                out_of_range(Rate(*rate).to_string(), RATE)
+            }
+            CodecSpec::Dgc(DgcSettings { momentum, .. }, _) if !(0.0..1.0).contains(momentum) => {
+                out_of_range(format!("momentum={momentum}"), DGC)
+            }
+            CodecSpec::Dgc(DgcSettings { clip: Some(clip), .. }, _)
+                if !clip.is_finite() || *clip <= 0.0 =>
+            {
+                out_of_range(format!("clip={clip}"), DGC)
+            }
+            CodecSpec::PowerSgd(rank, _) if !(1..=32).contains(rank) => {
+                out_of_range(rank.to_string(), RANK)
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Makes the codec.
+    ///
+    /// # Panics
+    ///
+    /// If a setting is [out of its range](CodecSpec::check).
     pub fn build(&self) -> Arc<dyn Codec> {
         match self {
             CodecSpec::Fp16 => Arc::new(Fp16),
@@ -180,7 +216,7 @@ impl FromStr for CodecSpec {
         let (name, arguments) = head.split_once(':').unwrap_or((head, ""));
         let arguments: Vec<&str> = arguments.split(',').filter(|word| !word.is_empty()).collect();
         let words = Words { arguments, values };
-        match name {
+        let spec = match name {
             "fp16" => words.none("fp16").map(|()| CodecSpec::Fp16),
             "bf16" => words.none("bf16").map(|()| CodecSpec::Bf16),
             "int8" => words.rounding("int8").map(CodecSpec::Int8),
@@ -192,7 +228,8 @@ impl FromStr for CodecSpec {
             "dgc" => words.dgc(),
             "powersgd" => words.powersgd(),
             _ => Err(BadCodec::Unknown { name: name.to_owned() }),
-        }
+        }?;
+        spec.check().map(|()| spec)
     }
 }
 
@@ -253,6 +290,10 @@ struct Words<'a> {
 
 const RATE: &str = "give the share of elements to send, from 0.001% to 50%, such as 1% or 0.01";
 
+const DGC: &str = "write dgc:RATE[,momentum=0.9][,nesterov][,clip=NORM|none][,ramp=STEPS]";
+
+const RANK: &str = "give a rank of 1 to 32";
+
 impl Words<'_> {
     fn none(self, codec: &'static str) -> Result<(), BadCodec> {
         let usage = "it has no settings";
@@ -278,8 +319,7 @@ impl Words<'_> {
     fn qsgd(mut self) -> Result<CodecSpec, BadCodec> {
         let mut bits = Qsgd::BITS;
         if let Some(word) = self.arguments.first() {
-            let parsed = word.parse().ok().filter(|bits| (2..=8).contains(bits));
-            bits = parsed.ok_or_else(|| bad("qsgd", word, "give 2 to 8 bits"))?;
+            bits = word.parse().map_err(|_| bad("qsgd", word, "give 2 to 8 bits"))?;
             self.arguments.remove(0);
         }
         self.none("qsgd").map(|()| CodecSpec::Qsgd(bits))
@@ -308,21 +348,18 @@ impl Words<'_> {
     }
 
     fn dgc(self) -> Result<CodecSpec, BadCodec> {
-        let usage = "write dgc:RATE[,momentum=0.9][,nesterov][,clip=NORM|none][,ramp=STEPS]";
         let mut settings = DgcSettings::default();
         for word in &self.arguments {
-            let wrong = || bad("dgc", word, usage);
+            let wrong = || bad("dgc", word, DGC);
             match word.split_once('=') {
                 None if *word == "nesterov" => settings.nesterov = true,
                 None => settings.rate = share(word).ok_or_else(|| bad("dgc", word, RATE))?,
                 Some(("momentum", value)) => {
-                    let parsed = value.parse().ok().filter(|m| (0.0..1.0).contains(m));
-                    settings.momentum = parsed.ok_or_else(wrong)?;
+                    settings.momentum = value.parse().map_err(|_| wrong())?;
                 }
                 Some(("clip", "none")) => settings.clip = None,
                 Some(("clip", value)) => {
-                    let parsed = value.parse().ok().filter(|c: &f64| *c > 0.0 && c.is_finite());
-                    settings.clip = Some(parsed.ok_or_else(wrong)?);
+                    settings.clip = Some(value.parse().map_err(|_| wrong())?);
                 }
                 Some(("ramp", value)) => settings.ramp = value.parse().map_err(|_| wrong())?,
                 Some(_) => return Err(wrong()),
@@ -334,10 +371,9 @@ impl Words<'_> {
     fn powersgd(self) -> Result<CodecSpec, BadCodec> {
         let mut rank = PowerSgd::RANK;
         for word in &self.arguments {
-            let parsed = word.parse().ok().filter(|rank| (1..=32).contains(rank));
-            rank = parsed.ok_or_else(|| bad("powersgd", word, "give a rank of 1 to 32"))?;
+            rank = word.parse().map_err(|_| bad("powersgd", word, RANK))?;
         }
-        self.at_most(1, "powersgd", "give a rank of 1 to 32")?;
+        self.at_most(1, "powersgd", RANK)?;
         Ok(CodecSpec::PowerSgd(rank, self.wire("powersgd")?))
     }
 
@@ -390,11 +426,10 @@ fn bad(codec: &'static str, argument: &str, usage: &'static str) -> BadCodec {
 
 /// A share of the elements: `1%` or `0.01`.
 fn share(text: &str) -> Option<f64> {
-    let share: f64 = match text.strip_suffix('%') {
-        Some(percent) => percent.parse::<f64>().ok()? / 100.0,
-        None => text.parse().ok()?,
-    };
-    (1e-5..=0.5).contains(&share).then_some(share)
+    match text.strip_suffix('%') {
+        Some(percent) => Some(percent.parse::<f64>().ok()? / 100.0),
+        None => text.parse().ok(),
+    }
 }
 
 #[cfg(test)]

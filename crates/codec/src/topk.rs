@@ -84,7 +84,7 @@ impl Gathered for TopK {
 }
 
 /// How the largest elements are found.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Selection {
     /// Exactly as many as asked for; of equal ones the first.
     Exact,

@@ -38,6 +38,7 @@ pub mod options;
 mod places;
 mod request;
 pub mod schedule;
+pub mod shards;
 mod side;
 mod state;
 mod traffic;

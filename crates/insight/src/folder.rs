@@ -14,7 +14,7 @@
 //! the line it was writing; reading tolerates that one, and nothing else.
 
 use std::fs::{self, File};
-use std::io::{self, BufRead, BufReader, BufWriter, Write};
+use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
@@ -22,6 +22,7 @@ use serde::de::DeserializeOwned;
 
 use crate::advice::Advice;
 use crate::breakdown::RunBreakdown;
+use crate::log::{Log, read_lines};
 use crate::record::{Outcome, RunInfo, Scaling, StepRecord, Summary};
 use crate::report::Report;
 use crate::trace;
@@ -93,9 +94,7 @@ pub enum FolderError {
 pub struct RunFolder {
     dir: PathBuf,
     info: RunInfo,
-    steps: File,
-    /// Length of the complete lines of `steps`.
-    complete: u64,
+    steps: Log<StepRecord>,
 }
 
 /// A run read back from its folder.
@@ -121,10 +120,8 @@ impl RunFolder {
             return Err(FolderError::Occupied { path: dir });
         }
         write_info(&dir, info)?;
-        let path = dir.join(STEPS);
-        let steps = File::options().append(true).create_new(true).open(&path);
-        let steps = steps.map_err(|source| write_error(&path, source))?;
-        Ok(RunFolder { dir, info: info.clone(), steps, complete: 0 })
+        let steps = Log::create(dir.join(STEPS))?;
+        Ok(RunFolder { dir, info: info.clone(), steps })
     }
 
     /// Where it is.
@@ -135,17 +132,7 @@ impl RunFolder {
     /// Appends a step. After an error the file ends with the last complete step, and the next one may
     /// be appended once there is room.
     pub fn append(&mut self, step: &StepRecord) -> Result<(), FolderError> {
-        let path = || self.dir.join(STEPS);
-        let mut line = serde_json::to_vec(step)
-            .map_err(|error| write_error(&path(), io::Error::from(error)))?;
-        line.push(b'\n');
-        if let Err(source) = self.steps.write_all(&line) {
-            // If this fails as well, readers still find one unfinished line at the end.
-            let _ = self.steps.set_len(self.complete);
-            return Err(write_error(&path(), source));
-        }
-        self.complete += line.len() as u64;
-        Ok(())
+        self.steps.append(step)
     }
 
     /// Writes down the choice of a codec, in place of an earlier one.
@@ -256,44 +243,23 @@ pub(crate) fn read_info(dir: &Path) -> Result<RunInfo, FolderError> {
 }
 
 fn read_steps(path: &Path, info: &RunInfo) -> Result<Vec<StepRecord>, FolderError> {
-    let read_error = |source| FolderError::Read { path: path.into(), source };
-    let file = match File::open(path) {
-        Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            return Err(FolderError::Missing {
-                path: path.into(),
-                held: "the records of its steps",
-            });
-        }
-        Err(source) => return Err(read_error(source)),
-    };
-    let mut file = BufReader::new(file);
-    let mut steps: Vec<StepRecord> = Vec::new();
-    let mut text = Vec::new();
-    loop {
-        text.clear();
-        if file.read_until(b'\n', &mut text).map_err(read_error)? == 0 {
-            return Ok(steps);
-        }
-        let line = steps.len() + 1;
-        let malformed = |reason| FolderError::Malformed { path: path.into(), line, reason };
-        let record: StepRecord = match serde_json::from_slice(&text) {
-            Ok(record) => record,
-            Err(_) if is_unfinished(&text) => return Ok(steps),
-            Err(error) => return Err(malformed(not_a(&text, "record of a step", &error))),
-        };
-        if record.ranks.len() != info.workers {
-            return Err(malformed(format!(
-                "a step of {} in a run of {}",
-                counted(record.ranks.len(), "rank"),
-                info.workers
-            )));
-        }
-        if let Some(previous) = steps.last().filter(|previous| previous.step >= record.step) {
-            return Err(malformed(format!("step {} after step {}", record.step, previous.step)));
-        }
-        steps.push(record);
+    if !path.exists() {
+        return Err(FolderError::Missing { path: path.into(), held: "the records of its steps" });
     }
+    let steps: Vec<StepRecord> = read_lines(path, "record of a step")?;
+    for (number, step) in steps.iter().enumerate() {
+        let previous = number.checked_sub(1).map(|previous| steps[previous].step);
+        let reason = if step.ranks.len() != info.workers {
+            let ranks = counted(step.ranks.len(), "rank");
+            format!("a step of {ranks} in a run of {}", info.workers)
+        } else if let Some(previous) = previous.filter(|previous| *previous >= step.step) {
+            format!("step {} after step {previous}", step.step)
+        } else {
+            continue;
+        };
+        return Err(FolderError::Malformed { path: path.into(), line: number + 1, reason });
+    }
+    Ok(steps)
 }
 
 /// What is wrong with a file of bytes.

@@ -40,6 +40,7 @@ pub mod advice;
 pub mod breakdown;
 pub mod clock;
 pub mod folder;
+mod log;
 mod record;
 pub mod relaxed;
 pub mod report;

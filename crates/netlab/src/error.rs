@@ -1,3 +1,4 @@
+use std::error::Error;
 use std::{fmt, io};
 
 /// Why a lab could not be built, or did not do what it was told.
@@ -7,12 +8,12 @@ pub enum LabError {
     /// This machine or user cannot have such a lab: iproute2 is missing, creating namespaces is
     /// not allowed, or the kernel lacks a device or queue. Skip the test, or change the user.
     #[error("cannot build a network lab: {0}")]
-    Unavailable(String),
+    Unavailable(#[source] Box<dyn Error + Send + Sync>),
 
     /// This kernel has no queue that delays packets (`netem`). Skip the test, or build the lab
     /// without a delay.
     #[error("cannot delay packets: {0}")]
-    DelayUnavailable(String),
+    DelayUnavailable(#[source] Box<dyn Error + Send + Sync>),
 
     /// The fault was not injected, or it was and nothing changed. A test that goes on after
     /// this tests nothing.

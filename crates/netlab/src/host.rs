@@ -60,7 +60,7 @@ impl Host {
         // The check for duplicates would keep the address unusable for a second.
         iproute(&format!("ip -n {name} addr add {v6} dev {DEVICE} nodad"))?;
         if let Some(line) = link.delay_host(name, DEVICE) {
-            iproute(&line).map_err(|error| LabError::DelayUnavailable(error.to_string()))?;
+            iproute(&line).map_err(|error| LabError::DelayUnavailable(error.into()))?;
         }
         for line in link.shape_host(name, DEVICE) {
             iproute(&line)?;

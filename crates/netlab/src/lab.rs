@@ -35,7 +35,7 @@ impl Lab {
         Namespace::sweep();
         Lab::build(hosts, &link).map_err(|error| match error {
             LabError::Unavailable(_) | LabError::DelayUnavailable(_) => error,
-            other => LabError::Unavailable(other.to_string()),
+            other => LabError::Unavailable(other.into()),
         })
     }
 
@@ -54,8 +54,9 @@ impl Lab {
     }
 
     fn build(hosts: usize, link: &Link) -> Result<Lab, LabError> {
-        let owner = Owner::current()
-            .map_err(|error| LabError::Unavailable(format!("/proc cannot be read: {error}")))?;
+        let owner = Owner::current().map_err(|error| {
+            LabError::Unavailable(format!("/proc cannot be read: {error}").into())
+        })?;
         let lab = LABS.fetch_add(1, Ordering::Relaxed);
         let switch = Arc::new(Switch::create(owner.name(lab, "switch"))?);
         let hosts = (0..hosts)
@@ -64,7 +65,7 @@ impl Lab {
         for host in &hosts {
             if !host.reaches_switch()? {
                 let reason = format!("the link of host {} carries nothing", host.index());
-                return Err(LabError::Unavailable(reason));
+                return Err(LabError::Unavailable(reason.into()));
             }
         }
         Ok(Lab { hosts })

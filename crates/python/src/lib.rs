@@ -33,7 +33,7 @@ mod _native {
     #[pymodule_export]
     use super::request::{Call, Origin};
     #[pymodule_export]
-    use super::server::{ServerClient, ServerShard};
+    use super::server::{ServerClient, ServerShard, worker_from_env};
     #[pymodule_export]
     use super::sync::{LocalSteps, Synchronizer, shards_of};
     #[pymodule_export]

@@ -30,8 +30,6 @@ use std::collections::{BTreeSet, VecDeque};
 use std::fmt;
 use std::mem;
 
-pub use unisono_insight::updates::Move;
-
 /// Pushes of each worker in a window. More make means that are less noisy, and a bound that follows
 /// later.
 const PUSHES: usize = 8;
@@ -87,6 +85,19 @@ pub struct Observation {
     pub wall: f64,
     /// The loss of what it pushed.
     pub loss: f32,
+}
+
+/// A change of the bound.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Move {
+    /// Seconds since the run began.
+    pub time: f64,
+    /// The bound before.
+    pub from: u64,
+    /// The bound from now on.
+    pub to: u64,
+    /// Why.
+    pub reason: String,
 }
 
 /// A bound on staleness that follows what it observes.

@@ -7,11 +7,17 @@
 //! server.
 //!
 //! What became old while it was computed can be scaled, dropped or corrected ([`stale`]), and the bound
-//! on how old it may be can [adapt](bound).
+//! on how old it may be can [adapt](bound). A run tells of every gradient ([`events`]), for others to
+//! record.
 
 pub mod bound;
+pub mod downpour;
+pub mod events;
 pub mod gossip;
 pub mod hogwild;
 pub mod server;
 pub mod spec;
 pub mod stale;
+
+/// What is behind an error, of any kind.
+pub type Cause = Box<dyn std::error::Error + Send + Sync>;

@@ -3,12 +3,16 @@
 use std::fmt;
 use std::str::FromStr;
 
+use serde::{Deserialize, Serialize};
+use unisono_optimizer::{LearningRate, OptimizerSpec};
+
 use crate::bound::Limits;
+use crate::downpour::Periods;
 
 /// How far the workers of a run may drift apart.
 ///
 /// Its text ([`fmt::Display`]) parses to the same level.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Level {
     /// `bsp`: not at all. Every update is the mean of one gradient of every worker.
@@ -19,14 +23,9 @@ pub enum Level {
     SspAuto,
     /// `async`: without limit.
     Async,
-    /// `downpour:PUSH,FETCH`: replicas that step by themselves, push what they have gathered every so
-    /// many steps, and fetch the weights every so many.
-    Downpour {
-        /// Steps from one push to the next.
-        push: u32,
-        /// Steps from one fetch to the next.
-        fetch: u32,
-    },
+    /// `downpour`, `downpour:PUSH,FETCH`: replicas that step by themselves, push what they have gathered
+    /// every so many steps, and fetch the weights every so many.
+    Downpour(Periods),
     /// `hogwild`: threads of one process that update shared weights without a lock.
     Hogwild,
     /// `gossip`: replicas that average with changing partners, without a server.
@@ -35,7 +34,18 @@ pub enum Level {
 
 impl Level {
     /// The levels, as they are written.
-    pub const USAGE: &str = "bsp, ssp:S, ssp:auto, async, downpour:PUSH,FETCH, hogwild or gossip";
+    pub const USAGE: &str = "bsp, ssp:S, ssp:auto, async, downpour[:PUSH,FETCH], hogwild or gossip";
+
+    /// Fails if a setting is out of its range. One that was parsed is not; one that came from another
+    /// process may be.
+    pub fn check(&self) -> Result<(), BadLevel> {
+        let flaw = match self {
+            Level::Ssp(bound) if *bound > MOST => BAD_BOUND,
+            Level::Downpour(periods) if periods.push == 0 || periods.fetch == 0 => BAD_PERIODS,
+            _ => return Ok(()),
+        };
+        Err(BadLevel { text: self.to_string(), flaw })
+    }
 
     /// Whether the weights live on servers.
     pub fn has_servers(&self) -> bool {
@@ -53,8 +63,38 @@ impl Level {
             Level::Bsp => Some(0),
             Level::Ssp(bound) => Some(*bound),
             Level::SspAuto => Some(Limits::default().least),
-            Level::Async | Level::Downpour { .. } | Level::Hogwild | Level::Gossip => None,
+            Level::Async | Level::Downpour(_) | Level::Hogwild | Level::Gossip => None,
         }
+    }
+
+    /// After how many updates of the weights so many steps of every worker are in them. A push is an
+    /// update; in lock-step, a round of all workers is; where replicas average, each counts its own.
+    pub fn updates(&self, steps: u64, workers: u32) -> u64 {
+        let all = steps.saturating_mul(u64::from(workers));
+        match self {
+            Level::Bsp | Level::Gossip => steps,
+            Level::Downpour(Periods { push, .. }) => all.div_ceil(u64::from(*push)),
+            Level::Ssp(_) | Level::SspAuto | Level::Async | Level::Hogwild => all,
+        }
+    }
+
+    /// The optimizer of the weights that workers share, from what a caller wrote for a step of all
+    /// workers. Where every worker's gradient is an update by itself, there are as many more of them,
+    /// each as much shorter: so a learning rate means the same at every level.
+    pub fn optimizer(&self, spec: &OptimizerSpec, workers: u32) -> OptimizerSpec {
+        let share = match self {
+            Level::Ssp(_) | Level::SspAuto | Level::Async | Level::Hogwild => f64::from(workers),
+            _ => 1.0,
+        };
+        spec.with_learning_rate(match spec.learning_rate() {
+            LearningRate::Constant(rate) => LearningRate::Constant(rate / share),
+            LearningRate::Cosine { peak, floor, warm_up, steps } => LearningRate::Cosine {
+                peak: peak / share,
+                floor: floor / share,
+                warm_up: self.updates(warm_up, workers),
+                steps: self.updates(steps, workers),
+            },
+        })
     }
 }
 
@@ -63,32 +103,31 @@ impl FromStr for Level {
 
     fn from_str(text: &str) -> Result<Level, BadLevel> {
         let bad = |flaw| BadLevel { text: text.to_owned(), flaw };
-        match name_and_rest(text) {
-            ("bsp", None) => Ok(Level::Bsp),
-            ("async", None) => Ok(Level::Async),
-            ("hogwild", None) => Ok(Level::Hogwild),
-            ("gossip", None) => Ok(Level::Gossip),
-            ("ssp", Some("auto")) => Ok(Level::SspAuto),
-            ("ssp", Some(bound)) => {
-                let bound = bound.parse().ok().filter(|bound| *bound <= MOST);
-                bound
-                    .map(Level::Ssp)
-                    .ok_or(bad("S is a number of clocks, from 0 to 1000000, or auto"))
-            }
-            ("ssp", None) => Err(bad("the bound S is missing")),
+        let level = match name_and_rest(text) {
+            ("bsp", None) => Level::Bsp,
+            ("async", None) => Level::Async,
+            ("hogwild", None) => Level::Hogwild,
+            ("gossip", None) => Level::Gossip,
+            ("ssp", Some("auto")) => Level::SspAuto,
+            ("ssp", Some(bound)) => Level::Ssp(bound.parse().map_err(|_| bad(BAD_BOUND))?),
+            ("ssp", None) => return Err(bad("the bound S is missing")),
             ("downpour", Some(periods)) => {
-                let steps = |text: &str| text.parse::<u32>().ok().filter(|steps| *steps > 0);
-                let periods = periods.split_once(',');
-                let periods = periods.and_then(|(push, fetch)| Some((steps(push)?, steps(fetch)?)));
-                let (push, fetch) = periods.ok_or(bad("give two numbers of steps, from 1"))?;
-                Ok(Level::Downpour { push, fetch })
+                let (push, fetch) = periods.split_once(',').ok_or_else(|| bad(BAD_PERIODS))?;
+                let steps = |text: &str| text.parse().map_err(|_| bad(BAD_PERIODS));
+                Level::Downpour(Periods { push: steps(push)?, fetch: steps(fetch)? })
             }
-            ("downpour", None) => Err(bad("the periods are missing")),
-            ("bsp" | "async" | "hogwild" | "gossip", Some(_)) => Err(bad("it has no settings")),
-            _ => Err(bad("there is none of that name")),
-        }
+            ("downpour", None) => Level::Downpour(Periods::default()),
+            ("bsp" | "async" | "hogwild" | "gossip", Some(_)) => {
+                return Err(bad("it has no settings"));
+            }
+            _ => return Err(bad("there is none of that name")),
+        };
+        level.check().map(|()| level)
     }
 }
+
+const BAD_BOUND: &str = "S is a number of clocks, from 0 to 1000000, or auto";
+const BAD_PERIODS: &str = "give two numbers of steps, from 1";
 
 /// The largest bound: as good as none.
 const MOST: u64 = 1_000_000;
@@ -100,7 +139,7 @@ impl fmt::Display for Level {
             Level::Ssp(bound) => write!(f, "ssp:{bound}"),
             Level::SspAuto => f.write_str("ssp:auto"),
             Level::Async => f.write_str("async"),
-            Level::Downpour { push, fetch } => write!(f, "downpour:{push},{fetch}"),
+            Level::Downpour(Periods { push, fetch }) => write!(f, "downpour:{push},{fetch}"),
             Level::Hogwild => f.write_str("hogwild"),
             Level::Gossip => f.write_str("gossip"),
         }
@@ -139,19 +178,40 @@ mod tests {
     }
 
     #[test]
+    fn downpour_has_periods_if_none_are_given() {
+        assert_eq!("downpour".parse::<Level>().unwrap().to_string(), "downpour:5,5");
+    }
+
+    #[test]
+    fn a_learning_rate_means_the_same_at_every_level() {
+        let rate = LearningRate::Cosine { peak: 0.8, floor: 0.4, warm_up: 10, steps: 101 };
+        let spec = OptimizerSpec::Sgd { learning_rate: rate, weight_decay: 0.0 };
+        for (level, peak, floor, warm_up, steps) in [
+            ("bsp", 0.8, 0.4, 10, 101),
+            ("gossip", 0.8, 0.4, 10, 101),
+            ("ssp:3", 0.2, 0.1, 40, 404),
+            ("hogwild", 0.2, 0.1, 40, 404),
+            ("downpour:5,1", 0.8, 0.4, 8, 81),
+        ] {
+            let level: Level = level.parse().unwrap();
+            let expected = LearningRate::Cosine { peak, floor, warm_up, steps };
+            assert_eq!(level.optimizer(&spec, 4).learning_rate(), expected, "{level}");
+        }
+    }
+
+    #[test]
     fn mistakes_are_named() {
         for (text, flaw) in [
             ("ssp", "missing"),
             ("ssp:-1", "number of clocks"),
             ("ssp:x", "number of clocks"),
             ("bsp:1", "no settings"),
-            ("downpour", "missing"),
             ("downpour:1", "two numbers"),
             ("downpour:0,1", "two numbers"),
             ("eventual", "none of that name"),
         ] {
             let error = text.parse::<Level>().unwrap_err().to_string();
-            assert!(error.contains(flaw) && error.contains("downpour:PUSH,FETCH"), "{error}");
+            assert!(error.contains(flaw) && error.contains("downpour[:PUSH,FETCH]"), "{error}");
         }
     }
 }

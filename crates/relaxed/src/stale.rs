@@ -22,12 +22,14 @@
 use std::fmt;
 use std::str::FromStr;
 
+use serde::{Deserialize, Serialize};
+
 use crate::spec::name_and_rest;
 
 /// What becomes of a gradient of old weights.
 ///
 /// Its text ([`fmt::Display`]) contains every setting exactly and parses to the same policy.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Stale {
     /// `keep`: it is applied as it is.
@@ -65,6 +67,17 @@ impl Stale {
     /// bear up to 1.
     pub const LAMBDA: f32 = 0.04;
 
+    /// Fails if a setting is out of its range. One that was parsed is not; one that came from another
+    /// process may be.
+    pub fn check(&self) -> Result<(), BadStale> {
+        match self {
+            Stale::Compensate(lambda) if !lambda.is_finite() || *lambda <= 0.0 => {
+                Err(BadStale { text: self.to_string(), flaw: BAD_LAMBDA })
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// What to do with a gradient of this staleness in clocks.
     pub fn judge(&self, staleness: f64) -> Verdict {
         match *self {
@@ -93,6 +106,8 @@ pub fn compensate(lambda: f32, gradient: &mut [f32], now: &[f32], then: &[f32]) 
     }
 }
 
+const BAD_LAMBDA: &str = "LAMBDA is a number above 0";
+
 impl FromStr for Stale {
     type Err = BadStale;
 
@@ -107,9 +122,8 @@ impl FromStr for Stale {
             ("drop", None) => Err(bad("the limit T is missing")),
             ("compensate", None) => Ok(Stale::Compensate(Stale::LAMBDA)),
             ("compensate", Some(lambda)) => {
-                let lambda = lambda.parse::<f32>().ok();
-                let lambda = lambda.filter(|lambda| lambda.is_finite() && *lambda > 0.0);
-                lambda.map(Stale::Compensate).ok_or(bad("LAMBDA is a number above 0"))
+                let stale = Stale::Compensate(lambda.parse().map_err(|_| bad(BAD_LAMBDA))?);
+                stale.check().map(|()| stale)
             }
             ("keep" | "scale", Some(_)) => Err(bad("it has no settings")),
             _ => Err(bad("there is none of that name")),

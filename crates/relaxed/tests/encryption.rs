@@ -54,7 +54,7 @@ fn train(encrypt: bool) -> (Vec<Vec<f32>>, bool) {
     for number in 0..2 {
         let (listener, address) = listener();
         let files = Files { number, ..Files::default() };
-        let shard = ShardOptions { token: token.clone(), files };
+        let shard = ShardOptions { token: token.clone(), files, recorder: None };
         shards.push(Shard::start(listener.into(), shard).unwrap());
         servers.push(tap.before(address).unwrap().to_string());
     }
@@ -88,8 +88,11 @@ fn a_worker_and_a_server_that_disagree_about_encryption_are_told_so() {
     for encrypt in [false, true] {
         let (listener, address) = listener();
         let token = TOKEN.with_encryption(encrypt);
-        let _shard =
-            Shard::start(listener.into(), ShardOptions { token, files: Files::default() }).unwrap();
+        let _shard = Shard::start(
+            listener.into(),
+            ShardOptions { token, files: Files::default(), recorder: None },
+        )
+        .unwrap();
         let other = options(vec![address.to_string()], TOKEN.with_encryption(!encrypt));
         let joined = Client::join(&run(vec![vec![3]]), other, &|_| vec![0.0; 3]);
         let Err(ServerError::Handshake { cause, .. }) = joined.map(drop) else {

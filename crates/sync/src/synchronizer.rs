@@ -22,9 +22,8 @@ use crate::advice::Advice;
 use crate::bucket::{BucketSizes, Layout, SCALARS, Turns};
 use crate::combine;
 use crate::error::SyncError;
-use crate::local::{LocalSteps, StrategySpec, Weights};
 use crate::shards::Shards;
-use crate::strategy::{self, Compression, Find, Gradients, Save, Strategy};
+use crate::strategy::{self, Compression, Find, Gradients, Queue, Save, StrategySpec, Weights};
 use crate::times::{BucketTimes, StepTimes};
 use crate::tune::Tuner;
 
@@ -111,15 +110,9 @@ pub struct Synchronizer {
 
 /// A step in progress.
 struct Step {
-    strategy: Box<dyn Strategy>,
-    /// What happens between steps, if workers step by themselves.
-    local: Option<LocalSteps>,
+    queue: Queue,
     /// The step's number in the run, from 0.
     number: u64,
-    has_codec: bool,
-    /// With local steps, the step from which on what travels is encoded. The strategy cannot be
-    /// asked: something may be under way.
-    codec_from: Option<u64>,
     accumulation: Accumulation,
     /// Whether the gradients of the shards are kept apart.
     apart: bool,
@@ -176,29 +169,14 @@ impl Synchronizer {
             expect_equal_models(group, &parameters)?;
         }
         let own = shards.of(rank, workers);
-        let compression = settings.compression;
-        let has_codec = compression.is_some();
-        let warm_up = compression.as_ref().map_or(0, |compression| compression.warm_up);
-        let mut codec_from = None;
-        let plan = settings.strategy.plan();
-        let alone = workers == 1 || plan.is_some();
-        let (strategy, local, shards, leaves) = match plan {
-            None => {
-                let strategy = strategy::build(group, shards, false, &parameters, compression)?;
-                (strategy, None, shards, own.clone())
-            }
-            Some(plan) => {
-                let replicas = Shards::new(workers, workers)?;
-                let outer = strategy::build(group, replicas, true, &parameters, compression)?;
-                let encodes = outer.wants_leaves(u64::MAX);
-                codec_from = Some(if encodes { warm_up } else { u64::MAX });
-                let local = LocalSteps::new(outer, workers, &parameters, plan);
-                // By itself, a worker steps by the mean of its own shards.
-                let shards = Shards::new(own.len(), 1)?;
-                let inner = strategy::build(None, shards, false, &parameters, None)?;
-                (inner, Some(local), shards, 0..own.len())
-            }
+        let Settings { strategy, compression, .. } = settings;
+        let queue = strategy::build(&strategy, group, shards, &parameters, compression)?;
+        // By itself, a worker steps by the mean of its own shards.
+        let (shards, leaves, workers) = match queue.strategy().is_local() {
+            true => (Shards::new(own.len(), 1)?, 0..own.len(), 1),
+            false => (shards, own.clone(), workers),
         };
+        let alone = workers == 1;
         let bytes = parameters.iter().map(|p| p.elements()).sum::<usize>() * 4;
         let tuner = (!alone && settings.buckets.is_none()).then(|| Tuner::new(bytes));
         let sizes = settings.buckets.unwrap_or_else(|| match &tuner {
@@ -208,11 +186,8 @@ impl Synchronizer {
         let align = if alone { 1 } else { combine::alignment(shards, workers) };
         let now = Instant::now();
         let step = Step {
-            strategy,
-            local,
+            queue,
             number: 0,
-            has_codec,
-            codec_from,
             apart: false,
             accumulation: Accumulation::new(shards.count(), leaves.clone()),
             layout: Arc::new(Layout::new(&[], sizes, align)),
@@ -246,8 +221,7 @@ impl Synchronizer {
 
     /// The strategy's name.
     pub fn strategy(&self) -> String {
-        let step = self.lock();
-        step.local.as_ref().map_or_else(|| step.strategy.name(), LocalSteps::strategy)
+        self.lock().queue.strategy().name()
     }
 
     /// The number of buckets at present.
@@ -257,18 +231,13 @@ impl Synchronizer {
 
     /// Bytes this rank has sent so far.
     pub fn sent(&self) -> u64 {
-        let step = self.lock();
-        step.local.as_ref().map_or_else(|| step.strategy.sent(), LocalSteps::sent)
+        self.lock().queue.sent()
     }
 
-    /// What ends its exchanges, for whoever does not want to wait any longer; `None` if it waits for
-    /// nobody.
+    /// What ends its exchanges, for a caller that does not want to wait any longer; `None` if it waits
+    /// for nobody.
     pub fn abort_handle(&self) -> Option<AbortHandle> {
-        let step = self.lock();
-        match &step.local {
-            Some(local) => local.abort_handle(),
-            None => step.strategy.abort_handle(),
-        }
+        self.lock().queue.abort_handle()
     }
 
     /// Begins the next of this worker's shards; which one.
@@ -370,7 +339,7 @@ impl Synchronizer {
         let mut scalars = [0.0; SCALARS];
         for bucket in 0..step.buckets.len() {
             let asked = Instant::now();
-            let gradients = step.strategy.collect()?;
+            let gradients = step.queue.collect()?;
             blocked += asked.elapsed();
             debug_assert_eq!(gradients.bucket, bucket);
             let mean = &gradients.slots[0];
@@ -396,8 +365,8 @@ impl Synchronizer {
             blocked,
             buckets,
         };
-        let encoded = step.encoded();
-        let advice = step.strategy.observe(step.number, &step.layout, &times)?;
+        let encoded = step.queue.strategy().encodes_from().map(|from| step.number >= from);
+        let advice = step.queue.observe(step.number, &step.layout, &times)?;
         if advice.is_some() {
             // What it took to decide is part of no step.
             step.clock = Clock::new(Instant::now());
@@ -405,7 +374,7 @@ impl Synchronizer {
         step.number += 1;
         step.last_seconds = (end - clock.begin).as_secs_f32();
         let shards = self.shards.count() as f32;
-        let settled = step.strategy.is_settled();
+        let settled = step.queue.strategy().is_settled();
         let tuned = step.tuner.as_mut().filter(|tuner| settled && !tuner.is_settled());
         // The times of the step before this one, as all ranks saw them together.
         let resize = tuned.and_then(|tuner| {
@@ -414,11 +383,11 @@ impl Synchronizer {
         if let Some(sizes) = resize {
             step.sizes = sizes;
         }
-        if resize.is_some() || step.apart != step.strategy.wants_leaves(step.number) {
+        if resize.is_some() || step.apart != step.wants_leaves() {
             self.lay_out(step);
         }
         step.start_over();
-        let (agreed, stop) = (step.local.is_none(), scalars[STOP] > 0.0);
+        let (agreed, stop) = (!step.queue.strategy().is_local(), scalars[STOP] > 0.0);
         let loss = scalars[LOSS] / shards;
         Ok(StepOutcome { agreed, loss, stop, times, encoded, advice })
     }
@@ -432,15 +401,13 @@ impl Synchronizer {
     }
 
     /// Takes the weights, which must be equal on all ranks, as those from which workers with
-    /// [local steps](crate::local) set out. Of no interest to other strategies.
+    /// [local steps](crate::strategy::LocalSteps) set out. Of no interest to other strategies.
     pub fn begin(&self, weights: &dyn Weights) {
-        if let Some(local) = &mut self.lock().local {
-            local.begin(weights);
-        }
+        self.lock().queue.strategy().begin(weights);
     }
 
     /// After [`Synchronizer::finish`] and the update of the weights, lets workers with [local
-    /// steps](crate::local) agree, if it is time. Other strategies have agreed already.
+    /// steps](crate::strategy::LocalSteps) agree, if it is time. Other strategies have agreed already.
     pub fn agree(
         &self,
         weights: &mut dyn Weights,
@@ -448,15 +415,15 @@ impl Synchronizer {
     ) -> Result<(), SyncError> {
         let mut guard = self.lock();
         let step = &mut *guard;
-        let Some(local) = &mut step.local else { return Ok(()) };
-        let vote = std::mem::take(&mut outcome.stop);
-        let round = local.step(step.number, weights, outcome.loss, vote)?;
+        let (number, loss, vote) = (step.number, outcome.loss, outcome.stop);
+        let round = step.queue.strategy().agree(number, weights, loss, vote)?;
+        let Some(round) = round else { return Ok(()) };
         outcome.times.blocked += round.blocked;
         outcome.times.buckets = round.buckets;
         outcome.agreed = round.agreed.is_some();
+        outcome.stop = round.agreed.is_some_and(|agreed| agreed.stop);
         if let Some(agreed) = round.agreed {
             outcome.loss = agreed.loss;
-            outcome.stop = agreed.stop;
         }
         let now = Instant::now();
         outcome.times.end = now;
@@ -464,50 +431,32 @@ impl Synchronizer {
         Ok(())
     }
 
-    /// Makes the weights of workers with [local steps](crate::local) equal, at the end of training.
+    /// Makes the weights of workers with [local steps](crate::strategy::LocalSteps) equal, at the end of training.
     /// All ranks must call it.
     pub fn settle(&self, weights: &mut dyn Weights) -> Result<(), SyncError> {
-        let mut step = self.lock();
-        let number = step.number;
-        match &mut step.local {
-            Some(local) => local.settle(number, weights).map(drop),
-            None => Ok(()),
-        }
+        let step = self.lock();
+        step.queue.strategy().settle(step.number, weights).map(drop)
     }
 
     /// Whether the workers step by themselves.
     pub fn has_local_steps(&self) -> bool {
-        self.lock().local.is_some()
+        self.lock().queue.strategy().is_local()
     }
 
     /// Calls `with` with the weights of a parameter that all workers with [local
-    /// steps](crate::local) have agreed on last; `false` if all weights are agreed.
+    /// steps](crate::strategy::LocalSteps) have agreed on last; `false` if all weights are agreed.
     pub fn agreed(&self, parameter: usize, with: impl FnOnce(&[f32])) -> bool {
-        match &self.lock().local {
-            Some(local) => {
-                with(local.agreed(parameter));
-                true
-            }
-            None => false,
-        }
+        self.lock().queue.strategy().agreed(parameter).map(with).is_some()
     }
 
-    /// As [`Strategy::save`].
+    /// As [`Strategy::save`](strategy::Strategy::save).
     pub fn save(&self, group: &Group, each: &mut Save<'_>) -> Result<(), SyncError> {
-        let mut step = self.lock();
-        match &mut step.local {
-            Some(local) => local.save(group, each),
-            None => step.strategy.save(group, each),
-        }
+        self.lock().queue.strategy().save(group, each)
     }
 
-    /// As [`Strategy::restore`].
+    /// As [`Strategy::restore`](strategy::Strategy::restore).
     pub fn restore(&self, group: &Group, find: &Find<'_>) -> Result<(), SyncError> {
-        let mut step = self.lock();
-        match &mut step.local {
-            Some(local) => local.restore(group, find),
-            None => step.strategy.restore(group, find),
-        }
+        self.lock().queue.strategy().restore(group, find)
     }
 
     /// Says that whatever happened since the last step was not part of the next: it begins now.
@@ -544,12 +493,12 @@ impl Synchronizer {
         let (layout, number) = (step.layout.clone(), step.number);
         let (filled, shards) = (step.accumulation.sums(), self.shards.count());
         let gradients = Gradients::new(bucket, layout, number, slots, filled, shards);
-        step.strategy.submit(gradients);
+        step.queue.submit(gradients);
     }
 
     /// Cuts the parameters into buckets, with memory for what the strategy wants.
     fn lay_out(&self, step: &mut Step) {
-        step.apart = step.strategy.wants_leaves(step.number);
+        step.apart = step.wants_leaves();
         step.accumulation = match step.apart {
             true => Accumulation::apart(self.own.len()),
             false => Accumulation::new(self.shards.count(), self.leaves.clone()),
@@ -568,13 +517,8 @@ impl Synchronizer {
 }
 
 impl Step {
-    /// See [`StepOutcome::encoded`].
-    fn encoded(&self) -> Option<bool> {
-        let in_force = match self.codec_from {
-            Some(from) => self.number >= from,
-            None => self.apart,
-        };
-        self.has_codec.then_some(in_force)
+    fn wants_leaves(&self) -> bool {
+        self.queue.strategy().wants_leaves(self.number)
     }
 
     /// Ready for the first shard of a step.

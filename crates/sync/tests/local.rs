@@ -4,10 +4,10 @@
 use std::collections::HashMap;
 
 use unisono_collective::{Group, Options, Transport};
-use unisono_sync::local::{Agreed, LocalSteps, Outcome, Plan, StrategySpec, Weights};
-use unisono_sync::optimizer::{Optimizer, OptimizerSpec};
-use unisono_sync::shards::Shards;
-use unisono_sync::strategy::{AllReduce, Alone, Background, Compressed, Compression, Strategy};
+use unisono_optimizer::{Optimizer, OptimizerSpec};
+use unisono_sync::strategy::{
+    Agreed, Compression, LocalSteps, Plan, Round, Strategy, StrategySpec, Weights,
+};
 use unisono_sync::{Parameter, SyncError};
 
 const LENGTHS: [usize; 6] = [300, 1, 2000, 0, 64, 600];
@@ -52,14 +52,15 @@ impl Worker {
     fn new(group: &Group, spec: &str, inner: &str, codec: Option<&str>) -> Worker {
         let own = Model::new();
         let inner = inner.parse::<OptimizerSpec>().unwrap().build(&LENGTHS).unwrap();
-        let strategy = strategy(group, codec);
-        let mut local = LocalSteps::new(strategy, group.size(), &parameters(), plan(spec));
+        let compression = codec.map(|codec| Compression::new(codec.parse().unwrap()));
+        let local = LocalSteps::new(Some(group), &parameters(), plan(spec), compression);
+        let mut local = local.unwrap();
         local.begin(&own);
         Worker { rank: group.rank(), own, inner, local }
     }
 
     /// Finishes a step.
-    fn step(&mut self, step: u64) -> Outcome {
+    fn step(&mut self, step: u64) -> Round {
         for (parameter, weights) in self.own.0.iter_mut().enumerate() {
             let gradient = gradient(step, self.rank, parameter, weights);
             self.inner.update(parameter, step, weights, &gradient);
@@ -68,7 +69,7 @@ impl Worker {
     }
 
     fn agreed(&self) -> Model {
-        Model((0..LENGTHS.len()).map(|p| self.local.agreed(p).to_vec()).collect())
+        Model((0..LENGTHS.len()).map(|p| self.local.agreed(p).unwrap().to_vec()).collect())
     }
 }
 
@@ -81,20 +82,6 @@ fn parameters() -> Vec<Parameter> {
 
 fn plan(spec: &str) -> Plan {
     spec.parse::<StrategySpec>().unwrap().plan().unwrap()
-}
-
-fn strategy(group: &Group, codec: Option<&str>) -> Box<dyn Strategy> {
-    let workers = group.size();
-    let shards = Shards::new(workers, workers).unwrap();
-    let own = group.subgroup(&(0..workers).collect::<Vec<_>>()).unwrap();
-    match codec {
-        None if workers == 1 => Box::new(Alone::default()),
-        None => Box::new(Background::new(AllReduce::new(own, shards))),
-        Some(codec) => {
-            let compression = Compression::new(codec.parse().unwrap());
-            Box::new(Background::new(Compressed::new(own, shards, &parameters(), compression)))
-        }
-    }
 }
 
 /// Runs a body on every worker; what came of each.
@@ -282,7 +269,7 @@ fn progress_during_the_delay_is_kept() {
     on_workers(2, Transport::Auto, |group| {
         let plan = plan("diloco:8,streams=2,delay=3,rate=1,momentum=0");
         let parameters = [Parameter::flat("a", 3), Parameter::flat("b", 3)];
-        let mut local = LocalSteps::new(strategy(group, None), 2, &parameters, plan);
+        let mut local = LocalSteps::new(Some(group), &parameters, plan, None).unwrap();
         let mut own = Model(vec![vec![0.0; 3]; 2]);
         local.begin(&own);
         let pace = group.rank() as f32 + 1.0;
@@ -298,7 +285,11 @@ fn progress_during_the_delay_is_kept() {
             };
             if let Some(group) = applied {
                 // The mean pace is 1.5, and the agreed weights know nothing of the last three steps.
-                assert_eq!(local.agreed(group), [1.5 * (step - 3) as f32; 3], "step {step}");
+                assert_eq!(
+                    local.agreed(group).unwrap(),
+                    [1.5 * (step - 3) as f32; 3],
+                    "step {step}"
+                );
                 expected[group] = 1.5 * (step - 3) as f32 + 3.0 * pace;
                 assert_eq!(outcome.agreed, Some(Agreed { loss: step as f32 - 3.0, stop: false }));
                 assert_eq!(outcome.buckets.len(), 1);
@@ -410,7 +401,7 @@ fn one_vote_stops_all_where_it_is_applied() {
     for (voted, stops) in [(3, 5), (4, 8), (6, 8), (7, 11)] {
         let stopped = on_workers(3, Transport::Auto, |group| {
             let plan = plan("diloco:6,streams=2,delay=2");
-            let mut local = LocalSteps::new(strategy(group, None), 3, &parameters(), plan);
+            let mut local = LocalSteps::new(Some(group), &parameters(), plan, None).unwrap();
             let mut own = Model::new();
             local.begin(&own);
             let stops = |step: &u64| {

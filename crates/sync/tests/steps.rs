@@ -2,8 +2,8 @@
 //! buckets, the order in which gradients come, and which of them are missing.
 
 use unisono_collective::{Group, Options, Transport};
+use unisono_optimizer::OptimizerSpec;
 use unisono_sync::bucket::BucketSizes;
-use unisono_sync::optimizer::OptimizerSpec;
 use unisono_sync::{Parameter, Settings, StepOutcome, SyncError, Synchronizer};
 
 const SHARDS: usize = 8;

@@ -35,7 +35,7 @@ impl Job {
         let deadline = options.deadline(START_PATIENCE);
         let session = rendezvous::connect(&place, options.encrypt, deadline)?;
         let ip = own_address(session.local_ip())?;
-        let listening = |e: std::io::Error| JoinError::Listen { ip, reason: e.to_string() };
+        let listening = |e: std::io::Error| JoinError::Listen { ip, cause: e };
         let endpoint = Endpoint::bind(ip).map_err(listening)?;
         let blob = postcard::to_stdvec(endpoint.address()).expect("an address always encodes");
         let gathered = session.exchange(&blob)?;
@@ -97,12 +97,13 @@ pub enum JoinError {
         rank: usize,
     },
     /// No port could be opened.
-    #[error("cannot listen on {ip}: {reason}")]
+    #[error("cannot listen on {ip}: {cause}")]
     Listen {
         /// Where.
         ip: std::net::IpAddr,
         /// What the system said.
-        reason: String,
+        #[source]
+        cause: std::io::Error,
     },
     /// The ranks found each other but could not form the world.
     #[error(transparent)]

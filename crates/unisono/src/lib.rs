@@ -15,6 +15,8 @@
 #[cfg(feature = "candle")]
 pub mod candle;
 mod job;
+pub mod recording;
+pub mod worker;
 
 pub use job::{Job, JoinError};
 pub use unisono_cluster as cluster;
@@ -27,12 +29,15 @@ pub use unisono_collective::{
 pub use unisono_insight as insight;
 pub use unisono_net as net;
 pub use unisono_net::interface::InterfaceError;
+pub use unisono_optimizer as optimizer;
 pub use unisono_relaxed as relaxed;
 pub use unisono_sync as sync;
 
 /// What most programs need.
 pub mod prelude {
-    pub use crate::sync::Settings;
+    pub use crate::sync::strategy::Weights;
+    pub use crate::sync::{Parameter, Settings};
+    pub use crate::worker::{Consistency, Training, Worker, train};
     pub use crate::{Dtype, Element, Error, Group, Job, Options, Reduction, Work};
 }
 

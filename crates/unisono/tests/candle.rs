@@ -4,6 +4,8 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{Linear, Module, VarBuilder, VarMap};
 use unisono::candle::{Parameters, Replica, ReplicaError};
 use unisono::prelude::*;
+use unisono::sync::SyncError;
+use unisono::worker::WorkerError;
 
 const SHARDS: usize = 6;
 const STEPS: usize = 8;
@@ -130,8 +132,8 @@ fn a_shared_parameter_has_the_sum_of_its_gradients() {
     let parameters = parameters(&ours);
     let model = Model::new(&parameters.builder(DType::F32, &Device::Cpu)).unwrap();
     let group = Group::local(1, &Options::default()).unwrap().remove(0);
-    let optimizer: unisono::sync::optimizer::OptimizerSpec = "sgd".parse().unwrap();
-    let rate = unisono::sync::optimizer::LearningRate::Constant(0.01);
+    let optimizer: unisono::optimizer::OptimizerSpec = "sgd".parse().unwrap();
+    let rate = unisono::optimizer::LearningRate::Constant(0.01);
     let optimizer = optimizer.with_learning_rate(rate).with_weight_decay(0.0);
     let mut replica = Replica::new(&group, &parameters, Settings::new(1), optimizer).unwrap();
     assert_eq!(replica.next_shard(), Some(0));
@@ -185,11 +187,11 @@ fn a_diverged_replica_is_named() {
                 }
                 replica.restore(&alone, 5, |name: &str| saved.get(name).cloned()).unwrap();
                 match replica.check(group) {
-                    Err(ReplicaError::Sync(unisono::sync::SyncError::Diverged {
+                    Err(ReplicaError::Worker(WorkerError::Sync(SyncError::Diverged {
                         step: 5,
                         rank: 1,
                         parameter,
-                    })) => assert_eq!(parameter, "tied"),
+                    }))) => assert_eq!(parameter, "tied"),
                     other => panic!("{other:?}"),
                 }
             });

@@ -23,7 +23,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use unisono::collective::fabric::available_memory;
 use unisono::net::Token;
-use unisono::sync::optimizer::{LearningRate, OptimizerSpec};
+use unisono::optimizer::{LearningRate, OptimizerSpec};
 use unisono_relaxed::server::wire::Measured;
 use unisono_relaxed::server::{
     Client, ClientOptions, Files, Gradient, Run, Shard, ShardOptions, Transport, look,
@@ -399,8 +399,10 @@ fn be_part() -> anyhow::Result<ExitCode> {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
             let address = listener.local_addr()?;
             let files = Files { journal, ..Files::default() };
-            let shard =
-                Shard::start(listener.into(), ShardOptions { token: token.parse()?, files })?;
+            let shard = Shard::start(
+                listener.into(),
+                ShardOptions { token: token.parse()?, files, recorder: None },
+            )?;
             answer(&address)?;
             // Ends with the input, whose lock only another thread can wait for.
             drop(orders);

@@ -16,8 +16,8 @@ use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use clap::Args;
 use serde::Serialize;
 use unisono::candle::{Parameters, Replica};
+use unisono::optimizer::OptimizerSpec;
 use unisono::prelude::Settings;
-use unisono::sync::optimizer::OptimizerSpec;
 use unisono::{Group, Options};
 use unisono_workload::data::{Batch, DataSpec, Dataset, Split};
 use unisono_workload::model::{Model, ModelSpec};
@@ -236,7 +236,7 @@ struct ByHand {
     variables: Vec<Var>,
     weights: Vec<Vec<f32>>,
     sums: Vec<Vec<f32>>,
-    optimizer: Box<dyn unisono::sync::optimizer::Optimizer>,
+    optimizer: Box<dyn unisono::optimizer::Optimizer>,
     steps: u64,
 }
 
@@ -287,7 +287,7 @@ impl Loop for ByHand {
 /// The same, through Unisono.
 struct Synchronized {
     model: Box<dyn Model>,
-    replica: Replica,
+    replica: Replica<'static>,
     /// The world of one.
     _group: Group,
 }

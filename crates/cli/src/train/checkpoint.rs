@@ -5,7 +5,7 @@ use unisono::Group;
 use unisono::cluster::checkpoint::{Checkpoints, Loaded, Snapshot};
 
 use super::args::Plan;
-use super::trainee::Trainee;
+use super::computation::Computation;
 
 /// Checkpoints that are kept.
 const KEPT: usize = 3;
@@ -147,17 +147,17 @@ fn height(rate: &str) -> &str {
 /// it.
 pub fn save(
     plan: &Plan,
-    trainee: &dyn Trainee,
+    computation: &dyn Computation,
     mut saver: Option<&mut Saver>,
     group: &Group,
 ) -> anyhow::Result<()> {
-    let step = trainee.steps();
+    let step = computation.steps();
     let mut is_saved = [u8::from(saver.as_ref().is_some_and(|saver| saver.saved == Some(step)))];
     group.broadcast(&mut is_saved, 0)?;
     if is_saved[0] == 1 {
         return Ok(());
     }
-    trainee.save(group, &mut |snapshot| match &mut saver {
+    computation.save(group, &mut |snapshot| match &mut saver {
         Some(saver) => saver.write(plan, step, snapshot),
         None => Ok(()),
     })
@@ -165,7 +165,7 @@ pub fn save(
 
 /// Brings all workers to the checkpoint that rank 0 found, if it did. All ranks must call it.
 pub fn resume(
-    trainee: &mut dyn Trainee,
+    computation: &mut dyn Computation,
     checkpoint: Option<&Loaded>,
     group: &Group,
 ) -> anyhow::Result<()> {
@@ -175,5 +175,5 @@ pub fn resume(
         return Ok(());
     }
     let path = || checkpoint.map_or("--resume".to_owned(), |c| c.path().display().to_string());
-    trainee.restore(group, checkpoint).with_context(path)
+    computation.restore(group, checkpoint).with_context(path)
 }

@@ -10,8 +10,8 @@ use unisono::sync::Parameter;
 use unisono::{Group, Options};
 
 use super::args::{Plan, ServersChoice, TrainArgs};
-use super::relaxed::student::Student;
-use super::{trainee, try_out};
+use super::computation::{self, Learning};
+use super::try_out;
 use crate::bench::sizes;
 use crate::exit::Wrong;
 use crate::output;
@@ -26,15 +26,15 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let plan = args.plan(workers)?;
     let parameters = match plan.relaxed {
         Some(_) => {
-            let student = Student::new(&plan, 0..1, false).wrong_call()?;
+            let learning = Learning::load(&plan).wrong_call()?;
             plan.optimizer.build(&[]).wrong_call()?;
             args.options()?;
-            elements(student.parameters())
+            elements(&learning.weights().parameters())
         }
         None => {
             try_out(args, &plan).wrong_call()?;
             let alone = Group::local(1, &Options::default())?.remove(0);
-            elements(trainee::build(&plan, &alone)?.synchronizer().parameters())
+            elements(computation::build(&plan, &alone)?.synchronizer().parameters())
         }
     };
     if place.rank == 0 {

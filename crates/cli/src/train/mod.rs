@@ -2,13 +2,11 @@
 
 mod args;
 mod checkpoint;
+mod computation;
 mod dry_run;
-mod home;
 mod progress;
-mod recorder;
+mod rank_zero;
 mod relaxed;
-mod strategy;
-mod trainee;
 mod worker;
 
 use std::process::ExitCode;
@@ -111,10 +109,10 @@ fn rehearse(args: &TrainArgs) -> anyhow::Result<()> {
 fn try_out(args: &TrainArgs, plan: &Plan) -> anyhow::Result<()> {
     args.options()?;
     let alone = Group::local(1, &Options::default())?.remove(0);
-    let mut trainee = trainee::build(plan, &alone)?;
+    let mut computation = computation::build(plan, &alone)?;
     if let Some(mut saver) = checkpoint::Saver::open(plan)? {
         let found = saver.find(plan)?.map(|found| found.checkpoint);
-        checkpoint::resume(&mut *trainee, found.as_ref(), &alone)?;
+        checkpoint::resume(&mut *computation, found.as_ref(), &alone)?;
     }
     Ok(())
 }

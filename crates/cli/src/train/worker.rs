@@ -9,14 +9,17 @@ use anyhow::{Context, bail};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use unisono::candle::ReplicaError;
 use unisono::insight::Scaling;
+use unisono::recording::RecordError;
+use unisono::recording::steps::StepRecorder;
 use unisono::sync::SyncError;
+use unisono::worker::WorkerError;
 use unisono::{Error, Group, Job, JoinError, Options, Reduction};
 
 use super::args::{Plan, TrainArgs};
 use super::checkpoint::{resume, save};
-use super::home::{Home, host_names};
-use super::recorder::Recorder;
-use super::trainee;
+use super::computation;
+use super::rank_zero::RankZero;
+use crate::exit::Wrong;
 
 /// Steps that one worker alone is measured for, after as many that do not count.
 const SCALING_STEPS: u64 = 10;
@@ -39,17 +42,17 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         true => measure_alone(&plan, group)?,
         false => None,
     };
-    let mut trainee = trainee::build(&plan, group)?;
-    let mut home = match group.rank() {
-        0 => Some(Home::open(&plan, args)?),
+    let mut computation = computation::build(&plan, group)?;
+    let mut rank_zero = match group.rank() {
+        0 => Some(RankZero::open(&plan, args)?),
         _ => None,
     };
-    let found = match &mut home {
-        Some(Home { saver: Some(saver), .. }) => saver.find(&plan)?,
+    let found = match &mut rank_zero {
+        Some(RankZero { saver: Some(saver), .. }) => saver.find(&plan)?,
         _ => None,
     };
-    resume(&mut *trainee, found.as_ref().map(|found| &found.checkpoint), group)?;
-    if let (Some(Home { saver: Some(saver), .. }), Some(found)) = (&mut home, &found) {
+    resume(&mut *computation, found.as_ref().map(|found| &found.checkpoint), group)?;
+    if let (Some(RankZero { saver: Some(saver), .. }), Some(found)) = (&mut rank_zero, &found) {
         remark!("unisono: going on from {}", found.checkpoint.path().display());
         let step = found.checkpoint.step();
         if let Some(rate) = &found.other_rate {
@@ -62,40 +65,53 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         saver.resumed(step);
     }
     drop(found);
-    let mut recorder = Recorder::new(group, plan.batch)?;
-    let hosts = host_names(group)?;
-    if let Some(home) = &mut home {
-        home.begin(&plan, &job, &*trainee, hosts, recorder.clock_error)?;
-    }
+    let info = rank_zero.as_ref().map(|rank_zero| rank_zero.describe(&plan, group, &*computation));
+    let dir = plan.run_dir.as_deref();
+    let recorder = StepRecorder::begin(group, dir, info.unwrap_or_default(), plan.batch as u64);
+    let mut recorder = match (recorder, dir) {
+        (Err(RecordError::Folder(error)), Some(_)) => {
+            Err(error).context("--run-dir").wrong_call()?
+        }
+        (Err(RecordError::Folder(error)), None) => {
+            let to_do = "making a folder for the report; choose one by --run-dir";
+            Err(error).context(to_do).wrong_call()?
+        }
+        (recorder, _) => recorder?,
+    };
     let slowness = plan.slow.filter(|(rank, _)| *rank == group.rank()).map_or(1.0, |(_, s)| s);
 
     let (mut interrupted, mut diverged) = (false, false);
     // The step since which this worker's loss, as far as it knows it, is no number.
     let mut lost_since = None;
-    trainee.synchronizer().begin_step();
-    while trainee.steps() < plan.steps && !interrupted && !diverged {
-        let step = trainee.steps();
+    computation.synchronizer().begin_step();
+    while computation.steps() < plan.steps && !interrupted && !diverged {
+        let step = computation.steps();
         if stop.load(Ordering::Relaxed) {
-            trainee.synchronizer().vote_to_stop();
+            computation.synchronizer().vote_to_stop();
         }
-        while trainee.shard(step, slowness)? {}
-        let outcome = trainee.finish()?;
+        while computation.shard(step, slowness)? {}
+        let outcome = computation.finish()?;
         // The same on all ranks, as the loss is if they have agreed on it.
         interrupted = outcome.agreed && outcome.stop;
         diverged = outcome.agreed && !outcome.loss.is_finite();
         lost_since = match outcome.loss.is_finite() {
             true => None,
-            false => lost_since.or(Some(trainee.steps())),
+            false => lost_since.or(Some(computation.steps())),
         };
-        recorder.note(trainee.steps(), &outcome, trainee.synchronizer().sent());
-        if let (Some(home), Some(advice)) = (&mut home, &outcome.advice) {
-            home.advise(trainee.steps(), advice);
+        recorder.note(computation.steps(), &outcome, computation.synchronizer().sent());
+        if let (Some(rank_zero), Some(advice)) = (&rank_zero, &outcome.advice) {
+            rank_zero.advise(advice);
+            if let Err(error) = recorder.advise(computation.steps(), advice) {
+                say!(
+                    "unisono: warning: {error}; the report will not say why this codec was chosen"
+                );
+            }
         }
-        if let Some(home) = &mut home {
-            home.reporter.step(trainee.steps(), &outcome);
+        if let Some(rank_zero) = &mut rank_zero {
+            rank_zero.reporter.step(computation.steps(), &outcome);
         }
-        let mut over = trainee.steps() == plan.steps || interrupted || diverged;
-        let due = |every: u64| every > 0 && trainee.steps().is_multiple_of(every);
+        let mut over = computation.steps() == plan.steps || interrupted || diverged;
+        let due = |every: u64| every > 0 && computation.steps().is_multiple_of(every);
         // Decided alike on all ranks, for they must all take part in what follows.
         let checks = plan.check_every > 0 && (due(plan.check_every) || over);
         let saves = plan.checkpoint_dir.is_some() && (due(plan.checkpoint_every) || over);
@@ -108,34 +124,33 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         // A checkpoint of a run that is lost would only push out a good one.
         let (saves, hands_in) = (saves && !diverged, hands_in || over);
         if checks {
-            trainee.check(group)?;
+            computation.check(group)?;
         }
         if saves {
-            let saver = home.as_mut().and_then(|home| home.saver.as_mut());
-            save(&plan, &*trainee, saver, group)?;
+            let saver = rank_zero.as_mut().and_then(|rank_zero| rank_zero.saver.as_mut());
+            save(&plan, &*computation, saver, group)?;
         }
-        if hands_in {
-            let records = recorder.hand_in(group)?;
-            if let Some(home) = &mut home {
-                home.record(records);
-            }
+        if hands_in && let Err(error) = recorder.hand_in(group)? {
+            say!("unisono: warning: {error}; the run goes on, and its report will be incomplete");
         }
         if checks || saves || hands_in {
             // That was no part of the next step.
             group.barrier()?;
-            trainee.synchronizer().begin_step();
+            computation.synchronizer().begin_step();
         }
     }
-    trainee.settle()?;
-    let told = match home {
-        Some(home) => home.end(&plan, &*trainee, scaling, interrupted, args.json),
+    computation.settle()?;
+    let told = match rank_zero {
+        Some(rank_zero) => {
+            rank_zero.end(&plan, &*computation, recorder, scaling, interrupted, args.json)
+        }
         None => Ok(()),
     };
     // The others stay until rank 0 has written all, and do not lose it if nobody reads its result.
     group.barrier()?;
     told?;
     if diverged {
-        let step = earliest(lost_since, group)?.unwrap_or(trainee.steps());
+        let step = earliest(lost_since, group)?.unwrap_or(computation.steps());
         let rate = plan.optimizer.learning_rate();
         let advice = match plan.checkpoint_dir {
             Some(_) => "go on from the last checkpoint by --resume with a lower --learning-rate",
@@ -156,12 +171,15 @@ fn earliest(step: Option<u64>, group: &Group) -> anyhow::Result<Option<u64>> {
 /// Whether a worker failed only because another one was gone.
 pub fn is_consequence(error: &anyhow::Error) -> bool {
     let sync = match error.downcast_ref() {
-        Some(ReplicaError::Sync(sync)) => Some(sync),
+        Some(ReplicaError::Worker(WorkerError::Sync(sync))) => Some(sync),
         _ => error.downcast_ref(),
     };
     let group = match sync {
         Some(SyncError::Group(group)) => Some(group),
-        _ => error.downcast_ref(),
+        _ => match error.downcast_ref() {
+            Some(RecordError::Group(group)) => Some(group),
+            _ => error.downcast_ref(),
+        },
     };
     matches!(group, Some(Error::PeerLost { .. } | Error::Aborted { .. } | Error::EpochEnded { .. }))
         || matches!(error.downcast_ref(), Some(JoinError::Rendezvous(_) | JoinError::Form(_)))
@@ -203,14 +221,14 @@ fn measure_alone(plan: &Plan, group: &Group) -> anyhow::Result<Option<Scaling>> 
         let alone = Group::local(1, &Options::default())?.remove(0);
         // Alone, it would send nothing, and not encode it either.
         let plan = &Plan { compression: None, strategy: Default::default(), ..plan.clone() };
-        let mut trainee = trainee::build(plan, &alone)?;
+        let mut computation = computation::build(plan, &alone)?;
         let mut start = Instant::now();
         for step in 0..2 * SCALING_STEPS {
             if step == SCALING_STEPS {
                 start = Instant::now();
             }
-            while trainee.shard(step, 1.0)? {}
-            trainee.finish()?;
+            while computation.shard(step, 1.0)? {}
+            computation.finish()?;
         }
         let samples = (SCALING_STEPS * plan.batch as u64) as f64;
         let one_worker_samples_per_s = samples / start.elapsed().as_secs_f64();

@@ -35,6 +35,7 @@
 //! (`nodes.rs`), stays connected to them, and decides how the job ends.
 
 mod binding;
+mod driver;
 mod guard;
 mod listeners;
 mod members;
@@ -142,6 +143,7 @@ pub enum LaunchError {
         /// The program.
         command: String,
         /// Why.
+        #[source]
         cause: io::Error,
     },
     /// Node 0 cannot listen where it should.
@@ -152,6 +154,7 @@ pub enum LaunchError {
         /// Where.
         address: String,
         /// Why.
+        #[source]
         cause: io::Error,
     },
     /// Some nodes did not come in time.
@@ -177,6 +180,7 @@ pub enum LaunchError {
         /// Where.
         address: String,
         /// Why.
+        #[source]
         cause: HandshakeError,
     },
     /// Node 0 has no place for this node.
@@ -268,7 +272,7 @@ impl Launch {
         let job = nodes::assemble(self, &events)?;
         let _signals = SignalForwarder::start(events.clone())?;
         let members = members::Members::start(self, job.place.clone(), events)?;
-        Ok(supervisor::Supervisor::new(self, job, members, inbox, at_end).run())
+        Ok(driver::Driver::new(self, job, members, inbox, at_end).run())
     }
 
     /// Whether the request makes sense.
@@ -298,6 +302,10 @@ impl Launch {
         Ok(())
     }
 
+    fn server_count(&self) -> u32 {
+        self.servers.as_ref().map_or(0, |servers| servers.commands().len() as u32)
+    }
+
     /// Whether members may come and go.
     fn is_relaxed(&self) -> bool {
         self.servers.is_some() || self.listeners_for_ranks || self.restarts.limit > 0
@@ -324,10 +332,22 @@ enum Member {
     Server(u32),
 }
 
+impl Member {
+    /// Its place among all members of a node with so many servers.
+    fn index(self, servers: u32) -> usize {
+        match self {
+            Member::Server(server) => server as usize,
+            Member::Rank(local) => (servers + local) as usize,
+        }
+    }
+}
+
 /// What the launcher reacts to.
 enum Event {
     /// The process of a member ended; it is not reaped yet.
     Ended { member: Member, ending: Ending },
+    /// What a member that failed for good wrote to stderr last.
+    LastWords { member: Member, ending: Ending, stderr: Vec<String> },
     /// What the caller wanted done at the end is done.
     AtEndDone,
     /// The launcher was told to stop.
@@ -340,6 +360,12 @@ enum Event {
     OutputLost(io::Error),
     /// The guard with this number ended.
     GuardEnded(u32),
+}
+
+/// The outcome of a job whose output met this error.
+fn output_lost(error: &io::Error) -> Outcome {
+    let closed = error.kind() == io::ErrorKind::BrokenPipe;
+    Outcome::OutputLost { closed, reason: error.to_string() }
 }
 
 /// Turns SIGINT and SIGTERM into events while it lives.

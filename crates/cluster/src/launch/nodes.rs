@@ -60,7 +60,7 @@ struct Host {
 }
 
 /// What launchers say to each other.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) enum Message {
     Register {
         ranks: u32,
@@ -307,7 +307,6 @@ struct Link {
     sender: Mutex<Sender>,
     /// To end the connection.
     socket: Arc<Socket>,
-    finished: bool,
     closed: bool,
 }
 
@@ -348,7 +347,7 @@ impl Links {
         };
         std::thread::Builder::new().name("unisono-link".into()).spawn(listen)?;
         let sender = Mutex::new(sender);
-        self.0.push(Link { node, sender, socket, finished: false, closed: false });
+        self.0.push(Link { node, sender, socket, closed: false });
         Ok(())
     }
 
@@ -363,20 +362,9 @@ impl Links {
         }
     }
 
-    pub fn note_finished(&mut self, node: u32) {
-        self.0.iter_mut().filter(|link| link.node == node).for_each(|link| link.finished = true);
-    }
-
-    /// Says whether the job can no longer end well because of it.
-    pub fn note_closed(&mut self, node: u32) -> bool {
-        let Some(link) = self.0.iter_mut().find(|link| link.node == node) else { return false };
-        link.closed = true;
-        !link.finished
-    }
-
-    /// Whether the other nodes' ranks have all ended well. Node 0 is never finished: it decides.
-    pub fn everyone_finished(&self) -> bool {
-        self.0.iter().all(|link| link.finished)
+    /// A launcher closed its connection.
+    pub fn note_closed(&mut self, node: u32) {
+        self.0.iter_mut().filter(|link| link.node == node).for_each(|link| link.closed = true);
     }
 
     /// Ends the connections; whoever still listens learns the outcome.

@@ -1,4 +1,5 @@
-//! Watches a running job and decides how it ends.
+//! Decides what becomes of a running job: which members are started again, and how the job ends.
+//! Decisions without I/O, and without a clock of its own.
 //!
 //! The first thing that goes wrong becomes the *verdict*; nothing that follows from it can change
 //! it. With the verdict the members are told to end, with a deadline after which they are killed.
@@ -8,46 +9,105 @@
 //! Node 0's verdict holds for all nodes; the others report what happened to them, act on it at
 //! once, and end when node 0 says that the job is over.
 
-use std::io;
-use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use rustix::process::Signal;
-use signal_hook::consts::SIGINT;
+use signal_hook::consts::{SIGINT, SIGTERM};
 
-use super::members::Members;
-use super::nodes::{Job, Message};
-use super::output::lock;
-use super::restarts::{Budget, Life};
-use super::{Ending, Event, Failure, Launch, Member, Outcome, ServerFailure};
+use super::nodes::Message;
+use super::restarts::{Budget, Life, Restarts};
+use super::{Ending, Event, Failure, Member, Outcome, ServerFailure, output_lost};
 
-pub(super) struct Supervisor<'a> {
-    launch: &'a Launch,
-    job: Job,
-    members: Members<'a>,
-    inbox: Receiver<Event>,
+/// A job on this node. Times count from the start of its members.
+pub(super) struct Supervisor {
+    settings: Settings,
+    /// The servers, then the ranks.
+    slots: Vec<Slot>,
+    /// The launchers that this one is connected to: on node 0 all others, elsewhere node 0.
+    others: Vec<Other>,
     restarts: Budget,
     at_end: AtEnd,
     verdict: Option<Outcome>,
     /// When members that were told to end are killed.
-    kill_at: Option<Instant>,
+    kill_at: Option<Duration>,
     /// The first failures, until it is clear which of them is the cause.
     failures: Vec<(Member, Ending)>,
-    settle_at: Option<Instant>,
+    settle_at: Option<Duration>,
+    decisions: Vec<Decision>,
+}
+
+/// What is fixed for a job.
+#[derive(Clone, Debug)]
+pub(super) struct Settings {
+    pub node: u32,
+    /// How many nodes there are.
+    pub nodes: u32,
+    /// The number of the first rank of this node.
+    pub first_rank: u32,
+    pub ranks: u32,
+    pub servers: u32,
+    /// How long members may take to end when told to.
+    pub grace: Duration,
+    pub restarts: Restarts,
+    /// Whether the caller wants something done between the end of the ranks and that of the servers.
+    pub at_end: bool,
+}
+
+/// What is to be done now, in this order.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Decision {
+    /// A member that ended will be started again: what it left running is killed.
+    Clear { member: Member, ending: Ending, restart: u32, limit: u32 },
+    /// Start this life of a member. If that fails, it has [ended](Event::Ended).
+    Start { member: Member, life: u32 },
+    /// The rendezvous does not wait for this rank any longer.
+    Gone { rank: u32 },
+    /// Say this to the other launchers.
+    Tell(Message),
+    /// Do what the caller wants done at the end, and tell when it is [done](Event::AtEndDone).
+    BeginAtEnd,
+    /// A member has failed for good: what were its [last words](Event::LastWords)?
+    Hear { member: Member, ending: Ending },
+    /// The job fails: call off the rendezvous, and tell people and the other launchers.
+    Fail(Outcome),
+    /// Tell all members to end, by this signal.
+    TellToEnd { signal: i32 },
+    /// Kill all members.
+    Kill,
+}
+
+struct Slot {
+    member: Member,
+    life: u32,
+    /// How many lives in a row before this one ended at once.
+    hasty: u32,
+    since: Duration,
+    state: State,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Running,
+    /// Ended, and to be started again.
+    Pausing {
+        until: Duration,
+    },
+    Ended,
+}
+
+struct Other {
+    node: u32,
+    /// Whether its ranks have all ended well. Node 0 is never finished: it decides.
+    finished: bool,
 }
 
 /// What the caller wants done between the end of the ranks and that of the servers.
+#[derive(PartialEq)]
 enum AtEnd {
-    /// Begins when something is sent.
-    Ahead(Sender<()>),
+    Ahead,
     Underway,
     /// Or there is nothing to do.
     Done,
 }
-
-/// What a shell would say of a member that cannot be started.
-const NOT_STARTED: Ending = Ending::Code(126);
 
 /// How long after a member exits with an error others are awaited that were killed by a signal.
 ///
@@ -55,260 +115,234 @@ const NOT_STARTED: Ending = Ending::Code(126);
 /// and exit first. Longer finds the true cause on slower machines; shorter ends the job sooner.
 const SETTLE: Duration = Duration::from_millis(50);
 
-impl<'a> Supervisor<'a> {
-    pub fn new(
-        launch: &'a Launch,
-        job: Job,
-        members: Members<'a>,
-        inbox: Receiver<Event>,
-        at_end: Option<Sender<()>>,
-    ) -> Supervisor<'a> {
+impl Supervisor {
+    /// All members have just been started.
+    pub fn new(settings: Settings) -> Supervisor {
+        let Settings { node, nodes, ranks, servers, restarts, at_end, .. } = settings;
+        let members = (0..servers).map(Member::Server).chain((0..ranks).map(Member::Rank));
+        let others = if node == 0 { 1..nodes } else { 0..1 };
         Supervisor {
-            launch,
-            job,
-            members,
-            inbox,
-            restarts: Budget::new(launch.restarts),
-            at_end: at_end.map_or(AtEnd::Done, AtEnd::Ahead),
+            slots: members.map(Slot::new).collect(),
+            others: others.map(|node| Other { node, finished: false }).collect(),
+            restarts: Budget::new(restarts),
+            at_end: if at_end { AtEnd::Ahead } else { AtEnd::Done },
             verdict: None,
             kill_at: None,
             failures: Vec::new(),
             settle_at: None,
+            decisions: Vec::new(),
+            settings,
         }
     }
 
-    /// Stays with the job until no process of it is left on this node.
-    pub fn run(mut self) -> Outcome {
-        loop {
-            if let Some(outcome) = self.over() {
-                // The members go first: the other nodes may as well hear from this one until then.
-                drop(self.members);
-                let outcome = with_last_output(outcome, &self.inbox);
-                self.job.links.close(&outcome);
-                return outcome;
-            }
-            let deadlines = [self.kill_at, self.settle_at, self.members.next_start()];
-            let deadline = deadlines.into_iter().flatten().min();
-            let event = match deadline {
-                Some(at) => self.inbox.recv_timeout(at.saturating_duration_since(Instant::now())),
-                None => self.inbox.recv().map_err(RecvTimeoutError::from),
-            };
-            match event {
-                Ok(event) => self.handle(event),
-                Err(_) => self.on_deadline(Instant::now()),
-            }
-        }
+    /// The outcome, once no process is left and there is nothing to wait for.
+    pub fn outcome(&self) -> Option<&Outcome> {
+        self.verdict.as_ref().filter(|_| self.all_ended())
     }
 
-    /// The outcome, once there is nothing left to wait for.
-    fn over(&mut self) -> Option<Outcome> {
-        if !self.members.ranks_ended() || self.settle_at.is_some() {
-            return None;
-        }
-        if self.verdict.is_none() && self.job.links.everyone_finished() && self.at_end_done() {
-            self.decide(Outcome::Success);
-        }
-        self.verdict.clone().filter(|_| self.members.all_ended())
+    /// When time alone changes something: see [`Supervisor::tick`].
+    pub fn deadline(&self) -> Option<Duration> {
+        let pauses = self.slots.iter().filter_map(Slot::pause_end);
+        pauses.chain(self.kill_at).chain(self.settle_at).min()
     }
 
-    /// Whether the caller wants nothing (more) done; begins it when asked first.
-    fn at_end_done(&mut self) -> bool {
-        if let AtEnd::Ahead(begin) = &self.at_end {
-            let begun = begin.send(()).is_ok();
-            self.at_end = if begun { AtEnd::Underway } else { AtEnd::Done };
-        }
-        matches!(self.at_end, AtEnd::Done)
-    }
-
-    fn handle(&mut self, event: Event) {
+    /// Something happened.
+    pub fn handle(&mut self, now: Duration, event: Event) -> Vec<Decision> {
         match event {
-            Event::Ended { member, ending } => self.on_ended(member, ending),
+            Event::Ended { member, ending } => self.on_ended(now, member, ending),
+            Event::LastWords { member, ending, stderr } => {
+                self.decide(now, self.failed(member, ending, stderr));
+            }
             Event::AtEndDone => self.at_end = AtEnd::Done,
-            Event::Signal(signal) => self.on_signal(signal),
-            Event::Heard { message: Message::Exited { rank }, .. } => self.job.gone(rank),
-            Event::Heard { node, message: Message::Finished } => {
-                self.job.links.note_finished(node);
+            Event::Signal(signal) => self.on_signal(now, signal),
+            Event::Heard { message: Message::Exited { rank }, .. } => {
+                self.decisions.push(Decision::Gone { rank });
             }
-            Event::Heard { message: Message::Over(outcome), .. } => self.decide(outcome),
-            Event::Heard { .. } => {}
+            Event::Heard { node, message: Message::Finished } => self.on_finished(node),
+            Event::Heard { message: Message::Over(outcome), .. } => self.decide(now, outcome),
+            Event::Heard { .. } | Event::GuardEnded(_) => {}
             Event::Closed { node } => {
-                if self.job.links.note_closed(node) {
-                    self.decide(Outcome::NodeLost { node });
+                if self.others.iter().any(|other| other.node == node && !other.finished) {
+                    self.decide(now, Outcome::NodeLost { node });
                 }
             }
-            Event::OutputLost(error) => {
-                let lost = output_lost(&error);
-                match &mut self.verdict {
-                    // Servers are being ended; what was lost is the end of the ranks' output.
-                    Some(verdict) if *verdict == Outcome::Success => *verdict = lost,
-                    _ => self.decide(lost),
-                }
-            }
-            Event::GuardEnded(guard) => self.members.replace_guard(guard),
+            Event::OutputLost(error) => match &mut self.verdict {
+                // Servers are being ended, or all are; what was lost is the end of the ranks' output.
+                Some(verdict) if *verdict == Outcome::Success => *verdict = output_lost(&error),
+                _ => self.decide(now, output_lost(&error)),
+            },
         }
+        self.take_decisions(now)
     }
 
-    fn on_ended(&mut self, member: Member, ending: Ending) {
-        let life = self.members.note_ended(member);
+    /// Time has passed.
+    pub fn tick(&mut self, now: Duration) -> Vec<Decision> {
+        if self.settle_at.is_some_and(|at| at <= now) {
+            self.settle_at = None;
+            if let Some((member, ending)) = cause(&self.failures) {
+                // The verdict first: it may be that nothing is started any more.
+                return vec![Decision::Hear { member, ending }];
+            }
+        }
+        if self.kill_at.is_some_and(|at| at <= now) {
+            self.kill_at = None;
+            self.decisions.push(Decision::Kill);
+        }
+        let is_due = |slot: &&mut Slot| slot.pause_end().is_some_and(|until| until <= now);
+        for slot in self.slots.iter_mut().filter(is_due) {
+            slot.life += 1;
+            slot.since = now;
+            slot.state = State::Running;
+            self.decisions.push(Decision::Start { member: slot.member, life: slot.life });
+        }
+        self.take_decisions(now)
+    }
+
+    /// What was decided; and success, when nothing is left to wait for.
+    fn take_decisions(&mut self, now: Duration) -> Vec<Decision> {
+        let has_ended_well = self.verdict.is_none()
+            && self.failures.is_empty()
+            && self.ranks_ended()
+            && self.others.iter().all(|other| other.finished);
+        if has_ended_well && self.at_end == AtEnd::Ahead {
+            self.at_end = AtEnd::Underway;
+            self.decisions.push(Decision::BeginAtEnd);
+        } else if has_ended_well && self.at_end == AtEnd::Done {
+            self.decide(now, Outcome::Success);
+        }
+        std::mem::take(&mut self.decisions)
+    }
+
+    fn on_ended(&mut self, now: Duration, member: Member, ending: Ending) {
+        let slot = self.slot(member);
+        slot.state = State::Ended;
+        let lasted = now.saturating_sub(slot.since);
+        let life = Life { number: slot.life, lasted, hasty: slot.hasty };
         if ending.is_success() {
             self.on_ended_well(member);
-        } else if self.verdict.is_none() && !self.gets_another_life(member, &life, ending) {
+        } else if self.verdict.is_none() && !self.gets_another_life(now, member, &life, ending) {
             self.failures.push((member, ending));
-            let settled = matches!(ending, Ending::Signal(_)) || self.members.count() == 1;
-            let wait = if settled { Duration::ZERO } else { SETTLE };
-            let at = Instant::now() + wait;
+            let settled = matches!(ending, Ending::Signal(_)) || self.slots.len() == 1;
+            let at = now + if settled { Duration::ZERO } else { SETTLE };
             self.settle_at = Some(self.settle_at.map_or(at, |earlier| earlier.min(at)));
         }
-        if self.members.ranks_ended() && self.verdict.is_none() && self.failures.is_empty() {
-            self.report_to_leader(&Message::Finished);
+        if self.ranks_ended() && self.verdict.is_none() && self.failures.is_empty() {
+            self.report_to_leader(Message::Finished);
         }
     }
 
-    fn on_ended_well(&self, member: Member) {
+    fn on_ended_well(&mut self, member: Member) {
         if let Member::Rank(local) = member {
-            let rank = self.job.place.first_rank + local;
-            self.job.gone(rank);
-            self.report_to_leader(&Message::Exited { rank });
+            let rank = self.settings.first_rank + local;
+            self.decisions.push(Decision::Gone { rank });
+            self.report_to_leader(Message::Exited { rank });
         }
     }
 
     /// Whether a member that failed will be started again. Not in a job that is about to end for
     /// the failure of another.
-    fn gets_another_life(&mut self, member: Member, life: &Life, ending: Ending) -> bool {
+    fn gets_another_life(
+        &mut self,
+        now: Duration,
+        member: Member,
+        life: &Life,
+        ending: Ending,
+    ) -> bool {
         if !self.failures.is_empty() {
             return false;
         }
         let Some(pause) = self.restarts.spend(life, ending) else { return false };
-        if !self.launch.quiet {
-            let (name, (nth, limit)) = (self.members.name(member), self.restarts.spent());
-            self.say(&format!("{name} {ending}; starting it again (restart {nth} of {limit})"));
-        }
-        self.members.start_later(member, life, pause);
+        let slot = self.slot(member);
+        slot.hasty = life.hasty_after();
+        slot.state = State::Pausing { until: now + pause };
+        let (restart, limit) = self.restarts.spent();
+        self.decisions.push(Decision::Clear { member, ending, restart, limit });
         true
     }
 
-    /// Begins the next life of a member whose pause is over. One that cannot begin has failed.
-    fn start_again(&mut self, member: Member) {
-        match self.members.start_again(member) {
-            Ok(()) => {
-                self.launch.restarted.fetch_add(1, Ordering::Relaxed);
-            }
-            Err(error) => {
-                self.say(&format!("{}: {error}", self.members.name(member)));
-                self.on_ended(member, NOT_STARTED);
-            }
+    fn on_finished(&mut self, node: u32) {
+        for other in self.others.iter_mut().filter(|other| other.node == node) {
+            other.finished = true;
         }
     }
 
-    fn report_to_leader(&self, message: &Message) {
-        if self.job.place.node != 0 {
-            self.job.links.tell(message);
-        }
-    }
-
-    fn on_signal(&mut self, signal: i32) {
+    fn on_signal(&mut self, now: Duration, signal: i32) {
         // Whoever asks twice, or while only servers are left, does not want to wait.
         let at_once = matches!(self.verdict, Some(Outcome::Interrupted { .. } | Outcome::Success));
-        self.decide(Outcome::Interrupted { signal });
+        self.decide(now, Outcome::Interrupted { signal });
         if at_once {
-            self.kill_at = Some(Instant::now());
+            self.kill_at = Some(now);
         }
     }
 
-    fn on_deadline(&mut self, now: Instant) {
-        if self.settle_at.is_some_and(|at| at <= now) {
-            self.settle_at = None;
-            self.settle();
-        }
-        if self.kill_at.is_some_and(|at| at <= now) {
-            self.kill_at = None;
-            self.members.kill();
-        }
-        while let Some(member) = self.members.due(now) {
-            self.start_again(member);
+    fn report_to_leader(&mut self, message: Message) {
+        if self.settings.node != 0 {
+            self.decisions.push(Decision::Tell(message));
         }
     }
 
-    fn settle(&mut self) {
-        let Some((member, ending)) = cause(&self.failures) else { return };
-        let stderr = self.members.last_words(member);
-        self.decide(match member {
+    fn failed(&self, member: Member, ending: Ending, stderr: Vec<String>) -> Outcome {
+        match member {
             Member::Rank(local) => {
-                let place = &self.job.place;
-                let (rank, node) = (place.first_rank + local, place.node);
-                Outcome::Failed(Failure { rank, node, ending, stderr })
+                let Settings { node, first_rank, .. } = self.settings;
+                Outcome::Failed(Failure { rank: first_rank + local, node, ending, stderr })
             }
             Member::Server(server) => {
                 Outcome::ServerFailed(ServerFailure { server, ending, stderr })
             }
-        });
+        }
     }
 
-    /// Makes `outcome` the verdict if it is the first: says so here and to the other nodes, and
-    /// tells the members to end.
-    fn decide(&mut self, outcome: Outcome) {
+    /// Makes `outcome` the verdict if it is the first, and has the members end.
+    fn decide(&mut self, now: Duration, outcome: Outcome) {
         if self.verdict.is_some() {
             return;
         }
-        self.verdict = Some(outcome.clone());
         self.settle_at = None;
-        self.members.start_nobody_again();
-        if outcome != Outcome::Success {
-            // Whoever closed the pipe knows, and expects no more words than of other programs.
-            if !matches!(outcome, Outcome::OutputLost { closed: true, .. }) {
-                self.report(&outcome);
-            }
-            self.job.abort(&outcome);
-            self.job.links.tell(&Message::Over(outcome.clone()));
-        } else if self.members.all_ended() {
-            return;
+        for slot in self.slots.iter_mut().filter(|slot| slot.pause_end().is_some()) {
+            slot.state = State::Ended;
         }
+        self.verdict = Some(outcome.clone());
         let signal = match outcome {
-            Outcome::Interrupted { signal: SIGINT } => Signal::INT,
-            _ => Signal::TERM,
+            Outcome::Success if self.all_ended() => return,
+            Outcome::Interrupted { signal: SIGINT } => SIGINT,
+            _ => SIGTERM,
         };
-        self.members.tell_to_end(signal);
+        if outcome != Outcome::Success {
+            self.decisions.push(Decision::Fail(outcome));
+        }
+        self.decisions.push(Decision::TellToEnd { signal });
         // A grace that no clock can tell has no end.
-        self.kill_at = Instant::now().checked_add(self.launch.grace);
+        self.kill_at = now.checked_add(self.settings.grace);
     }
 
-    fn report(&self, outcome: &Outcome) {
-        let mut text = outcome.to_string();
-        if let Outcome::Failed(failure) = outcome
-            && self.job.place.nodes > 1
-        {
-            text += &format!(" on node {}", failure.node);
-        }
-        let last_words = outcome.last_words();
-        if !last_words.is_empty() {
-            text += "; its last lines of stderr:";
-        }
-        last_words.iter().for_each(|line| text += &format!("\nunisono:   | {line}"));
-        self.say(&text);
+    /// Whether every rank's process has ended, and none is to be started again.
+    fn ranks_ended(&self) -> bool {
+        let ranks = &self.slots[self.settings.servers as usize..];
+        ranks.iter().all(|slot| slot.state == State::Ended)
     }
 
-    fn say(&self, text: &str) {
-        let text = format!("unisono: {text}\n");
-        // Whoever closed the launcher's stderr does not want to know.
-        let mut stderr = lock(&self.launch.stderr);
-        let _ = stderr.write_all(text.as_bytes()).and_then(|()| stderr.flush());
+    /// Whether every process has ended, and none is to be started again.
+    fn all_ended(&self) -> bool {
+        self.slots.iter().all(|slot| slot.state == State::Ended)
+    }
+
+    fn slot(&mut self, member: Member) -> &mut Slot {
+        &mut self.slots[member.index(self.settings.servers)]
     }
 }
 
-/// The outcome of a job whose output met this error.
-fn output_lost(error: &io::Error) -> Outcome {
-    let closed = error.kind() == io::ErrorKind::BrokenPipe;
-    Outcome::OutputLost { closed, reason: error.to_string() }
-}
+impl Slot {
+    fn new(member: Member) -> Slot {
+        Slot { member, life: 0, hasty: 0, since: Duration::ZERO, state: State::Running }
+    }
 
-/// What becomes of an outcome when the last output has been written, or has not: ranks may end well
-/// before that.
-fn with_last_output(outcome: Outcome, inbox: &Receiver<Event>) -> Outcome {
-    let lost = inbox.try_iter().find_map(|event| match event {
-        Event::OutputLost(error) => Some(output_lost(&error)),
-        _ => None,
-    });
-    lost.filter(|_| outcome == Outcome::Success).unwrap_or(outcome)
+    fn pause_end(&self) -> Option<Duration> {
+        match self.state {
+            State::Pausing { until } => Some(until),
+            State::Running | State::Ended => None,
+        }
+    }
 }
 
 /// Which of several failures caused the others: the first member that a signal killed, rather than
@@ -319,16 +353,6 @@ fn cause(failures: &[(Member, Ending)]) -> Option<(Member, Ending)> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_signal_is_the_cause_and_exit_codes_the_consequence() {
-        let (exit, killed) = (Ending::Code(3), Ending::Signal(11));
-        let [server, first, second] = [Member::Server(0), Member::Rank(0), Member::Rank(1)];
-        let failures = [(first, exit), (server, killed), (second, killed)];
-        assert_eq!(cause(&failures), Some((server, killed)));
-        assert_eq!(cause(&[(second, exit), (first, exit)]), Some((second, exit)));
-        assert_eq!(cause(&[]), None);
-    }
-}
+mod simulator;
+#[cfg(test)]
+mod tests;

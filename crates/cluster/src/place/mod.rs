@@ -146,11 +146,7 @@ pub enum PlaceError {
 impl Place {
     /// The place of this process.
     pub fn from_env() -> Result<Place, PlaceError> {
-        // Variables that are not text are none of ours.
-        let text = |(name, value): (std::ffi::OsString, std::ffi::OsString)| {
-            Some((name.into_string().ok()?, value.into_string().ok()?))
-        };
-        Place::from_vars(&std::env::vars_os().filter_map(text).collect())
+        Place::from_vars(&vars())
     }
 
     /// The place of a process with these variables.
@@ -194,6 +190,20 @@ impl Place {
         }
         Ok(self)
     }
+}
+
+/// The variables of this process.
+pub(crate) fn vars() -> Vars {
+    // Those that are not text are none of ours.
+    let text = |(name, value): (std::ffi::OsString, std::ffi::OsString)| {
+        Some((name.into_string().ok()?, value.into_string().ok()?))
+    };
+    std::env::vars_os().filter_map(text).collect()
+}
+
+/// The token in `UNISONO_TOKEN`, for a process that need not know who launched it.
+pub(crate) fn token_of(vars: &Vars) -> Result<Option<Token>, PlaceError> {
+    token(vars, Launcher::Nobody)
 }
 
 impl fmt::Display for Launcher {

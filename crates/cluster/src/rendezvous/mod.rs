@@ -75,6 +75,7 @@ pub enum RendezvousError {
         /// Where.
         address: String,
         /// Why.
+        #[source]
         cause: HandshakeError,
     },
     /// Rank 0 could not listen on any of the candidate ports.
@@ -83,19 +84,20 @@ pub enum RendezvousError {
         /// Host and ports that were tried.
         address: String,
         /// What the last of them said.
+        #[source]
         cause: io::Error,
     },
     /// The roster has no place for this rank: fix how the job was started.
     #[error("the rendezvous refused this rank: {0}")]
-    Refused(JoinRefusal),
+    Refused(#[source] JoinRefusal),
     /// The rendezvous was called off for everyone.
     #[error("the rendezvous was called off: {0}")]
-    Aborted(Abort),
+    Aborted(#[source] Abort),
     /// The host of the rendezvous disappeared.
     #[error(
         "the connection to rank 0 or the launcher, which brings the ranks together, was lost: {0}; see what it printed"
     )]
-    Lost(String),
+    Lost(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// The host of the rendezvous did not answer until the deadline.
     #[error(
         "rank 0 or the launcher, which brings the ranks together, did not answer in time; see whether it still runs"
@@ -109,13 +111,7 @@ pub enum RendezvousError {
     },
     /// A local resource is missing.
     #[error("the rendezvous could not start: {0}")]
-    Io(io::Error),
-}
-
-impl From<io::Error> for RendezvousError {
-    fn from(error: io::Error) -> RendezvousError {
-        RendezvousError::Io(error)
-    }
+    Io(#[from] io::Error),
 }
 
 /// A rank's connection to the rendezvous, before it has brought its blob.
@@ -253,7 +249,7 @@ impl Session {
     ) -> Result<Gathered, RendezvousError> {
         if blobs.len() != self.world as usize {
             let problem = format!("a roster of {} for a world of {}", blobs.len(), self.world);
-            return Err(RendezvousError::Lost(problem));
+            return Err(RendezvousError::Lost(problem.into()));
         }
         let token =
             self.token.clone().or(token.map(Token::from_bytes)).ok_or_else(|| {
@@ -327,6 +323,6 @@ fn reachable_ip(socket: &Socket, place: &Place) -> io::Result<IpAddr> {
 fn lost(error: FrameError) -> RendezvousError {
     match error {
         FrameError::TimedOut => RendezvousError::TimedOut,
-        other => RendezvousError::Lost(other.to_string()),
+        other => RendezvousError::Lost(other.into()),
     }
 }

@@ -219,7 +219,7 @@ fn a_file_in_the_way_is_named_with_what_to_do() {
 #[test]
 fn a_full_disk_says_so() {
     let (_dir, mut folder) = run_of(1);
-    folder.steps = File::options().append(true).open("/dev/full").unwrap();
+    folder.steps.file = File::options().append(true).open("/dev/full").unwrap();
     let text = folder.append(&step(1)).unwrap_err().to_string();
     assert!(text.contains("steps.jsonl") && text.contains("free some space"), "{text}");
 }

@@ -14,19 +14,17 @@
 //! process that is killed loses at most the one it was writing; reading tolerates that one, and
 //! nothing else.
 
-use std::fs::{self, File};
-use std::io::{BufRead, BufReader, ErrorKind, Write};
-use std::marker::PhantomData;
+use std::fs;
+use std::io::Write;
 use std::path::{Path, PathBuf};
-
-use serde::Serialize;
-use serde::de::DeserializeOwned;
 
 use super::{Diverged, RelaxedRun, RelaxedSummary};
 use crate::folder::{
-    FolderError, INFO, REPORT, STEPS, SUMMARY, is_unfinished, not_a, read_info, read_json, replace,
-    write_error, write_info, write_json,
+    FolderError, INFO, REPORT, STEPS, SUMMARY, read_info, read_json, replace, write_error,
+    write_info, write_json,
 };
+pub use crate::log::Log;
+use crate::log::read_lines;
 use crate::record::{Outcome, RunInfo};
 use crate::report::RelaxedReport;
 use crate::updates::{Move, UpdateRecord};
@@ -53,16 +51,6 @@ pub struct SavedRun {
     dir: PathBuf,
 }
 
-/// Lines of one file, each in it as soon as it is appended.
-#[derive(Debug)]
-pub struct Log<T> {
-    path: PathBuf,
-    file: File,
-    /// Length of the complete lines.
-    complete: u64,
-    lines: PhantomData<fn(&T)>,
-}
-
 /// The updates of a server shard, or of a worker without one: `updates-K.jsonl`.
 pub type UpdateLog = Log<UpdateRecord>;
 
@@ -79,6 +67,11 @@ impl RelaxedFolder {
         }
         write_info(&dir, &RunInfo { relaxed: true, ..info.clone() })?;
         Ok(RelaxedFolder { dir })
+    }
+
+    /// One that was made before.
+    pub fn at(dir: impl Into<PathBuf>) -> RelaxedFolder {
+        RelaxedFolder { dir: dir.into() }
     }
 
     /// Where it is.
@@ -157,56 +150,6 @@ impl SavedRun {
     }
 }
 
-impl<T: Serialize + DeserializeOwned> Log<T> {
-    /// Begins a file. Refuses one that exists.
-    pub fn create(path: impl Into<PathBuf>) -> Result<Log<T>, FolderError> {
-        let path = path.into();
-        let file = File::options().append(true).create_new(true).open(&path);
-        let file = file.map_err(|source| write_error(&path, source))?;
-        Ok(Log { path, file, complete: 0, lines: PhantomData })
-    }
-
-    /// Goes on with a file, or begins it, keeping the lines for which `keep` is true. A last line that
-    /// was never finished is dropped.
-    pub fn reopen_keeping(
-        path: impl Into<PathBuf>,
-        mut keep: impl FnMut(&T) -> bool,
-    ) -> Result<Log<T>, FolderError> {
-        let path = path.into();
-        let mut kept = Vec::new();
-        for_each_line(&path, "line of this log", |text, line| {
-            if keep(&line) {
-                kept.extend_from_slice(text);
-            }
-        })?;
-        replace(&path, |to| to.write_all(&kept))?;
-        let file = File::options().append(true).open(&path);
-        let file = file.map_err(|source| write_error(&path, source))?;
-        Ok(Log { path, file, complete: kept.len() as u64, lines: PhantomData })
-    }
-
-    /// Appends a line. After an error the file ends with the last complete one, and the next may be
-    /// appended once there is room.
-    pub fn append(&mut self, line: &T) -> Result<(), FolderError> {
-        self.append_all(std::slice::from_ref(line))
-    }
-
-    /// Appends several lines in one write, all or none.
-    pub fn append_all(&mut self, lines: &[T]) -> Result<(), FolderError> {
-        let mut text = Vec::new();
-        for line in lines {
-            write_line(&mut text, &self.path, line)?;
-        }
-        if let Err(source) = self.file.write_all(&text) {
-            // If this fails as well, readers still find one unfinished line at the end.
-            let _ = self.file.set_len(self.complete);
-            return Err(write_error(&self.path, source));
-        }
-        self.complete += text.len() as u64;
-        Ok(())
-    }
-}
-
 impl UpdateLog {
     /// Goes on after a crash whose server remembers everything up to `last_update`: updates beyond
     /// were not acknowledged, or will be replayed, and are dropped. Where pushes that were dropped for
@@ -228,50 +171,6 @@ fn files_of_updates(dir: &Path) -> Result<usize, FolderError> {
         files = files.max(number.filter(|number| *number < MOST_FILES).map_or(0, |k| k + 1));
     }
     Ok(files)
-}
-
-/// The complete lines of a file; none if it does not exist. `what` says what a line is, for errors.
-fn read_lines<T: DeserializeOwned>(path: &Path, what: &str) -> Result<Vec<T>, FolderError> {
-    let mut lines = Vec::new();
-    for_each_line(path, what, |_, line| lines.push(line))?;
-    Ok(lines)
-}
-
-/// Calls `take` with each complete line of a file, as it stands there and as it is understood.
-fn for_each_line<T: DeserializeOwned>(
-    path: &Path,
-    what: &str,
-    mut take: impl FnMut(&[u8], T),
-) -> Result<(), FolderError> {
-    let read_error = |source| FolderError::Read { path: path.into(), source };
-    let mut file = match File::open(path) {
-        Ok(file) => BufReader::new(file),
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
-        Err(source) => return Err(read_error(source)),
-    };
-    let mut text = Vec::new();
-    for number in 1.. {
-        text.clear();
-        file.read_until(b'\n', &mut text).map_err(read_error)?;
-        if is_unfinished(&text) {
-            // The end, or a line whose writer was killed. Even one that can be read is not complete,
-            // for its end is missing, and what is appended would go on in it.
-            break;
-        }
-        let line = serde_json::from_slice(&text).map_err(|error| FolderError::Malformed {
-            path: path.into(),
-            line: number,
-            reason: not_a(&text, what, &error),
-        })?;
-        take(&text, line);
-    }
-    Ok(())
-}
-
-fn write_line<T: Serialize>(to: &mut Vec<u8>, path: &Path, line: &T) -> Result<(), FolderError> {
-    serde_json::to_writer(&mut *to, line).map_err(|error| write_error(path, error.into()))?;
-    to.push(b'\n');
-    Ok(())
 }
 
 #[cfg(test)]

@@ -29,6 +29,10 @@ class _Codec(Protocol):
 def new_token() -> bytes:
     """A new secret, which all ranks of a job know and nobody else."""
 
+def worker_from_env() -> tuple[int, int, list[str] | None, bytes | None]:
+    """Who this process is, by its environment: its rank, how many workers there are, where their
+    servers are, and the token of the job."""
+
 def write_report(dir: str, info: str, steps: Sequence[str]) -> tuple[str, str, str]:
     """Makes the folder of a run from `run.toml` and the lines of `steps.jsonl`, both as JSON.
 

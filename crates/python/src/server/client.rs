@@ -4,23 +4,17 @@ use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
+use unisono_relaxed::downpour::Downpour;
 use unisono_relaxed::server::wire::Measured;
 use unisono_relaxed::server::{
-    Client, ClientOptions, Gradient, Pushed, Run, ServerError, Stopper, glance, reports,
+    ASK_EVERY, Client, ClientOptions, Gradient, Pushed, Run, ServerError, Stopper, reports,
+    wait_for_worker_zero,
 };
+use unisono_relaxed::spec::Level;
 
 use super::error::{Operation, Site};
-use super::replica::Replica;
 use super::settings::Settings;
 use super::{interrupt, memory};
-
-/// How often somebody who waits for other workers looks. Longer: it notices later. Shorter: servers
-/// answer more questions.
-const GLANCE: Duration = Duration::from_millis(50);
-
-/// How long worker 0 may take to set the servers up, at least. Longer: a job without it is noticed
-/// later. Shorter: with a large model on a busy machine, the others give up while it does so.
-const SET_UP: Duration = Duration::from_secs(60);
 
 /// What became of a step: of the push, if there was one, whether it was applied, its lead, its delay
 /// and the workers present; whether the run is over; seconds of waiting.
@@ -43,7 +37,7 @@ struct Work {
     /// Until the worker has left.
     client: Option<Client>,
     /// At downpour.
-    replica: Option<Replica>,
+    replica: Option<Downpour>,
     /// Since when a gradient is being computed.
     since: Instant,
 }
@@ -66,17 +60,14 @@ impl ServerClient {
         let initial: Vec<Vec<f32>> = initial.iter().map(|weights| weights.to_vec()).collect();
         let joining = (run.clone(), options.clone());
         let joined = interrupt::owning(py, move || join(&joining.0, joining.1, &initial))?;
-        let client = joined.map_err(|error| match error {
-            NotJoined::Server(error) => site.failed(py, &error),
-            NotJoined::Alone(waited) => site.not_formed(
-                py,
-                &format_args!(
-                    "rank 0, whose weights the run begins with, has not joined within {waited:?}; \
-                     start it, or be more patient"
-                ),
-            ),
-        })?;
-        let replica = Replica::new(&run, &optimizer, client.clock()).map_err(invalid)?;
+        let client = joined.map_err(|error| site.failed(py, &error))?;
+        let replica = match run.level {
+            Level::Downpour(periods) => {
+                let replica = Downpour::new(periods, &optimizer, &lengths, client.clock());
+                Some(replica.map_err(|error| invalid(error.to_string()))?)
+            }
+            _ => None,
+        };
         Ok(ServerClient {
             stopper: client.stopper(),
             work: Mutex::new(Work { client: Some(client), replica, since: Instant::now() }),
@@ -153,7 +144,7 @@ impl ServerClient {
                 return Ok(false);
             }
             py.check_signals()?;
-            py.detach(|| std::thread::sleep(GLANCE));
+            py.detach(|| std::thread::sleep(ASK_EVERY));
         }
     }
 }
@@ -234,15 +225,20 @@ impl Work {
         let client = self.client.as_mut().ok_or(Unable::Left)?;
         let (pushed, blocked) = match &mut self.replica {
             Some(replica) => {
-                replica.step(weights, gradients, measured);
+                for (parameter, gradient) in gradients.iter().enumerate() {
+                    if let Some(gradient) = gradient {
+                        replica.update(parameter, weights[parameter], gradient);
+                    }
+                }
+                replica.end_step(measured);
                 let start = Instant::now();
                 let mut pushed = None;
-                if replica.is_full() {
+                if replica.push_is_due() {
                     let (gathered, measured) = replica.gathered();
                     pushed = Some(client.push(&gathered, measured)?);
-                    replica.empty();
+                    replica.clear();
                 }
-                if replica.is_thirsty() {
+                if replica.fetch_is_due() {
                     client.pull(None, &mut into(weights))?;
                 }
                 (pushed, start.elapsed())
@@ -259,34 +255,10 @@ impl Work {
     }
 }
 
-/// Why a worker did not join.
-enum NotJoined {
-    /// A server.
-    Server(ServerError),
-    /// Worker 0 did not come for so long.
-    Alone(Duration),
-}
-
-/// Joins, after worker 0: it is its weights that the run begins with, whoever is faster.
-fn join(run: &Run, options: ClientOptions, initial: &[Vec<f32>]) -> Result<Client, NotJoined> {
-    let (start, limit) = (Instant::now(), options.patience.max(SET_UP));
-    loop {
-        let reports = glance(run, &options).map_err(NotJoined::Server)?;
-        let Some(server) = reports.iter().position(Option::is_none) else { break };
-        if options.worker == 0 {
-            // Whoever pushes has joined all servers. So one that knows of nothing while another has
-            // updates has forgotten, and must not be given the weights of the beginning.
-            if reports.iter().flatten().any(|report| report.updates > 0) {
-                return Err(NotJoined::Server(ServerError::Forgotten { server }));
-            }
-            break;
-        }
-        if start.elapsed() > limit {
-            return Err(NotJoined::Alone(limit));
-        }
-        std::thread::sleep(GLANCE);
-    }
-    Client::join(run, options, &|parameter| initial[parameter].clone()).map_err(NotJoined::Server)
+/// Joins, after worker 0: it is its weights that the run begins with, whichever worker is faster.
+fn join(run: &Run, options: ClientOptions, initial: &[Vec<f32>]) -> Result<Client, ServerError> {
+    wait_for_worker_zero(run, &options)?;
+    Client::join(run, options, &|parameter| initial[parameter].clone())
 }
 
 /// The gradients that there are.

@@ -55,6 +55,7 @@ impl Site {
                 ", and give all workers the same model, optimizer, level, codec and steps",
             ),
             ServerError::Forgotten { .. } => ("PeerLost", ""),
+            ServerError::NotBegun { .. } => ("FormError", ""),
             ServerError::Superseded { .. } => ("Aborted", "; end this process"),
             ServerError::Stopped => {
                 return self.unusable(py, "a wait was interrupted, and the worker has left");
@@ -67,11 +68,6 @@ impl Site {
     /// The exception for arguments that make no sense.
     pub fn invalid(&self, py: Python<'_>, text: &dyn Display) -> PyErr {
         self.raise(py, "InvalidCall", text)
-    }
-
-    /// The exception for a job that does not come together.
-    pub fn not_formed(&self, py: Python<'_>, text: &dyn Display) -> PyErr {
-        self.raise(py, "FormError", text)
     }
 
     /// The exception for a client that cannot be used (any more).

@@ -8,9 +8,25 @@ mod error;
 mod interrupt;
 mod memory;
 mod optimizer;
-mod replica;
 mod settings;
 mod shard;
 
+use std::borrow::Cow;
+
+use pyo3::prelude::*;
+use unisono_cluster::worker::Worker;
+
+use crate::error::not_begun;
 pub use client::ServerClient;
 pub use shard::ServerShard;
+
+/// A worker: its rank, how many there are, where servers are, and the token.
+type Known = (u32, u32, Option<Vec<String>>, Option<Cow<'static, [u8]>>);
+
+/// Who this process is, by its environment.
+#[pyfunction]
+pub fn worker_from_env(py: Python<'_>) -> PyResult<Known> {
+    let worker = Worker::from_env().map_err(|error| not_begun(py, error.to_string()))?;
+    let token = worker.token.map(|token| Cow::Owned(token.as_bytes().to_vec()));
+    Ok((worker.rank, worker.world, worker.servers, token))
+}

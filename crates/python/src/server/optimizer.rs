@@ -1,6 +1,6 @@
 //! The optimizer of the servers, as a text: `NAME[:KEY=VALUE,…]`, such as `momentum:lr=0.1`.
 
-use unisono_sync::optimizer::{LearningRate, OptimizerSpec};
+use unisono_optimizer::{LearningRate, OptimizerSpec};
 
 /// Adam without weight decay is AdamW without.
 const ADAM: &str = "adam";

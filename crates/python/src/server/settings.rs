@@ -6,10 +6,10 @@ use pyo3::prelude::*;
 use unisono_codec::Rules;
 use unisono_collective::{Options, Transport};
 use unisono_net::Token;
+use unisono_optimizer::OptimizerSpec;
 use unisono_relaxed::server::{self, ClientOptions, Run};
 use unisono_relaxed::spec::Level;
 use unisono_relaxed::stale::Stale;
-use unisono_sync::optimizer::{LearningRate, OptimizerSpec};
 
 use super::optimizer;
 
@@ -57,12 +57,10 @@ impl Settings {
         if self.worker >= self.workers {
             return Err(format!("rank {} is not one of {} workers", self.worker, self.workers));
         }
-        let optimizer = shared(self.optimizer()?, level, self.workers);
-        let mut run = Run::new(self.shapes.clone(), optimizer, level);
+        let (shapes, optimizer) = (self.shapes.clone(), self.optimizer()?);
+        let mut run = Run::of_steps(shapes, &optimizer, level, self.workers, self.steps);
         run.codecs = self.codecs()?;
         run.stale = stale;
-        run.total = self.steps.map_or(u64::MAX, |steps| total(steps, level, self.workers));
-        run.workers = self.workers;
         run.shards = self.workers;
         run.seed = self.seed;
         run.timeout = environment()?.timeout;
@@ -104,36 +102,4 @@ impl Settings {
 
 pub(super) fn environment() -> Result<Options, String> {
     Options::from_env().map_err(|error| error.to_string())
-}
-
-/// The optimizer of the servers. Where every worker's gradient is an update by itself, there are as
-/// many more of them, each as much shorter: so a learning rate means the same at every level.
-fn shared(spec: OptimizerSpec, level: Level, workers: u32) -> OptimizerSpec {
-    let share = match level {
-        Level::Ssp(_) | Level::SspAuto | Level::Async => f64::from(workers),
-        _ => 1.0,
-    };
-    let updates = |steps| match level {
-        Level::Bsp => steps,
-        _ => total(steps, level, workers),
-    };
-    spec.with_learning_rate(match spec.learning_rate() {
-        LearningRate::Constant(rate) => LearningRate::Constant(rate / share),
-        LearningRate::Cosine { peak, floor, warm_up, steps } => LearningRate::Cosine {
-            peak: peak / share,
-            floor: floor / share,
-            warm_up: updates(warm_up),
-            steps: updates(steps),
-        },
-    })
-}
-
-/// After how many pushes, or rounds, everybody has made so many steps.
-fn total(steps: u64, level: Level, workers: u32) -> u64 {
-    let pushes = steps.saturating_mul(u64::from(workers));
-    match level {
-        Level::Bsp => steps,
-        Level::Downpour { push, .. } => pushes.div_ceil(u64::from(push)),
-        _ => pushes,
-    }
 }

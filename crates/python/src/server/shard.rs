@@ -40,7 +40,7 @@ impl ServerShard {
         let files = Files { number, ..Files::default() };
         let encrypt = environment().map_err(failed)?.encrypt;
         let token = Token::from_bytes(token).with_encryption(encrypt);
-        let options = ShardOptions { token, files };
+        let options = ShardOptions { token, files, recorder: None };
         let shard = py.detach(|| Shard::start(listener, options));
         let shard = Mutex::new(Some(shard.map_err(|error| failed(error.to_string()))?));
         Ok(ServerShard { address, shard, process: std::process::id() })

@@ -7,9 +7,7 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyDict;
 use unisono_sync::Parameter;
-use unisono_sync::local::{LocalSteps as Library, StrategySpec};
-use unisono_sync::shards::Shards;
-use unisono_sync::strategy;
+use unisono_sync::strategy::{LocalSteps as Library, Strategy, StrategySpec};
 
 use super::lease::Lease;
 use super::places::{Place, Places};
@@ -120,10 +118,7 @@ impl LocalSteps {
             for parameter in 0..parameters.len() {
                 engine.broadcast(places.of(parameter), 0)?;
             }
-            let workers = engine.size();
-            let replicas = Shards::new(workers, workers)?;
-            let travel = strategy::build(Some(&engine), replicas, true, &parameters, compression)?;
-            let mut library = Library::new(travel, workers, &parameters, plan);
+            let mut library = Library::new(Some(&engine), &parameters, plan, compression)?;
             library.begin(&places);
             Ok(library)
         })?;

@@ -2,7 +2,7 @@
 
 use pyo3::prelude::*;
 use unisono_sync::Parameter;
-use unisono_sync::local::Weights;
+use unisono_sync::strategy::Weights;
 
 /// Where the numbers of a parameter are: the address of the first, and how many.
 #[derive(Clone, Copy, Debug, FromPyObject)]

@@ -61,6 +61,7 @@ pub enum GossipError {
         /// This worker.
         rank: u32,
         /// What it said.
+        #[source]
         cause: io::Error,
     },
 }

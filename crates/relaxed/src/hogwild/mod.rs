@@ -25,5 +25,5 @@ mod run;
 mod weights;
 
 pub use clocks::Clocks;
-pub use run::{Hogwild, Step};
+pub use run::{Hogwild, Step, Thread, run};
 pub use weights::SharedWeights;

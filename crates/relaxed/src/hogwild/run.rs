@@ -13,9 +13,10 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 use std::thread::{self, ScopedJoinHandle};
 use std::time::Instant;
 
-use unisono_insight::updates::UpdateRecord;
-
 use super::{Clocks, SharedWeights};
+use crate::events::Update;
+use crate::server::core::{Age, PushId};
+use crate::server::wire::Measured;
 
 /// Records that wait for the caller's thread. With room for fewer, threads wait for a caller who
 /// writes to a slow disk; more is only memory.
@@ -65,49 +66,84 @@ impl Hogwild<'_> {
     pub fn train<S, E>(
         &self,
         start: impl Fn(usize) -> Result<S, E> + Sync,
-        mut record: impl FnMut(UpdateRecord),
+        record: impl FnMut(Update),
     ) -> Result<u64, E>
     where
         S: FnMut(u64, &SharedWeights) -> Result<Step, E>,
         E: Send,
     {
-        assert!(self.threads > 0, "training takes at least one thread");
-        let shared = Shared {
-            run: self,
-            claimed: AtomicU64::new(0),
-            ended: AtomicBool::new(false),
-            clocks: Clocks::new(self.threads),
-        };
-        let (shared, start) = (&shared, &start);
-        let mut made = 0;
-        let outcomes: Vec<Result<(), E>> = thread::scope(|scope| {
-            let (reports, received) = sync_channel(WAITING);
-            let spawn = |thread: usize| {
-                let reports = reports.clone();
-                scope.spawn(move || shared.work(thread, start, &reports))
-            };
-            let threads: Vec<_> = (0..self.threads).map(spawn).collect();
-            drop(reports);
-            // Ends when the last thread does. If `record` panics, `received` is dropped, and the
-            // threads find nobody to report to.
-            for mut report in received {
-                made += 1;
-                report.update = made;
-                record(report);
+        let Hogwild { weights, threads, updates, stop, began } = *self;
+        let body = |mut thread: Thread<'_>| {
+            let mut step = start(thread.number())?;
+            while let Some(clock) = thread.begin() {
+                let step = step(clock, weights)?;
+                if !thread.end(step) {
+                    break;
+                }
             }
-            let join = |thread: ScopedJoinHandle<'_, _>| {
-                thread.join().unwrap_or_else(|panic| resume_unwind(panic))
-            };
-            threads.into_iter().map(join).collect()
-        });
-        outcomes.into_iter().collect::<Result<(), E>>()?;
-        Ok(made)
+            Ok(())
+        };
+        run(threads, updates, stop, began, body, record).map(|(_, made)| made)
     }
+}
+
+/// Runs `body` on so many threads, which together make so many updates, and gives `record` what they
+/// report, on the caller's thread. Returns what the bodies did, and the number of updates that were made.
+///
+/// # Errors
+/// As [`Hogwild::train`].
+///
+/// # Panics
+/// As [`Hogwild::train`].
+pub fn run<T: Send, E: Send>(
+    threads: usize,
+    updates: u64,
+    stop: &AtomicBool,
+    began: Instant,
+    body: impl Fn(Thread<'_>) -> Result<T, E> + Sync,
+    mut record: impl FnMut(Update),
+) -> Result<(Vec<T>, u64), E> {
+    assert!(threads > 0, "training takes at least one thread");
+    let shared = Shared {
+        updates,
+        stop,
+        began,
+        claimed: AtomicU64::new(0),
+        ended: AtomicBool::new(false),
+        clocks: Clocks::new(threads),
+        threads,
+    };
+    let (shared, body) = (&shared, &body);
+    let mut made = 0;
+    let outcomes: Vec<Result<T, E>> = thread::scope(|scope| {
+        let (reports, received) = sync_channel(WAITING);
+        let spawn = |number: usize| {
+            let thread = Thread { shared, number, reports: reports.clone(), begun: None };
+            scope.spawn(move || body(thread))
+        };
+        let threads: Vec<_> = (0..threads).map(spawn).collect();
+        drop(reports);
+        // Ends when the last thread does. If `record` panics, `received` is dropped, and the threads
+        // find that their reports are not received any more.
+        for mut report in received {
+            made += 1;
+            report.update = made;
+            record(report);
+        }
+        let join = |thread: ScopedJoinHandle<'_, _>| {
+            thread.join().unwrap_or_else(|panic| resume_unwind(panic))
+        };
+        threads.into_iter().map(join).collect()
+    });
+    Ok((outcomes.into_iter().collect::<Result<_, E>>()?, made))
 }
 
 /// What the threads of a run share beside the weights.
 struct Shared<'a> {
-    run: &'a Hogwild<'a>,
+    updates: u64,
+    stop: &'a AtomicBool,
+    began: Instant,
+    threads: usize,
     /// Updates that were claimed, and perhaps made: more than there are to make, in the end.
     claimed: AtomicU64,
     /// Whether a thread has ended.
@@ -115,66 +151,73 @@ struct Shared<'a> {
     clocks: Clocks,
 }
 
-impl Shared<'_> {
-    /// The life of one thread.
-    fn work<S, E>(
-        &self,
-        thread: usize,
-        start: impl Fn(usize) -> Result<S, E>,
-        reports: &SyncSender<UpdateRecord>,
-    ) -> Result<(), E>
-    where
-        S: FnMut(u64, &SharedWeights) -> Result<Step, E>,
-    {
-        let _last_words = SetOnDrop(&self.ended);
-        let mut step = start(thread)?;
-        while self.claims() {
-            let clock = self.clocks.of(thread);
-            let lead = clock.saturating_sub(self.clocks.slowest());
-            let version = self.clocks.of_others(thread);
-            let Step { loss, samples, compute } = step(clock, self.run.weights)?;
-            let delay = self.clocks.of_others(thread) - version;
-            self.clocks.tick(thread);
-            let report = UpdateRecord {
-                time: self.run.began.elapsed().as_secs_f64(),
-                // The caller's thread numbers updates.
-                update: 0,
-                worker: thread as u32,
-                life: 1,
-                push: clock + 1,
-                clock,
-                lead,
-                delay,
-                present: self.run.threads as u32,
-                loss,
-                samples,
-                compute,
-                // Nobody waits for anybody, and nothing leaves the process.
-                blocked: 0.0,
-                bytes: 0,
-            };
-            if reports.send(report).is_err() {
-                break;
-            }
-        }
-        Ok(())
+/// One thread's part of a run. When it is dropped, be it by a panic, the other threads end after the
+/// step they are in.
+pub struct Thread<'a> {
+    shared: &'a Shared<'a>,
+    number: usize,
+    reports: SyncSender<Update>,
+    begun: Option<Begun>,
+}
+
+/// What was known when an update was claimed.
+struct Begun {
+    clock: u64,
+    lead: u64,
+    version: u64,
+}
+
+impl Thread<'_> {
+    /// Which thread this is, from 0.
+    pub fn number(&self) -> usize {
+        self.number
     }
 
-    /// Claims an update, unless the run is over. The flags come first: who claims an update makes it.
-    /// They and the counter say nothing about other memory, and are relaxed.
-    fn claims(&self) -> bool {
-        !self.run.stop.load(Relaxed)
-            && !self.ended.load(Relaxed)
-            && self.claimed.fetch_add(1, Relaxed) < self.run.updates
+    /// Claims an update, before the weights are read: this thread's clock. `None` if the run is over.
+    ///
+    /// The flags come first: who claims an update makes it. They and the counter say nothing about other
+    /// memory, and are relaxed.
+    pub fn begin(&mut self) -> Option<u64> {
+        let Shared { updates, claimed, clocks, .. } = self.shared;
+        if self.is_over() || claimed.fetch_add(1, Relaxed) >= *updates {
+            return None;
+        }
+        let clock = clocks.of(self.number);
+        let lead = clock.saturating_sub(clocks.slowest());
+        self.begun = Some(Begun { clock, lead, version: clocks.of_others(self.number) });
+        Some(clock)
+    }
+
+    /// The update that was claimed is made. `false` if the caller of the run takes no more reports.
+    ///
+    /// # Panics
+    /// If none was claimed.
+    pub fn end(&mut self, step: Step) -> bool {
+        let Begun { clock, lead, version } = self.begun.take().expect("an update was claimed");
+        let Step { loss, samples, compute } = step;
+        let delay = self.shared.clocks.of_others(self.number) - version;
+        self.shared.clocks.tick(self.number);
+        let report = Update {
+            time: self.shared.began.elapsed().as_secs_f64(),
+            // The caller's thread numbers updates.
+            update: 0,
+            push: PushId { worker: self.number as u32, life: 1, number: clock + 1, clock },
+            age: Age { lead, delay, present: self.shared.threads as u32 },
+            // No thread waits for another, and nothing leaves the process.
+            measured: Measured { loss, samples, compute, ..Measured::default() },
+        };
+        self.reports.send(report).is_ok()
+    }
+
+    /// Whether the run was stopped, or another thread has ended.
+    pub fn is_over(&self) -> bool {
+        self.shared.stop.load(Relaxed) || self.shared.ended.load(Relaxed)
     }
 }
 
-/// Sets a flag when a thread ends, be it by a panic.
-struct SetOnDrop<'a>(&'a AtomicBool);
-
-impl Drop for SetOnDrop<'_> {
+impl Drop for Thread<'_> {
     fn drop(&mut self) {
-        self.0.store(true, Relaxed);
+        self.shared.ended.store(true, Relaxed);
     }
 }
 
@@ -199,7 +242,7 @@ mod tests {
     #[test]
     fn exactly_as_many_updates_are_made_and_recorded() {
         let (weights, stop) = (SharedWeights::new([[0.0]]), AtomicBool::new(false));
-        let mut records: Vec<UpdateRecord> = Vec::new();
+        let mut records: Vec<Update> = Vec::new();
         let made = run(&weights, 5000, &stop)
             .train(|_| Ok(|_, weights: &_| subtract_one(weights)), |record| records.push(record));
         assert_eq!(made, Ok(5000));
@@ -207,18 +250,19 @@ mod tests {
 
         assert!(records.iter().map(|record| record.update).eq(1..=5000));
         for thread in 0..3 {
-            let own: Vec<_> = records.iter().filter(|record| record.worker == thread).collect();
-            assert!(own.iter().map(|record| record.push).eq(1..=own.len() as u64));
-            assert!(own.iter().all(|record| record.clock + 1 == record.push));
+            let own: Vec<_> =
+                records.iter().filter(|record| record.push.worker == thread).collect();
+            assert!(own.iter().map(|record| record.push.number).eq(1..=own.len() as u64));
+            assert!(own.iter().all(|record| record.push.clock + 1 == record.push.number));
             assert!(own.is_sorted_by_key(|record| record.time));
             // What others did during one's steps is part of what they did.
-            let delays: u64 = own.iter().map(|record| record.delay).sum();
+            let delays: u64 = own.iter().map(|record| record.age.delay).sum();
             assert!(delays <= 5000 - own.len() as u64, "{delays}");
-            assert!(own.iter().all(|record| record.lead <= record.clock));
+            assert!(own.iter().all(|record| record.age.lead <= record.push.clock));
         }
-        let record = records.last().unwrap();
-        assert_eq!((record.loss, record.samples, record.compute), (0.5, 3, 0.25));
-        assert_eq!((record.life, record.present, record.bytes, record.blocked), (1, 3, 0, 0.0));
+        let Update { push, age, measured, .. } = records.last().unwrap();
+        assert_eq!((measured.loss, measured.samples, measured.compute), (0.5, 3, 0.25));
+        assert_eq!((push.life, age.present, measured.bytes, measured.blocked), (1, 3, 0, 0.0));
     }
 
     /// The first thread reads, then the second takes four steps, then the first one updates.
@@ -246,13 +290,14 @@ mod tests {
         let run = Hogwild { threads: 2, ..run(&weights, 6, &stop) };
         assert_eq!(run.train(started, |record| records.push(record)), Ok(6));
         let find = |worker: u32, clock: u64| {
-            let found =
-                records.iter().find(|record| (record.worker, record.clock) == (worker, clock));
+            let found = records
+                .iter()
+                .find(|record| (record.push.worker, record.push.clock) == (worker, clock));
             found.unwrap_or_else(|| panic!("step {clock} of {worker} is none of {records:?}"))
         };
-        assert!((4..=5).contains(&find(0, 0).delay), "{records:?}");
-        assert_eq!([0, 1, 2, 3].map(|clock| find(1, clock).delay), [0; 4]);
-        assert_eq!([0, 1, 2, 3].map(|clock| find(1, clock).lead), [0, 1, 2, 3]);
+        assert!((4..=5).contains(&find(0, 0).age.delay), "{records:?}");
+        assert_eq!([0, 1, 2, 3].map(|clock| find(1, clock).age.delay), [0; 4]);
+        assert_eq!([0, 1, 2, 3].map(|clock| find(1, clock).age.lead), [0, 1, 2, 3]);
     }
 
     #[test]

@@ -19,8 +19,8 @@ pub mod store;
 pub mod wire;
 
 pub use client::{
-    Client, ClientOptions, Gradient, Pushed, Run, ServerError, Stopper, Transport, glance, look,
-    reports,
+    ASK_EVERY, Client, ClientOptions, Gradient, Pushed, Run, ServerError, Stopper, Transport,
+    glance, has_begun, is_over, look, reports, wait_for_worker_zero,
 };
 pub use job::{Files, Job, JobError};
 pub use shard::{Shard, ShardError, ShardOptions, unix_target};

@@ -19,20 +19,20 @@ use unisono_net::{
     Acceptor, Admission, Connection as NetConnection, Introduction, Target, Token, new_socket,
 };
 
-use super::job::{Caller, Files, Job, JobError, MOST_WORKERS, Unserved, total_bytes};
-use super::journal::Journal;
+use super::job::{Caller, Files, Job, JobError, MOST_WORKERS, Unserved, Waiting, total_bytes};
 use super::link::{Link, Pulse, bytes, numbers};
-use super::lives::Lives;
 use super::store::{Abandoned, Weights};
 use super::wire::{Part, Reply, Request, SERVER, Setup};
+use crate::events::Recorder;
 
 /// How a shard is served.
-#[derive(Clone, Debug)]
 pub struct ShardOptions {
     /// The token of the job.
     pub token: Token,
     /// Where it writes.
     pub files: Files,
+    /// Who records the run.
+    pub recorder: Option<Box<dyn Recorder>>,
 }
 
 /// A server shard, until it is dropped.
@@ -43,7 +43,7 @@ pub struct Shard {
 }
 
 struct Shared {
-    options: ShardOptions,
+    files: Files,
     job: OnceLock<Job>,
     /// Held while a run is set up; what waits for one.
     setting_up: Mutex<Waiting>,
@@ -55,13 +55,6 @@ struct Shared {
     failure: Mutex<Option<JobError>>,
     has_failed: AtomicBool,
     woken: Condvar,
-}
-
-/// What a shard has before it knows of a run.
-#[derive(Default)]
-struct Waiting {
-    journal: Option<Journal>,
-    lives: Lives,
 }
 
 /// A connection and its thread, to end them.
@@ -87,32 +80,33 @@ impl Shard {
     /// of this host find by the same address. Goes on with what the journal holds, if it holds
     /// anything.
     pub fn start(listener: Socket, options: ShardOptions) -> Result<Shard, ShardError> {
-        let (job, journal) = Job::recover(&options.files)?;
+        let ShardOptions { token, files, recorder } = options;
+        let (job, waiting) = Job::recover(&files, recorder)?;
         if let Some(Ok(report)) = job.as_ref().map(Job::report) {
             log::info!("goes on after {} updates", report.updates);
         }
         let address = listener.local_addr()?;
         let mut listeners = vec![listener];
-        match unix_listener(&options.token, &address) {
+        match unix_listener(&token, &address) {
             Ok(unix) => listeners.push(unix),
             Err(error) => log::warn!("no shared memory, for want of a Unix socket: {error}"),
         }
         let shared = Arc::new(Shared {
             job: job.map_or_else(OnceLock::new, OnceLock::from),
-            setting_up: Mutex::new(Waiting { journal, ..Waiting::default() }),
+            setting_up: Mutex::new(waiting),
             connections: Mutex::new(Vec::new()),
             accepted: AtomicU64::new(0),
             stop: AtomicBool::new(false),
             failure: Mutex::new(None),
             has_failed: AtomicBool::new(false),
             woken: Condvar::new(),
-            options: options.clone(),
+            files,
         });
         let serving = shared.clone();
         let on_connection = move |connection, introduction| {
             serving.guard(|| Shared::welcome(&serving, connection, introduction));
         };
-        let admission = Admission::new(options.token, &[SERVER]);
+        let admission = Admission::new(token, &[SERVER]);
         let acceptor = Acceptor::start(listeners, admission, on_connection)?;
         let ticking = shared.clone();
         let ticker = std::thread::Builder::new()
@@ -193,7 +187,7 @@ enum Served {
 
 impl Shared {
     fn welcome(shared: &Arc<Shared>, connection: NetConnection, introduction: Introduction) {
-        let is_meant = introduction.to as usize == shared.options.files.number;
+        let is_meant = introduction.to as usize == shared.files.number;
         let caller = Caller {
             worker: introduction.from,
             life: introduction.epoch,
@@ -235,7 +229,7 @@ impl Shared {
     fn turn_away(&self, link: &mut Link, meant: u32) -> io::Result<()> {
         log::warn!("a worker takes this server for server {meant}");
         link.take_offer()?;
-        let number = self.options.files.number as u32;
+        let number = self.files.number as u32;
         match link.receive::<Request>()? {
             Some(_) => link.send(&Reply::OtherServer { number }, &[]),
             None => Ok(()),
@@ -376,8 +370,8 @@ impl Shared {
         }
         let weights = bulk.into_iter().map(|part| Ok(numbers(part)?.to_vec()));
         let weights = weights.collect::<io::Result<Vec<Vec<f32>>>>()?;
-        let Waiting { journal, lives } = std::mem::take(&mut *waiting);
-        Ok(match Job::new(setup, weights, lives, &self.options.files, journal) {
+        let waiting = std::mem::take(&mut *waiting);
+        Ok(match Job::new(setup, weights, &self.files, waiting) {
             Ok(job) => {
                 let fresh = self.job.set(job).is_ok();
                 debug_assert!(fresh, "set under the lock");
@@ -517,7 +511,7 @@ mod tests {
             warm_up: 0,
             error_feedback: false,
         };
-        let shard = ShardOptions { token: TOKEN, files: Files::default() };
+        let shard = ShardOptions { token: TOKEN, files: Files::default(), recorder: None };
         let shard = Shard::start(listener.into(), shard).unwrap();
         let mut run = Run::new(vec![vec![2]], "sgd".parse().unwrap(), "ssp:0".parse().unwrap());
         (run.workers, run.shards) = (2, 2);

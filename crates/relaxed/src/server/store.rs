@@ -21,7 +21,7 @@ use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
-use unisono_sync::optimizer::{Optimizer, OptimizerSpec, WrongState};
+use unisono_optimizer::{Optimizer, OptimizerSpec, WrongState};
 
 use crate::stale;
 
@@ -354,7 +354,7 @@ impl State {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use unisono_sync::optimizer::LearningRate;
+    use unisono_optimizer::LearningRate;
 
     /// Of a few elements per block, so that a piece has several.
     fn store(optimizer: &str, weights: Vec<Vec<f32>>) -> Store {

@@ -12,11 +12,14 @@
 use std::io;
 
 use serde::{Deserialize, Serialize};
+use unisono_codec::CodecSpec;
 use unisono_net::Purpose;
-use unisono_sync::optimizer::OptimizerSpec;
+use unisono_optimizer::OptimizerSpec;
 
 use super::core::{Age, Joined, Ledger, PushId, Refusal};
 use super::layout::Piece;
+use crate::spec::Level;
+use crate::stale::Stale;
 
 /// Connections of workers to a parameter server.
 pub const SERVER: Purpose = Purpose::new(*b"serv");
@@ -31,10 +34,10 @@ pub struct Setup {
     pub pieces: Vec<Piece>,
     /// What makes weights of gradients.
     pub optimizer: OptimizerSpec,
-    /// The consistency level, as it is written.
-    pub level: String,
-    /// What becomes of stale gradients, as it is written.
-    pub stale: String,
+    /// The consistency level.
+    pub level: Level,
+    /// What becomes of stale gradients.
+    pub stale: Stale,
     /// After how many pushes the run is over; in lock-step, after how many rounds.
     pub total: u64,
     /// Workers of the run.
@@ -42,7 +45,7 @@ pub struct Setup {
     /// Shards of the global batch, by which lock-step fixes the order of additions.
     pub shards: u32,
     /// What each piece is encoded by, if it is.
-    pub codecs: Vec<Option<String>>,
+    pub codecs: Vec<Option<CodecSpec>>,
     /// The seed of the run.
     pub seed: u64,
     /// How long a worker may be silent, in milliseconds.

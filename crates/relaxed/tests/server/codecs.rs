@@ -107,11 +107,8 @@ fn encodings_are_smaller() {
             let dir = tempfile::tempdir().unwrap();
             let mut lab = Lab::idle(1, TRANSPORTS[0]);
             let run = run(&codec);
-            crate::lab::run_folder(dir.path(), &run);
-            lab.serve(unisono_relaxed::server::Files {
-                run: Some(dir.path().to_owned()),
-                ..Default::default()
-            });
+            lab.record(dir.path(), &run);
+            lab.serve(Default::default());
             let mut client = Client::join(&run, lab.options(0), &|p| zeros(&run, p)).unwrap();
             let gradient = gradient(0);
             let mut push = || {

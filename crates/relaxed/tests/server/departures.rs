@@ -7,7 +7,7 @@ use unisono_relaxed::server::wire::{Part, Reply, Request};
 use unisono_relaxed::server::{Client, ClientOptions, Files, ServerError, Transport, link};
 
 use crate::forked;
-use crate::lab::{Counter, Lab, TRANSPORTS, call, counting, recorded, run_folder, within};
+use crate::lab::{Counter, Lab, TRANSPORTS, call, counting, recorded, within};
 
 /// The timeout is an hour here: only the end of the connection frees the others.
 #[test]
@@ -168,9 +168,9 @@ fn in_lockstep_a_push_that_comes_too_late_is_dropped() {
     within("a late push", || {
         let dir = tempfile::tempdir().unwrap();
         let run = counting("bsp", 2);
-        run_folder(dir.path(), &run);
         let mut lab = Lab::idle(1, Transport::Tcp);
-        lab.serve(Files { run: Some(dir.path().to_owned()), ..Files::default() });
+        lab.record(dir.path(), &run);
+        lab.serve(Files::default());
         let mut stays = lab.client(&run, 0);
         let ones = [1.0f32; 2];
         let gradients = [(0, vec![&ones[..]])];

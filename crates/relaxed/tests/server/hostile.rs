@@ -11,12 +11,19 @@ use memmap2::MmapOptions;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use socket2::Socket;
+use unisono_codec::dgc::DgcSettings;
+use unisono_codec::spec::Values;
+use unisono_codec::topk::Selection;
+use unisono_codec::{CodecSpec, Wire};
 use unisono_net::{Dialer, Introduction, frame};
+use unisono_relaxed::downpour::Periods;
 use unisono_relaxed::server::core::PushId;
 use unisono_relaxed::server::layout::Piece;
 use unisono_relaxed::server::link::Link;
 use unisono_relaxed::server::wire::{self, Measured, Part, Reply, Request, Setup};
 use unisono_relaxed::server::{Files, Run, Transport, unix_target};
+use unisono_relaxed::spec::Level;
+use unisono_relaxed::stale::Stale;
 
 use crate::lab::{Counter, HUNG, Lab, TOKEN, call, counting, counts, setup, within};
 
@@ -78,7 +85,7 @@ fn absurd_setups(good: &Setup) -> Vec<Setup> {
         codecs: vec![None; shapes.len()],
         ..good.clone()
     };
-    let codec = |text: &str| Setup { codecs: vec![Some(text.into())], ..with(&[&[3]]) };
+    let codec = |codec: CodecSpec| Setup { codecs: vec![Some(codec)], ..with(&[&[3]]) };
     let most = usize::MAX;
     vec![
         good.clone(),
@@ -99,12 +106,16 @@ fn absurd_setups(good: &Setup) -> Vec<Setup> {
         Setup { workers: 5, shards: 4, ..good.clone() },
         Setup { timeout_ms: 0, ..good.clone() },
         Setup { timeout_ms: u64::MAX, total: 0, ..good.clone() },
-        Setup { level: "gossip".into(), ..good.clone() },
-        Setup { level: "x".repeat(100_000), ..good.clone() },
-        Setup { stale: "compensate:nan".into(), ..good.clone() },
-        codec("powersgd:4"),
-        codec("topk:2"),
-        codec("\u{0}"),
+        Setup { level: Level::Gossip, ..good.clone() },
+        Setup { level: Level::Ssp(u64::MAX), ..good.clone() },
+        Setup { level: Level::Downpour(Periods { push: 0, fetch: 1 }), ..good.clone() },
+        Setup { stale: Stale::Compensate(f32::NAN), ..good.clone() },
+        codec(CodecSpec::PowerSgd(4, Wire::F32)),
+        codec(CodecSpec::PowerSgd(usize::MAX, Wire::F32)),
+        codec(CodecSpec::TopK(2.0, Selection::Exact, Values::F32)),
+        codec(CodecSpec::RandK(f64::NAN, Wire::F32)),
+        codec(CodecSpec::Qsgd(u32::MAX)),
+        codec(CodecSpec::Dgc(DgcSettings { momentum: -1.0, ..Default::default() }, Values::F32)),
     ]
 }
 

@@ -1,22 +1,24 @@
 //! Shards, workers, and what tests have in common.
 
 use std::net::{SocketAddr, TcpListener};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use socket2::{Domain, Socket, Type};
+use unisono::recording::relaxed::ShardRecorder;
 use unisono_insight::RunInfo;
 use unisono_insight::relaxed::RelaxedRun;
 use unisono_insight::relaxed::folder::RelaxedFolder;
 use unisono_net::{Dialer, Introduction, Target, Token};
+use unisono_optimizer::{LearningRate, OptimizerSpec};
+use unisono_relaxed::events::Recorder;
 use unisono_relaxed::server::link::Link;
 use unisono_relaxed::server::wire::{Measured, Reply, Report, Request, SERVER, Setup};
 use unisono_relaxed::server::{
     Client, ClientOptions, Files, Gradient, Pushed, Run, ServerError, Shard, ShardOptions,
     Transport, layout, look, reports,
 };
-use unisono_sync::optimizer::{LearningRate, OptimizerSpec};
 
 pub const TOKEN: Token = Token::from_bytes([5; 32]);
 
@@ -33,6 +35,8 @@ pub struct Lab {
     pub addresses: Vec<SocketAddr>,
     pub shards: Vec<Option<Shard>>,
     pub transport: Transport,
+    /// Where the shards record the run, if they do.
+    pub records: Option<PathBuf>,
 }
 
 impl Lab {
@@ -49,14 +53,21 @@ impl Lab {
         // All at once, so that they differ.
         let listeners: Vec<TcpListener> = (0..shards).map(free).collect();
         let addresses = listeners.iter().map(|listener| listener.local_addr().unwrap()).collect();
-        Lab { addresses, shards: (0..shards).map(|_| None).collect(), transport }
+        Lab { addresses, shards: (0..shards).map(|_| None).collect(), transport, records: None }
+    }
+
+    /// Has all shards that start from now on record the run in a new folder.
+    pub fn record(&mut self, dir: &Path, run: &Run) {
+        run_folder(dir, run);
+        self.records = Some(dir.to_owned());
     }
 
     /// Starts the shard of this number.
     pub fn serve(&mut self, files: Files) {
         let number = files.number;
         let listener = listener(self.addresses[number]);
-        let shard = Shard::start(listener, ShardOptions { token: TOKEN, files }).unwrap();
+        let options = shard_options(files, self.records.as_deref());
+        let shard = Shard::start(listener, options).unwrap();
         self.shards[number] = Some(shard);
     }
 
@@ -165,8 +176,8 @@ pub fn setup(run: &Run, servers: usize) -> Setup {
     Setup {
         pieces: layout::spread(&run.shapes, servers).remove(0),
         optimizer: run.optimizer,
-        level: run.level.to_string(),
-        stale: run.stale.to_string(),
+        level: run.level,
+        stale: run.stale,
         total: run.total,
         workers: run.workers,
         shards: run.shards,
@@ -249,6 +260,12 @@ pub fn wait_until(what: &str, mut is_true: impl FnMut() -> bool) {
         assert!(start.elapsed() < HUNG, "never: {what}");
         std::thread::sleep(Duration::from_millis(2));
     }
+}
+
+/// How a shard is served that records the run there, if anywhere.
+pub fn shard_options(files: Files, records: Option<&Path>) -> ShardOptions {
+    let recorder = |dir| -> Box<dyn Recorder> { Box::new(ShardRecorder::new(dir, files.number)) };
+    ShardOptions { token: TOKEN, recorder: records.map(recorder), files }
 }
 
 /// A folder for the records of a run.

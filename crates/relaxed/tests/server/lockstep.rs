@@ -2,11 +2,11 @@
 
 use std::ops::Range;
 
+use unisono_collective::shards::Shards;
 use unisono_collective::tree;
+use unisono_optimizer::{LearningRate, OptimizerSpec};
 use unisono_relaxed::server::wire::Measured;
 use unisono_relaxed::server::{Client, Gradient, Run};
-use unisono_sync::optimizer::{LearningRate, OptimizerSpec};
-use unisono_sync::shards::Shards;
 
 use crate::lab::{Lab, NEVER, TRANSPORTS, within};
 

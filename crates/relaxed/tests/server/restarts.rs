@@ -13,11 +13,11 @@ use unisono_insight::relaxed::folder::RelaxedFolder;
 use unisono_insight::updates::UpdateRecord;
 use unisono_relaxed::server::core::PushId;
 use unisono_relaxed::server::wire::{Measured, Part, Reply, Request};
-use unisono_relaxed::server::{Client, ClientOptions, Files, Run, Shard, ShardOptions, Transport};
+use unisono_relaxed::server::{Client, ClientOptions, Files, Run, Shard, Transport};
 
 use crate::lab::{
-    Counter, Lab, TOKEN, TRANSPORTS, call, counting, counts, listener, recorded, run_folder,
-    wait_until, within,
+    Counter, Lab, TRANSPORTS, call, counting, counts, listener, recorded, run_folder,
+    shard_options, wait_until, within,
 };
 use crate::lockstep::Problem;
 
@@ -34,11 +34,11 @@ fn as_shard() {
     let Ok(text) = std::env::var(AS_SHARD) else { return };
     let [number, address, parent, folder, snapshot_after, keeps_records] =
         text.split('|').collect::<Vec<_>>().try_into().unwrap();
-    let mut files =
-        files(Path::new(folder), number.parse().unwrap(), snapshot_after.parse().unwrap());
-    files.run = files.run.filter(|_| keeps_records == "true");
+    let files = files(Path::new(folder), number.parse().unwrap(), snapshot_after.parse().unwrap());
+    let records = Path::new(folder).join("run");
+    let options = shard_options(files, (keeps_records == "true").then_some(&records));
     let listener = listener(address.parse().unwrap());
-    let shard = Shard::start(listener, ShardOptions { token: TOKEN, files }).unwrap();
+    let shard = Shard::start(listener, options).unwrap();
     // It does not outlive a test that fails.
     let parent: u32 = parent.parse().unwrap();
     match shard.serve_until(|| std::os::unix::process::parent_id() != parent) {
@@ -56,7 +56,6 @@ fn files(folder: &Path, number: usize, snapshot_after: u64) -> Files {
     Files {
         number,
         journal: Some(folder.join(format!("journal-{number}"))),
-        run: Some(folder.join("run")),
         sync: false,
         snapshot_after: Some(snapshot_after),
     }
@@ -286,7 +285,7 @@ fn half_a_record_at_the_end_is_no_harm() {
             let dir = tempfile::tempdir().unwrap();
             let mut lab = Lab::idle(1, transport);
             let run = counting("async", 2);
-            run_folder(&dir.path().join("run"), &run);
+            lab.record(&dir.path().join("run"), &run);
             let files = files(dir.path(), 0, 2000);
             lab.serve(files.clone());
             let mut workers = [Counter::join(&lab, &run, 0), Counter::join(&lab, &run, 1)];
@@ -319,7 +318,7 @@ fn lives_survive_a_restart() {
         let dir = tempfile::tempdir().unwrap();
         let mut lab = Lab::idle(1, Transport::Tcp);
         let run = counting("async", 1);
-        run_folder(&dir.path().join("run"), &run);
+        lab.record(&dir.path().join("run"), &run);
         let files = files(dir.path(), 0, 1 << 20);
         lab.serve(files.clone());
         for life in 1..6 {
@@ -347,7 +346,7 @@ fn the_servers_number_the_lives_of_workers() {
             let dir = tempfile::tempdir().unwrap();
             let mut lab = Lab::idle(2, transport);
             let run = counting("async", 1);
-            run_folder(&dir.path().join("run"), &run);
+            lab.record(&dir.path().join("run"), &run);
             let files = [files(dir.path(), 0, 1 << 20), files(dir.path(), 1, 1 << 20)];
             let next = |lab: &Lab| {
                 let options = ClientOptions { life: None, ..lab.options(0) };
@@ -390,7 +389,7 @@ fn a_run_without_its_journal_leaves_the_records_of_the_one_before_alone() {
         let dir = tempfile::tempdir().unwrap();
         let mut lab = Lab::idle(1, Transport::Tcp);
         let run = counting("async", 1);
-        run_folder(&dir.path().join("run"), &run);
+        lab.record(&dir.path().join("run"), &run);
         let files = files(dir.path(), 0, 1 << 20);
         lab.serve(files.clone());
         Counter::join(&lab, &run, 0).push().unwrap();
@@ -427,7 +426,7 @@ fn a_bound_that_adapts_begins_anew() {
         let dir = tempfile::tempdir().unwrap();
         let mut lab = Lab::idle(1, Transport::Tcp);
         let run = counting("ssp:auto", 1);
-        run_folder(&dir.path().join("run"), &run);
+        lab.record(&dir.path().join("run"), &run);
         let files = files(dir.path(), 0, 1 << 20);
         lab.serve(files.clone());
         lab.client(&run, 0).leave();

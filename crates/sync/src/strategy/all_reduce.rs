@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use unisono_collective::Group;
+use unisono_collective::{AbortHandle, Group};
 
-use super::{Exchange, Gradients};
+use super::{Gradients, Strategy};
 use crate::combine::Combiner;
 use crate::error::SyncError;
 use crate::shards::Shards;
@@ -22,7 +22,7 @@ impl AllReduce {
     }
 }
 
-impl Exchange for AllReduce {
+impl Strategy for AllReduce {
     fn name(&self) -> String {
         "all-reduce".to_owned()
     }
@@ -36,7 +36,15 @@ impl Exchange for AllReduce {
         Ok(())
     }
 
-    fn group(&self) -> &Arc<Group> {
-        self.combiner.group()
+    fn group(&self) -> Option<&Arc<Group>> {
+        Some(self.combiner.group())
+    }
+
+    fn sent(&self) -> u64 {
+        self.combiner.sent()
+    }
+
+    fn abort_handle(&self) -> Option<AbortHandle> {
+        Some(self.combiner.group().abort_handle())
     }
 }

@@ -1,23 +1,27 @@
 //! How the gradients of the workers become one.
 //!
-//! A strategy takes buckets whose gradients are complete on this rank, in the same order on every
-//! rank, and gives them back in that order, ready to be applied. In between it does whatever it
-//! promises: [`AllReduce`] exchanges them as they are, [`Compressed`] in fewer bytes, both
-//! [in the background](Background) while the backward pass goes on; [`Alone`] has nobody to exchange
-//! them with.
+//! A strategy makes one mean of a bucket of gradients that is complete on this rank, one bucket after
+//! the other, in the same order on every rank. [`AllReduce`] exchanges them as they are,
+//! [`Compressed`] in fewer bytes; [`Alone`] is the strategy of a single worker. With [`LocalSteps`], a
+//! worker updates its weights by the mean of its own gradients, and it is the weights that the workers
+//! agree on, now and then. A [`Queue`] runs the exchanges while the backward pass goes on.
 
 mod all_reduce;
 mod alone;
-mod background;
 mod compressed;
+mod local;
+mod queue;
+mod spec;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub use all_reduce::AllReduce;
 pub use alone::Alone;
-pub use background::{Background, Exchange};
 pub use compressed::{Compressed, Compression, spread};
+pub use local::{Agreed, Due, LocalSteps, Round, Schedule};
+pub use queue::Queue;
+pub use spec::{BadStrategy, Diloco, Local, Plan, StrategySpec};
 
 use unisono_collective::{AbortHandle, Group, Options};
 
@@ -39,17 +43,29 @@ pub trait Strategy: Send {
         false
     }
 
-    /// Takes a bucket that is complete on this rank. Returns at once.
-    fn submit(&mut self, gradients: Gradients);
+    /// The step from which on a codec is in force, if there is one: `u64::MAX` if it never is, or is
+    /// not chosen yet.
+    fn encodes_from(&self) -> Option<u64> {
+        None
+    }
 
-    /// Waits for the oldest bucket that was submitted and not yet collected.
-    fn collect(&mut self) -> Result<Gradients, SyncError>;
+    /// Replaces the first slot of a bucket by the mean over all shards of all ranks; with [local
+    /// steps](Strategy::is_local), over those of this rank.
+    fn exchange(&mut self, gradients: &mut Gradients) -> Result<(), SyncError>;
+
+    /// The group over which buckets are exchanged, and nothing else; `None` if an exchange does not
+    /// wait for other ranks, so that a thread of its own would only cost time.
+    fn group(&self) -> Option<&Arc<Group>> {
+        None
+    }
 
     /// Bytes this rank has sent so far, on sockets or into shared memory.
-    fn sent(&self) -> u64;
+    fn sent(&self) -> u64 {
+        0
+    }
 
-    /// What ends its exchanges, for whoever does not want to wait any longer; `None` if it waits for
-    /// nobody.
+    /// What ends its exchanges, for a caller that does not want to wait any longer; `None` if it does not
+    /// wait for other ranks.
     fn abort_handle(&self) -> Option<AbortHandle> {
         None
     }
@@ -72,9 +88,47 @@ pub trait Strategy: Send {
         Ok(None)
     }
 
+    /// Whether every worker updates its own weights by its own gradients, so that weights differ
+    /// between the steps in which the workers [agree](Strategy::agree).
+    fn is_local(&self) -> bool {
+        false
+    }
+
+    /// Takes the weights, which must be equal on all ranks, as those from which the workers set out.
+    fn begin(&mut self, weights: &dyn Weights) {
+        let _ = weights;
+    }
+
+    /// This worker has updated its weights in a step, the first of which is 1: lets the workers agree
+    /// on them, if it is time, and on the loss and whether to stop. `None` where gradients are
+    /// exchanged: then all of that is agreed already.
+    fn agree(
+        &mut self,
+        step: u64,
+        weights: &mut dyn Weights,
+        loss: f32,
+        stop: bool,
+    ) -> Result<Option<Round>, SyncError> {
+        let _ = (step, weights, loss, stop);
+        Ok(None)
+    }
+
+    /// Ends training after so many steps: makes the weights of all workers equal. All must call it.
+    fn settle(&mut self, step: u64, weights: &mut dyn Weights) -> Result<Round, SyncError> {
+        let _ = (step, weights);
+        Ok(Round::default())
+    }
+
+    /// The weights of a parameter that all workers have agreed on last; `None` if all weights are
+    /// agreed.
+    fn agreed(&self, parameter: usize) -> Option<&[f32]> {
+        let _ = parameter;
+        None
+    }
+
     /// Calls `each` at rank 0 with every vector that must be remembered from step to step, by its
     /// name. All ranks must call it, between steps.
-    fn save(&self, group: &Group, each: &mut Save<'_>) -> Result<(), SyncError> {
+    fn save(&mut self, group: &Group, each: &mut Save<'_>) -> Result<(), SyncError> {
         let _ = (group, each);
         Ok(())
     }
@@ -87,36 +141,70 @@ pub trait Strategy: Send {
     }
 }
 
-/// What makes one mean of the gradients of a group; without one, of a single worker. The shards may
-/// be parts of a batch, or the workers themselves.
+/// The weights of a worker, wherever they are.
+pub trait Weights {
+    /// Calls `with` once, with the weights of a parameter.
+    fn read(&self, parameter: usize, with: &mut dyn FnMut(&[f32]));
+
+    /// Calls `with` once, with the weights of a parameter, and takes over what it makes of them.
+    fn change(&mut self, parameter: usize, with: &mut dyn FnMut(&mut [f32]));
+}
+
+/// The vector of every parameter.
+impl Weights for Vec<Vec<f32>> {
+    fn read(&self, parameter: usize, with: &mut dyn FnMut(&[f32])) {
+        with(&self[parameter]);
+    }
+
+    fn change(&mut self, parameter: usize, with: &mut dyn FnMut(&mut [f32])) {
+        with(&mut self[parameter]);
+    }
+}
+
+/// The strategy of these workers; without a group, of a single one.
 pub fn build(
+    spec: &StrategySpec,
+    group: Option<&Group>,
+    shards: Shards,
+    parameters: &[Parameter],
+    compression: Option<Compression>,
+) -> Result<Queue, SyncError> {
+    match spec.plan() {
+        None => mean(group, shards, false, parameters, compression),
+        Some(plan) => {
+            let local = LocalSteps::new(group, parameters, plan, compression)?;
+            Ok(Queue::new(Box::new(local)))
+        }
+    }
+}
+
+/// What makes one mean of what the workers have. The shards may be parts of a batch, or the workers
+/// themselves.
+fn mean(
     group: Option<&Group>,
     shards: Shards,
     are_workers: bool,
     parameters: &[Parameter],
     compression: Option<Compression>,
-) -> Result<Box<dyn Strategy>, SyncError> {
+) -> Result<Queue, SyncError> {
     if let Some(Compression { rules, .. }) = &compression {
         rules.expect_fits(parameters.iter().map(|parameter| parameter.name.as_str()))?;
     }
     let workers = group.map_or(1, Group::size);
     if workers == 1 && compression.is_none() {
-        return Ok(Box::new(Alone::default()));
+        return Ok(Queue::new(Box::new(Alone)));
     }
     let group = match group {
         Some(group) => group.subgroup(&(0..workers).collect::<Vec<_>>())?,
         None => Group::local(1, &Options::default())?.remove(0),
     };
-    Ok(match compression {
-        None => Box::new(Background::new(AllReduce::new(group, shards))),
+    Ok(Queue::new(match compression {
+        None => Box::new(AllReduce::new(group, shards)),
         Some(compression) => {
             let compressed = Compressed::new(group, shards, parameters, compression);
-            Box::new(Background::new(match are_workers {
-                true => compressed.of_replicas(),
-                false => compressed,
-            }))
+            Box::new(if are_workers { compressed.of_replicas() } else { compressed })
         }
-    })
+    }))
 }
 
 /// Takes a vector that is to be saved: its name, the parameter it belongs to, its values.

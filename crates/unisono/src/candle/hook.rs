@@ -7,15 +7,15 @@
 use std::sync::{Arc, Mutex, OnceLock};
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Storage, Tensor, bail};
-use unisono_sync::Synchronizer;
 use unisono_sync::accumulate::Values;
 
 use super::gradient::{Visitor, visit};
+use crate::worker::GradientSink;
 
-/// Where gradients go, once there is somebody to take them.
+/// Where gradients go, once there is a replica.
 #[derive(Default)]
 pub struct Sink {
-    pub synchronizer: OnceLock<Arc<Synchronizer>>,
+    pub gradients: OnceLock<GradientSink>,
 }
 
 /// The identity on one parameter.
@@ -39,19 +39,19 @@ impl CustomOp1 for Hook {
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        if let Some(synchronizer) = self.sink.synchronizer.get()
-            && visit(gradient, Taker { synchronizer, parameter: self.parameter })?
+        if let Some(sink) = self.sink.gradients.get()
+            && visit(gradient, Taker { sink, parameter: self.parameter })?
         {
             return Ok(None);
         }
-        // Somebody else's backward: the gradient is for the variable.
+        // A backward pass outside of a shard: the gradient is for the variable.
         Ok(Some(gradient.clone()))
     }
 }
 
 /// Hands a gradient over; whether it was taken.
 struct Taker<'a> {
-    synchronizer: &'a Synchronizer,
+    sink: &'a GradientSink,
     parameter: usize,
 }
 
@@ -59,7 +59,7 @@ impl Visitor for Taker<'_> {
     type Output = bool;
 
     fn visit(self, values: &impl Values) -> bool {
-        self.synchronizer.gradient_from(self.parameter, values)
+        self.sink.gradient_from(self.parameter, values)
     }
 }
 

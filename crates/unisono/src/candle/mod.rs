@@ -27,8 +27,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! Workers that do not step together, such as those of a [parameter server](unisono_relaxed::server),
-//! hold their model as a [`Standalone`] instead.
+//! That is a replica of workers that agree. [`Replica::join`] makes one at whatever
+//! [consistency level](crate::worker) a run has.
 //!
 //! Parameters are `f32`, on the CPU.
 //!
@@ -38,8 +38,8 @@ mod gradient;
 mod hook;
 mod parameters;
 mod replica;
-mod standalone;
+mod weights;
 
 pub use parameters::Parameters;
 pub use replica::{Replica, ReplicaError};
-pub use standalone::Standalone;
+pub use weights::ModelWeights;

@@ -99,7 +99,7 @@ impl Parameters {
             // The model uses one parameter in two places.
             return Ok(entry.live.clone());
         }
-        if self.shared.sink.synchronizer.get().is_some() {
+        if self.shared.sink.gradients.get().is_some() {
             bail!("{name} was added after the replica was made; build the whole model first")
         }
         let frozen = (self.shared.frozen)(name);

@@ -2,12 +2,12 @@
 
 use anyhow::ensure;
 use unisono::codec::{CodecSpec, Rule, Rules};
-use unisono::sync::local::StrategySpec;
-use unisono::sync::optimizer::OptimizerSpec;
+use unisono::optimizer::OptimizerSpec;
 use unisono::sync::strategy::Compression;
+use unisono::sync::strategy::StrategySpec;
 
-use super::super::strategy::Strategy;
 use super::{CodecChoice, TrainArgs};
+use unisono::worker::Consistency;
 
 /// Steps that are not encoded if nobody says how many. Not a share of all, which a run that is resumed
 /// may have more of.
@@ -75,7 +75,7 @@ impl TrainArgs {
                 if is_harsh(codec)
                     && !matches!(
                         self.strategy,
-                        Strategy::Agreeing(StrategySpec::Local(_) | StrategySpec::Diloco(_))
+                        Consistency::Agreeing(StrategySpec::Local(_) | StrategySpec::Diloco(_))
                     ) =>
             {
                 WARM_UP

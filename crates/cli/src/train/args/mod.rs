@@ -13,19 +13,19 @@ use anyhow::{Context, bail, ensure};
 use clap::Args;
 use unisono::codec::Rule;
 use unisono::insight::units::counted;
+use unisono::optimizer::OptimizerSpec;
 use unisono::relaxed::stale::Stale;
 use unisono::sync::bucket::BucketSizes;
-use unisono::sync::optimizer::OptimizerSpec;
 use unisono::sync::shards::Shards;
 use unisono::{Algorithm, Options, Transport};
 
-use super::strategy::Strategy;
 use crate::bench::sizes;
 use crate::exit::Wrong;
 use choices::Schedule;
 pub use choices::{CodecChoice, ServersChoice};
 use plan::Given;
 pub use plan::{Plan, RelaxedPlan, Work};
+use unisono::worker::Consistency;
 
 /// Shards of a run that does not say how many. Every number of workers up to this one can share
 /// them, and powers of two share them evenly.
@@ -141,10 +141,11 @@ pub struct TrainArgs {
     /// every H steps, a period that may grow), diloco:H[,streams=P][,delay=T][,rate=R][,momentum=M]
     /// (every H steps, with an outer optimizer); or not at all, with weights on servers: bsp (in
     /// lock-step), ssp:S (at most S steps ahead of the slowest), ssp:auto (S adapts), async (without
-    /// limit), downpour:PUSH,FETCH (replicas that push and fetch now and then), with shared weights:
+    /// limit), downpour[:PUSH,FETCH] (replicas that push and fetch every so many steps, by default 5),
+    /// with shared weights:
     /// hogwild (threads, without a lock), or without servers: gossip (average with changing partners).
     #[arg(long, default_value = "all-reduce")]
-    strategy: Strategy,
+    strategy: Consistency,
     /// Where weights live with --strategy bsp, ssp, async and downpour: a number of servers to start (by
     /// default 1), inside (a part of them in every worker), or HOST:PORT,... of `unisono serve`.
     #[arg(long, value_name = "SERVERS")]

@@ -1,8 +1,8 @@
 //! The flags of models, data and optimizers.
 
 use anyhow::{Context, bail, ensure};
+use unisono::optimizer::{LearningRate, OptimizerSpec};
 use unisono::relaxed::spec::Level;
-use unisono::sync::optimizer::{LearningRate, OptimizerSpec};
 use unisono_workload::data::DataSpec;
 use unisono_workload::model::ModelSpec;
 
@@ -118,7 +118,7 @@ impl TrainArgs {
 
     pub(super) fn optimizer(&self, work: &Work) -> OptimizerSpec {
         let usual = match self.strategy.level() {
-            Some(Level::Downpour { .. }) => "adagrad",
+            Some(Level::Downpour(_)) => "adagrad",
             Some(Level::Hogwild) => "sgd",
             _ => "adamw",
         };

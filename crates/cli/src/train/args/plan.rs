@@ -3,13 +3,13 @@
 use std::path::PathBuf;
 
 use unisono::codec::UnusedRule;
+use unisono::optimizer::OptimizerSpec;
 use unisono::relaxed::spec::Level;
 use unisono::relaxed::stale::Stale;
 use unisono::sync::Settings;
 use unisono::sync::bucket::BucketSizes;
-use unisono::sync::local::StrategySpec;
-use unisono::sync::optimizer::OptimizerSpec;
 use unisono::sync::strategy::Compression;
+use unisono::sync::strategy::StrategySpec;
 use unisono_workload::data::DataSpec;
 use unisono_workload::model::ModelSpec;
 

@@ -3,10 +3,10 @@
 use anyhow::ensure;
 use unisono::relaxed::spec::Level;
 use unisono::relaxed::stale::Stale;
-use unisono::sync::local::StrategySpec;
+use unisono::sync::strategy::StrategySpec;
 
-use super::super::strategy::Strategy;
 use super::{RelaxedPlan, ServersChoice, TrainArgs};
+use unisono::worker::Consistency;
 
 /// How often processes of a relaxed run are started again if nobody says how often. More would hide
 /// that something is wrong; fewer give up after one bad day of a machine.
@@ -20,7 +20,7 @@ impl TrainArgs {
 
     /// Whether workers agree on the gradient of every step.
     pub(super) fn agrees_always(&self) -> bool {
-        self.strategy == Strategy::Agreeing(StrategySpec::AllReduce)
+        self.strategy == Consistency::Agreeing(StrategySpec::AllReduce)
     }
 
     /// What makes the run relaxed, if it is; and refuses what makes no sense then, or only then.

@@ -8,11 +8,14 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 
 use anyhow::Context;
-use unisono::relaxed::server::{ClientOptions, Files, Run, Shard, ShardOptions, look, reports};
+use unisono::recording::relaxed::ShardRecorder;
+use unisono::relaxed::server::{
+    ASK_EVERY, ClientOptions, Files, Run, Shard, ShardOptions, is_over, look,
+};
 
 use super::super::args::{Plan, RelaxedPlan};
 use super::lead::journal;
-use super::worker::{GLANCE, Place, is_over, need_leader};
+use super::worker::{Place, need_leader};
 use super::{run_dir, weights};
 use crate::serve;
 
@@ -39,10 +42,12 @@ impl Inside {
         let files = Files {
             number: place.rank,
             journal: journal(relaxed, &dir).map(|journal| journal.join(place.rank.to_string())),
-            run: Some(dir),
             ..Files::default()
         };
-        let shard = Shard::start(listener, ShardOptions { token: serve::token()?, files })?;
+        let recorder = ShardRecorder::new(dir, place.rank);
+        let options =
+            ShardOptions { token: serve::token()?, files, recorder: Some(Box::new(recorder)) };
+        let shard = Shard::start(listener, options)?;
         Ok(Some(Inside { shard, number: place.rank, end }))
     }
 
@@ -68,10 +73,10 @@ impl Inside {
     ) -> anyhow::Result<()> {
         while !place.stop.load(Ordering::Relaxed) && !self.end.exists() {
             self.check()?;
-            if place.rank == 0 && is_over(&reports(run, options)?) {
+            if place.rank == 0 && is_over(run, options)? {
                 return weights::write(&self.end, &look(run, options)?);
             }
-            std::thread::sleep(GLANCE);
+            std::thread::sleep(ASK_EVERY);
         }
         Ok(())
     }

@@ -14,10 +14,10 @@ use unisono::relaxed::server::{ClientOptions, Run, ServerError, Transport, glanc
 use unisono::relaxed::spec::Level;
 
 use super::super::args::{RelaxedPlan, ServersChoice, TrainArgs};
+use super::super::computation::Learning;
 use super::super::progress::Display;
-use super::home::{Found, Home, advise_to_record, describe, tell_complete};
-use super::student::Student;
-use super::{described, weights};
+use super::folder::{Folder, Found, advise_to_record, describe, tell_complete};
+use super::{described, put, weights};
 use crate::exit::Wrong;
 use crate::{output, serve};
 
@@ -36,10 +36,11 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let workers = args.workers();
     let plan = args.plan(workers)?;
     let relaxed = plan.relaxed.clone().context("a relaxed run")?;
-    let student = Student::new(&plan, 0..1, false).wrong_call()?;
+    let learning = Learning::load(&plan).wrong_call()?;
+    let parameters = learning.weights().parameters();
     plan.optimizer.build(&[]).wrong_call()?;
     let timeout = args.options()?.timeout;
-    let run = described(&plan, &relaxed, student.parameters(), workers, timeout);
+    let run = described(&plan, &relaxed, &parameters, workers, timeout);
     let token = match &relaxed.servers {
         ServersChoice::At(_) => serve::token()?,
         _ => Token::random()?.with_encryption(args.options()?.encrypt),
@@ -52,15 +53,15 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let info = describe(&plan, &relaxed, workers, args);
     // Before anything is read from it, which another leader may be about to change.
     let _lock = relaxed.journal.as_deref().map(serve::lock_journal).transpose()?;
-    let found = relaxed.journal.as_deref().map(|journal| Home::find(journal, &plan, &info));
-    let home = match found.transpose()? {
+    let found = relaxed.journal.as_deref().map(|journal| Folder::find(journal, &plan, &info));
+    let folder = match found.transpose()? {
         Some(Found::Complete(saved)) => {
             return tell_complete(&saved, args.json).map(|()| ExitCode::SUCCESS);
         }
-        Some(Found::Unfinished(home)) => home,
-        Some(Found::Nothing) | None => Home::make(&plan, &info)?,
+        Some(Found::Unfinished(folder)) => folder,
+        Some(Found::Nothing) | None => Folder::make(&plan, &info)?,
     };
-    let dir = home.path().to_owned();
+    let dir = folder.path().to_owned();
     let journal = journal(&relaxed, &dir);
     // That of the run's own folder may be named by others, too.
     let own = journal.as_deref().filter(|_| relaxed.journal.is_none());
@@ -70,8 +71,8 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
             ServersChoice::Started(count) => count,
             _ => workers,
         };
-        home.expect_states(journal, servers)?;
-        home.remember_in(journal)?;
+        folder.expect_states(journal, servers)?;
+        folder.remember_in(journal)?;
     }
 
     let display = Display::new();
@@ -117,19 +118,18 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
             }
             (None, _) => "start again".to_owned(),
         };
-        explain(&outcome, failure, home, &again)?;
+        explain(&outcome, failure, folder, &again)?;
         return Ok(ExitCode::from(outcome.exit_code()));
     }
-    let lengths: Vec<usize> = student.parameters().iter().map(|p| p.elements()).collect();
+    let lengths: Vec<usize> = parameters.iter().map(|p| p.elements()).collect();
     let (weights, exchanges) = match relaxed.level {
         Level::Gossip => gossiped(&dir, workers, &lengths)?,
         _ if inside => (weights::take(&weights::path(&dir, 0), &lengths)?, None),
         _ => (fetched.flatten().context("the servers ended too early")??, None),
     };
-    for (parameter, weights) in weights.iter().enumerate() {
-        student.write(parameter, 0, weights)?;
-    }
-    let finished = home.finish(&student, exchanges, restarted.load(Ordering::Relaxed), args.json);
+    put(&mut learning.weights(), &weights);
+    let finished =
+        folder.finish(&learning, exchanges, restarted.load(Ordering::Relaxed), args.json);
     let pushes = match finished {
         // Nobody reads the result, but the run is done.
         Err(error) if output::is_closed(&error) => Err(error),
@@ -192,7 +192,7 @@ pub fn visitor(token: Token) -> ClientOptions {
 fn explain(
     outcome: &Ended,
     failure: Option<String>,
-    home: Home,
+    folder: Folder,
     again: &str,
 ) -> anyhow::Result<()> {
     let was_killed = match outcome {
@@ -204,14 +204,14 @@ fn explain(
         // Whoever closed the pipe knows.
         (Ended::OutputLost { closed: true, .. }, _) => {}
         (Ended::Interrupted { .. }, _) => {
-            let report = home.leave()?;
+            let report = folder.leave()?;
             // That it was stopped, the launcher has said.
             say!("unisono: {again}; report so far: {}", report.display());
         }
         _ if was_killed => {
             say!("unisono: {outcome}, more often than --restarts allows; {again}");
         }
-        (_, Some(failure)) => match diverged(&home) {
+        (_, Some(failure)) => match diverged(&folder) {
             Some(report) => say!("unisono: {failure}; report: {}", report.display()),
             None => say!("unisono: {failure}"),
         },
@@ -226,10 +226,10 @@ fn explain(
 
 /// The report of a run that ended because a loss was no number any more; none if that is not why, or if
 /// it cannot be written, which is less to be told than that.
-fn diverged(home: &Home) -> Option<PathBuf> {
-    let saved = RelaxedFolder::open(home.path()).ok()?;
+fn diverged(folder: &Folder) -> Option<PathBuf> {
+    let saved = RelaxedFolder::open(folder.path()).ok()?;
     saved.run.diverged?;
-    home.leave().ok()
+    folder.leave().ok()
 }
 
 /// The mean of what the workers have left, and how often two averaged.

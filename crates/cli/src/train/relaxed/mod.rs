@@ -6,33 +6,34 @@
 //! workers are threads of the leader. Workers that somebody else has started have no leader; then rank 0
 //! makes the folder and writes the report.
 
+mod folder;
 mod gossip;
 mod hogwild;
-mod home;
 mod inside;
 mod lead;
-pub mod student;
 mod weights;
 mod worker;
 
-use std::fmt;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
-use anyhow::ensure;
-use unisono::insight::relaxed::{Diverged, RelaxedFolder};
+use unisono::candle::{ModelWeights, ReplicaError};
+use unisono::optimizer::OptimizerSpec;
 use unisono::relaxed::server::Run;
 use unisono::relaxed::spec::Level;
 use unisono::sync::Parameter;
-use unisono::sync::optimizer::{LearningRate, OptimizerSpec};
+use unisono::sync::shards::Shards;
+use unisono::sync::strategy::Weights;
+use unisono::worker::{Collector, WorkerError};
 
 use super::args::{Plan, RelaxedPlan, TrainArgs};
+use super::computation::{Learner, Learning};
 use super::is_launched;
-use super::progress::Failure;
+use super::progress::{Failure, Reporter};
 use crate::exit;
-use home::Home;
-use student::Computed;
+use folder::Folder;
 
 /// Leads a run, or is one of its workers.
 pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
@@ -60,81 +61,93 @@ fn described(
     timeout: Duration,
 ) -> Run {
     let shapes = parameters.iter().map(|parameter| parameter.shape.clone()).collect();
-    let mut run = Run::new(shapes, optimizer(plan, relaxed.level, workers), relaxed.level);
+    let (workers, steps) = (workers as u32, Some(plan.steps));
+    let mut run = Run::of_steps(shapes, &plan.optimizer, relaxed.level, workers, steps);
     if let Some(compression) = &plan.compression {
         let codec = |p: &Parameter| compression.rules.codec(&p.name, &p.shape).cloned();
         run.codecs = parameters.iter().map(codec).collect();
     }
-    let pushes = plan.steps.saturating_mul(workers as u64);
-    run.total = match relaxed.level {
-        Level::Bsp => plan.steps,
-        Level::Downpour { push, .. } => pushes.div_ceil(u64::from(push)),
-        _ => pushes,
-    };
     run.stale = relaxed.stale;
-    run.workers = workers as u32;
     run.shards = plan.shards as u32;
     run.seed = plan.seed;
     run.timeout = timeout;
     run
 }
 
-/// The optimizer of the weights. Where every worker's gradient is an update by itself, there are as many
-/// more of them, each as much shorter: so a learning rate means the same at every level.
+/// The optimizer of the weights that workers share.
 fn optimizer(plan: &Plan, level: Level, workers: usize) -> OptimizerSpec {
-    let updates = |steps: u64| steps.saturating_mul(workers as u64);
-    let (share, updates): (_, &dyn Fn(u64) -> u64) = match level {
-        Level::Ssp(_) | Level::SspAuto | Level::Async | Level::Hogwild => (workers, &updates),
-        // Of all the steps of all workers, every so many become one.
-        Level::Downpour { push, .. } => (1, &move |steps| updates(steps) / u64::from(push)),
-        _ => (1, &|steps| steps),
-    };
-    let rate = match plan.optimizer.learning_rate() {
-        LearningRate::Constant(rate) => LearningRate::Constant(rate / share as f64),
-        LearningRate::Cosine { peak, floor, warm_up, steps } => LearningRate::Cosine {
-            peak: peak / share as f64,
-            floor: floor / share as f64,
-            warm_up: updates(warm_up),
-            steps: updates(steps),
-        },
-    };
-    plan.optimizer.with_learning_rate(rate)
+    level.optimizer(&plan.optimizer, workers as u32)
 }
 
-/// A loss that was no number any more.
-#[derive(Debug)]
-struct NoNumber(Diverged);
-
-impl std::error::Error for NoNumber {}
-
-impl fmt::Display for NoNumber {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Diverged { worker, step } = self.0;
-        write!(
-            f,
-            "the loss is no longer a number since step {step} of worker {worker}; lower --learning-rate"
-        )
+/// Trains until the run is over, or this process is told to stop.
+fn train(
+    learner: &mut Learner<'_>,
+    plan: &Plan,
+    rank: usize,
+    stop: &AtomicBool,
+    reporter: &mut Option<Reporter>,
+) -> anyhow::Result<()> {
+    let slowness = plan.slow.filter(|(slow, _)| *slow == rank).map_or(1.0, |(_, factor)| factor);
+    while !stop.load(Ordering::Relaxed) {
+        let start = Instant::now();
+        let Some(step) = learner.replica.next_step()? else { break };
+        while learner.compute(step, slowness)? {}
+        let stepped = learner.replica.step()?;
+        if let Some(reporter) = reporter {
+            let (seconds, blocked) = (start.elapsed().as_secs_f64(), stepped.blocked.as_secs_f64());
+            // A worker may have more steps than its share; the run is over when all are made.
+            let most = plan.steps - u64::from(!learner.replica.worker().is_finished());
+            reporter.took(stepped.step.min(most), stepped.loss, seconds, blocked);
+        }
     }
-}
-
-/// Fails if the loss of a step is no number any more: its gradient would spoil the weights of all.
-fn expect_number(computed: &Computed, worker: usize, step: u64) -> anyhow::Result<()> {
-    ensure!(computed.loss.is_finite(), NoNumber(Diverged { worker: worker as u32, step }));
     Ok(())
 }
 
-/// Leaves word for the report of a loss that was no number any more, if that is why a worker ends. A
-/// worker that has no folder of its own may share that of the leader.
-fn note_divergence(plan: &Plan, home: Option<&Home>, error: &anyhow::Error) {
-    let Some(NoNumber(diverged)) = error.downcast_ref() else { return };
-    let dir = home.map(Home::path).or(plan.run_dir.as_deref());
-    let Some(dir) = dir.filter(|dir| RelaxedFolder::is_relaxed(dir)) else { return };
+/// Says of a loss that was no number any more, if that is why a worker ends, what to do about it, and
+/// leaves word for the report. A worker that has no folder of its own may share that of the leader.
+fn explain(error: anyhow::Error, plan: &Plan, folder: Option<&Folder>) -> anyhow::Error {
+    let Some(ReplicaError::Worker(cause @ WorkerError::NotANumber { worker, step })) =
+        error.downcast_ref()
+    else {
+        return error;
+    };
+    cause.note_in(folder.map(Folder::path).or(plan.run_dir.as_deref()));
     // The error is told whether or not the report can be written.
-    let written = RelaxedFolder::diverge(dir, diverged).map_err(anyhow::Error::from);
-    let written = written.and_then(|()| home.map_or(Ok(()), |home| home.leave().map(drop)));
-    if let Err(error) = written {
-        log::warn!("no report: {error:#}");
+    if let Some(Err(error)) = folder.map(Folder::leave) {
+        log::warn!("no report: {}", crate::one_line(&error));
     }
+    anyhow::anyhow!(
+        "the loss is no longer a number since step {step} of worker {worker}; lower --learning-rate"
+    )
+}
+
+/// Gives a model its weights.
+fn put(weights: &mut ModelWeights, values: &[Vec<f32>]) {
+    for (parameter, values) in values.iter().enumerate() {
+        weights.change(parameter, &mut |own| own.copy_from_slice(values));
+    }
+}
+
+/// The weights of a model.
+fn copy(weights: &ModelWeights, parameters: usize) -> Vec<Vec<f32>> {
+    let mut all = Vec::with_capacity(parameters);
+    for parameter in 0..parameters {
+        weights.read(parameter, &mut |own| all.push(own.to_vec()));
+    }
+    all
+}
+
+/// What sums the gradients of a worker's shards.
+fn collector(
+    plan: &Plan,
+    learning: &Learning,
+    rank: usize,
+    workers: usize,
+) -> anyhow::Result<Collector> {
+    let own = Shards::new(plan.shards, workers)?.of(rank, workers);
+    let lockstep = plan.relaxed.as_ref().is_some_and(|relaxed| relaxed.level.is_lockstep());
+    let parameters = learning.weights().parameters();
+    Ok(Collector::new(&parameters, plan.shards, own, lockstep, learning.samples()))
 }
 
 /// The folder of the run, which the leader made.

@@ -4,32 +4,25 @@ use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
+use anyhow::Context;
 use signal_hook::consts::{SIGINT, SIGTERM};
-use unisono::cluster;
-use unisono::relaxed::server::wire::{Measured, Report};
+use unisono::candle::{ModelWeights, ReplicaError};
+use unisono::cluster::worker::Worker as Identity;
 use unisono::relaxed::server::{
-    Client, ClientOptions, Run, ServerError, Stopper, Transport, glance, look, reports,
+    ASK_EVERY, Client, ClientOptions, Run, ServerError, Stopper, Transport, has_begun, is_over,
+    look,
 };
 use unisono::relaxed::spec::Level;
-use unisono::sync::optimizer::Optimizer;
-use unisono::sync::shards::Shards;
+use unisono::worker::{PATIENCE, Served, Worker, WorkerError};
 
-use super::super::args::{Plan, RelaxedPlan, ServersChoice, TrainArgs};
+use super::super::args::{RelaxedPlan, ServersChoice, TrainArgs};
+use super::super::computation::{Learner, Learning};
 use super::super::progress::Reporter;
-use super::home::{Home, advise_to_record, describe};
+use super::folder::{Folder, advise_to_record, describe};
 use super::inside::Inside;
-use super::student::{Computed, Student};
-use super::{described, expect_number, gossip, note_divergence};
+use super::{collector, copy, described, explain, gossip, put, train};
 use crate::serve;
-
-/// How long a worker looks for servers that are not there: long enough for a restart.
-const PATIENCE: Duration = Duration::from_secs(60);
-
-/// How often somebody who waits for something looks.
-pub const GLANCE: Duration = Duration::from_millis(50);
 
 /// Where a worker is in its job.
 pub struct Place {
@@ -47,14 +40,8 @@ impl Place {
         for signal in [SIGINT, SIGTERM] {
             signal_hook::flag::register(signal, stop.clone()).context("listening for signals")?;
         }
-        let place = cluster::place::Place::from_env()?;
-        let before = std::env::var("UNISONO_LIFE").ok().and_then(|life| life.parse::<u64>().ok());
-        Ok(Place {
-            rank: place.rank as usize,
-            workers: place.world as usize,
-            starts: before.unwrap_or(0).saturating_add(1),
-            stop,
-        })
+        let Identity { rank, world, starts, .. } = Identity::from_env()?;
+        Ok(Place { rank: rank as usize, workers: world as usize, starts, stop })
     }
 
     pub fn is_told_to_stop(&self) -> bool {
@@ -77,28 +64,30 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         },
         _ => None,
     };
-    let own = Shards::new(plan.shards, place.workers)?.of(place.rank, place.workers);
-    let mut student = Student::new(&plan, own, relaxed.level.is_lockstep())?;
+    let learning = Learning::load(&plan)?;
+    let mut weights = learning.weights();
+    let parameters = weights.parameters();
     let timeout = args.options()?.timeout;
-    let run = described(&plan, &relaxed, student.parameters(), place.workers, timeout);
+    let run = described(&plan, &relaxed, &parameters, place.workers, timeout);
     let options = options(args, &relaxed, &place)?;
     let mut goes_on = place.starts > 1;
     if !args.as_worker || matches!(relaxed.servers, ServersChoice::At(_)) {
-        goes_on |= expect_remembered(&run, &options)?;
+        goes_on |= has_begun(&run, &options)?;
     }
-    let home = match args.as_worker || place.rank > 0 {
+    let folder = match args.as_worker || place.rank > 0 {
         true => None,
         false => {
             let info = describe(&plan, &relaxed, place.workers, args);
-            Some(Home::make_or_go_on(&plan, &info, goes_on)?)
+            Some(Folder::make_or_go_on(&plan, &info, goes_on)?)
         }
     };
     let inside = inside.map(Arc::new);
     let mut watch = None;
-    let initial = |parameter| student.read(parameter);
-    let joined = Client::join_stoppable(&run, options.clone(), &initial, |stopper| {
-        watch = Some(Watch::over(stopper, &place.stop, inside.clone()));
-    });
+    let initial = copy(&weights, parameters.len());
+    let joined =
+        Client::join_stoppable(&run, options.clone(), &|p| initial[p].clone(), |stopper| {
+            watch = Some(Watch::over(stopper, &place.stop, inside.clone()));
+        });
     let client = match joined {
         Ok(client) => client,
         Err(ServerError::Stopped) if place.is_told_to_stop() => return Ok(ExitCode::SUCCESS),
@@ -107,26 +96,26 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
             return Err(error.into());
         }
     };
-    let mut work = Work { plan: &plan, level: relaxed.level, place: &place, client };
+    let level = Served::new(client, &run, &plan.optimizer)?;
+    let collector = collector(&plan, &learning, place.rank, place.workers)?;
+    let mut learner =
+        Learner::of(learning, Worker::relaxed(place.rank, parameters, collector, level))?;
     let mut reporter = (place.rank == 0)
         .then(|| Reporter::new(plan.steps, plan.batch / place.workers, args.as_worker));
-    let outcome = work.train(&mut student, &mut reporter);
+    let outcome = train(&mut learner, &plan, place.rank, &place.stop, &mut reporter);
     drop(watch);
     check(inside.as_deref())?;
-    if let Err(error) = &outcome {
-        note_divergence(&plan, home.as_ref(), error);
-    }
-    match outcome {
+    match outcome.map_err(|error| explain(error, &plan, folder.as_ref())) {
         // Nothing is lost but what was being computed.
         Err(error) if place.is_told_to_stop() && is_stop(&error) => {}
         other => other?,
     }
-    work.client.leave();
+    let learning = learner.finish()?;
     if let Some(inside) = inside {
         inside.wait_for_all(&run, &options, &place)?;
     }
-    if let Some(home) = home {
-        sum_up(args, home, &student, &run, &options, &place)?;
+    if let Some(folder) = folder {
+        sum_up(args, folder, &learning, &mut weights, &run, &options, &place)?;
     }
     if let Some(reporter) = reporter {
         reporter.finish();
@@ -145,194 +134,35 @@ pub fn need_leader(flag: &str) -> String {
     format!("{flag} needs sockets that only `unisono train --workers N` opens: start it by itself")
 }
 
-/// Fails if a server has forgotten what others know of the run: this worker would give it the weights
-/// of the beginning. Servers that a leader started cannot forget. Says whether the run has begun.
-fn expect_remembered(run: &Run, options: &ClientOptions) -> anyhow::Result<bool> {
-    // Whoever pushes has joined all servers. So one that knows of nothing while another has updates
-    // has forgotten; unless others have begun while this one was looking.
-    for is_sure in [false, true] {
-        let reports = glance(run, options)?;
-        let has_begun = reports.iter().flatten().any(|report| report.updates > 0);
-        match reports.iter().position(Option::is_none) {
-            Some(server) if has_begun && is_sure => bail!(ServerError::Forgotten { server }),
-            Some(_) if has_begun => {}
-            _ => return Ok(has_begun),
-        }
-    }
-    Ok(false)
-}
-
 /// Waits until the others are done, and sums the run up.
 fn sum_up(
     args: &TrainArgs,
-    home: Home,
-    student: &Student,
+    folder: Folder,
+    learning: &Learning,
+    weights: &mut ModelWeights,
     run: &Run,
     options: &ClientOptions,
     place: &Place,
 ) -> anyhow::Result<()> {
-    while !is_over(&reports(run, options)?) {
+    while !is_over(run, options)? {
         if place.is_told_to_stop() {
-            let report = home.leave()?;
+            let report = folder.leave()?;
             say!("unisono: stopped; report: {}", report.display());
             return Ok(());
         }
-        std::thread::sleep(GLANCE);
+        std::thread::sleep(ASK_EVERY);
     }
-    for (parameter, weights) in look(run, options)?.iter().enumerate() {
-        student.write(parameter, 0, weights)?;
-    }
-    let pushes = home.finish(student, None, 0, args.json)?;
+    put(weights, &look(run, options)?);
+    let pushes = folder.finish(learning, None, 0, args.json)?;
     advise_to_record(pushes, run);
     Ok(())
 }
 
-/// One worker's part of a run.
-struct Work<'a> {
-    plan: &'a Plan,
-    level: Level,
-    place: &'a Place,
-    client: Client,
-}
-
-impl Work<'_> {
-    fn train(
-        &mut self,
-        student: &mut Student,
-        reporter: &mut Option<Reporter>,
-    ) -> anyhow::Result<()> {
-        match self.level {
-            Level::Downpour { push, fetch } => {
-                let lengths: Vec<usize> =
-                    student.parameters().iter().map(|p| p.elements()).collect();
-                // Not that of the servers, whose learning rate counts the pushes of everybody: a
-                // replica counts its own steps.
-                let local = self.plan.optimizer.build(&lengths)?;
-                self.pour(student, local, push, fetch, reporter)
-            }
-            _ => self.push_and_pull(student, reporter),
-        }
-    }
-
-    /// Pushes every gradient, and computes each from weights that were just pulled.
-    fn push_and_pull(
-        &mut self,
-        student: &mut Student,
-        reporter: &mut Option<Reporter>,
-    ) -> anyhow::Result<()> {
-        if !self.client.is_finished() {
-            pull(&mut self.client, student)?;
-        }
-        while !self.client.is_finished() {
-            let start = Instant::now();
-            let clock = self.client.clock();
-            let computed = student.compute(clock, self.slowness())?;
-            self.expect_number(&computed, clock)?;
-            let mut failed = Ok(());
-            let taking: &Student = student;
-            self.client.push_pull(&student.gradients(), measured(&computed), &mut |p, at, w| {
-                if failed.is_ok() {
-                    failed = taking.write(p, at, w);
-                }
-            })?;
-            failed?;
-            self.tell(reporter, clock + 1, &computed, start);
-        }
-        Ok(())
-    }
-
-    /// Downpour: steps by itself, and now and then pushes what it has gathered, and fetches.
-    fn pour(
-        &mut self,
-        student: &mut Student,
-        mut local: Box<dyn Optimizer>,
-        push: u32,
-        fetch: u32,
-        reporter: &mut Option<Reporter>,
-    ) -> anyhow::Result<()> {
-        if !self.client.is_finished() {
-            pull(&mut self.client, student)?;
-        }
-        let (push, fetch) = (u64::from(push), u64::from(fetch));
-        let parameters = student.parameters().len();
-        let mut gathered: Vec<Vec<f32>> =
-            student.parameters().iter().map(|p| vec![0.0; p.elements()]).collect();
-        let mut sum = Computed { loss: 0.0, samples: 0, seconds: 0.0 };
-        let mut step = self.client.clock() * push;
-        while !self.client.is_finished() {
-            let start = Instant::now();
-            let computed = student.compute(step, self.slowness())?;
-            self.expect_number(&computed, step)?;
-            step += 1;
-            for (parameter, gathered) in gathered.iter_mut().enumerate() {
-                let gradient = student.gradient(parameter);
-                gathered.iter_mut().zip(gradient).for_each(|(sum, g)| *sum += g / push as f32);
-                student.change(parameter, |own| local.update(parameter, step, own, gradient))?;
-            }
-            sum.loss += computed.loss / push as f32;
-            sum.samples += computed.samples;
-            sum.seconds += computed.seconds;
-            if step.is_multiple_of(push) {
-                let gradients: Vec<_> =
-                    (0..parameters).map(|p| (p, vec![gathered[p].as_slice()])).collect();
-                self.client.push(&gradients, measured(&sum))?;
-                gathered.iter_mut().for_each(|gathered| gathered.fill(0.0));
-                sum = Computed { loss: 0.0, samples: 0, seconds: 0.0 };
-            }
-            if step.is_multiple_of(fetch) {
-                pull(&mut self.client, student)?;
-            }
-            self.tell(reporter, step, &computed, start);
-        }
-        Ok(())
-    }
-
-    fn slowness(&self) -> f64 {
-        self.plan.slow.filter(|(rank, _)| *rank == self.place.rank).map_or(1.0, |(_, slow)| slow)
-    }
-
-    fn expect_number(&self, computed: &Computed, step: u64) -> anyhow::Result<()> {
-        expect_number(computed, self.place.rank, step)
-    }
-
-    fn tell(&self, to: &mut Option<Reporter>, step: u64, computed: &Computed, start: Instant) {
-        if let Some(reporter) = to {
-            let seconds = start.elapsed().as_secs_f64();
-            let blocked = (seconds - computed.seconds).max(0.0);
-            // A worker may have more steps than its share; the run is over when all are made.
-            let most = self.plan.steps - u64::from(!self.client.is_finished());
-            reporter.took(step.min(most), computed.loss, seconds, blocked);
-        }
-    }
-}
-
-fn pull(client: &mut Client, student: &Student) -> anyhow::Result<()> {
-    let mut failed = Ok(());
-    client.pull(None, &mut |parameter, start, weights| {
-        if failed.is_ok() {
-            failed = student.write(parameter, start, weights);
-        }
-    })?;
-    failed
-}
-
-fn measured(computed: &Computed) -> Measured {
-    Measured {
-        loss: computed.loss,
-        samples: computed.samples,
-        compute: computed.seconds,
-        ..Measured::default()
-    }
-}
-
 fn is_stop(error: &anyhow::Error) -> bool {
-    matches!(error.downcast_ref(), Some(ServerError::Stopped))
-}
-
-/// Whether nobody works any more, and nobody has to. A push of a worker that was killed may have reached
-/// one server and not another, so one that has all it wants is enough.
-pub fn is_over(reports: &[Report]) -> bool {
-    reports.iter().any(|report| report.finished) && reports.iter().all(|report| report.present == 0)
+    matches!(
+        error.downcast_ref(),
+        Some(ReplicaError::Worker(WorkerError::Server(ServerError::Stopped)))
+    )
 }
 
 /// How this worker reaches the servers.
@@ -344,13 +174,10 @@ pub fn options(
     let servers = match &relaxed.servers {
         ServersChoice::At(addresses) => addresses.clone(),
         ServersChoice::Inside => peers()?.iter().map(ToString::to_string).collect(),
-        ServersChoice::Started(_) => {
-            let text = std::env::var("UNISONO_SERVERS").context(
-                "there are no servers: start workers by `unisono run --servers S`, or name servers \
+        ServersChoice::Started(_) => Identity::from_env()?.servers.context(
+            "there are no servers: start workers by `unisono run --servers S`, or name servers \
                  by --servers HOST:PORT",
-            )?;
-            text.split(',').map(str::to_owned).collect()
-        }
+        )?,
     };
     Ok(ClientOptions {
         servers,
@@ -369,9 +196,7 @@ pub fn options(
 
 /// Where peers listen.
 pub fn peers() -> anyhow::Result<Vec<SocketAddr>> {
-    let text = std::env::var("UNISONO_PEERS").with_context(|| need_leader("--strategy gossip"))?;
-    let parse = |text: &str| text.parse().with_context(|| format!("UNISONO_PEERS: {text}"));
-    text.split(',').map(parse).collect()
+    Identity::from_env()?.peers.with_context(|| need_leader("--strategy gossip"))
 }
 
 /// Ends the waits of a client when this process is told to stop, or the server in it cannot go on.
@@ -390,7 +215,7 @@ impl Watch {
                 if has_failed || stop.load(Ordering::Relaxed) {
                     return stopper.stop();
                 }
-                std::thread::sleep(GLANCE);
+                std::thread::sleep(ASK_EVERY);
             }
         };
         let thread = std::thread::Builder::new().name("unisono-watch".into()).spawn(watch).ok();
@@ -404,18 +229,5 @@ impl Drop for Watch {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_run_is_over_when_one_server_has_all_and_nobody_works() {
-        let report = |finished, present| Report { finished, present, ..Report::default() };
-        assert!(is_over(&[report(true, 0), report(false, 0)]));
-        assert!(!is_over(&[report(true, 0), report(false, 1)]));
-        assert!(!is_over(&[report(false, 0), report(false, 0)]));
     }
 }

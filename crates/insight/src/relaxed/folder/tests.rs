@@ -1,3 +1,5 @@
+use std::fs::File;
+
 use tempfile::TempDir;
 
 use super::*;

@@ -152,7 +152,7 @@ mod tests {
                 waiting.push(socket);
             }
             let options = options(address);
-            let shard = ShardOptions { token: TOKEN, files: Files::default() };
+            let shard = ShardOptions { token: TOKEN, files: Files::default(), recorder: None };
             let _shard = Shard::start(listener.into(), shard).unwrap();
             let link = call(&options).dial(&Signal::new().unwrap()).map_err(|_| "lost").unwrap();
             assert!(!link.is_shared());

@@ -13,6 +13,7 @@
 //! under way and had not arrived ([`Outbox`](super::outbox::Outbox)): whoever calls notices nothing but
 //! the time it took.
 
+mod begin;
 mod dial;
 mod options;
 mod session;
@@ -29,6 +30,8 @@ use unisono_codec::parcel::Scratch;
 
 use super::core::{Age, Refusal};
 use super::wire::{Measured, Setup};
+use crate::Cause;
+pub use begin::{ASK_EVERY, has_begun, is_over, wait_for_worker_zero};
 pub use options::{ClientOptions, Run, ServerError, Transport};
 use session::{Fault, Session, Trouble};
 pub use visit::{glance, look, reports};
@@ -105,8 +108,7 @@ impl Client {
         begins: impl FnOnce(Stopper),
     ) -> Result<Client, ServerError> {
         let setups = run.setups(options.servers.len().max(1));
-        let voices =
-            Voices::new(setups.len()).map_err(|error| options.unreachable(0, error.to_string()))?;
+        let voices = Voices::new(setups.len()).map_err(|error| options.unreachable(0, error))?;
         let voices = Arc::new(voices);
         begins(Stopper(voices.clone()));
         let life = options.life.map_or_else(|| visit::life(run, &options, &voices), Ok)?;
@@ -229,8 +231,8 @@ impl Client {
         self.meet(None)?;
         if let Some(session) = self.sessions.iter().find(|s| s.outbox.pending().is_some()) {
             // Whether that one has arrived is not known, and its gradients are gone.
-            let what = "a push before this one has failed; join again in a later life".to_owned();
-            return Err(ServerError::Protocol { server: session.number, what });
+            let what = "a push before this one has failed; join again in a later life";
+            return Err(ServerError::Protocol { server: session.number, what: what.into() });
         }
         let measured = self.meter.complete(measured);
         for session in &mut self.sessions {
@@ -444,11 +446,11 @@ impl Client {
     fn give_up(&mut self, session: usize, fault: Fault) -> Result<(), ServerError> {
         let is_silent =
             matches!(&fault, Fault::Lost(error) if error.kind() == io::ErrorKind::TimedOut);
-        let last = match fault {
+        let last: Cause = match fault {
             _ if self.voices.is_stopped() => return Err(ServerError::Stopped),
             Fault::Fatal(error) => return Err(error),
-            Fault::Lost(error) => error.to_string(),
-            Fault::Rejoin(refusal) => refusal.to_string(),
+            Fault::Lost(error) => error.into(),
+            Fault::Rejoin(refusal) => refusal.into(),
         };
         let of = &mut self.sessions[session];
         of.close();

@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use unisono_codec::CodecSpec;
 use unisono_net::{HandshakeError, Token};
-use unisono_sync::optimizer::OptimizerSpec;
+use unisono_optimizer::OptimizerSpec;
 
+use crate::Cause;
 use crate::server::layout::{self, Piece};
 use crate::server::wire::Setup;
 use crate::spec::Level;
@@ -53,14 +54,29 @@ impl Run {
         }
     }
 
+    /// A run of so many workers, each of which makes so many steps; without limit if that is `None`. The
+    /// optimizer is as the caller wrote it, for a step of all workers.
+    pub fn of_steps(
+        shapes: Vec<Vec<usize>>,
+        optimizer: &OptimizerSpec,
+        level: Level,
+        workers: u32,
+        steps: Option<u64>,
+    ) -> Run {
+        let mut run = Run::new(shapes, level.optimizer(optimizer, workers), level);
+        run.total = steps.map_or(u64::MAX, |steps| level.updates(steps, workers));
+        run.workers = workers;
+        run
+    }
+
     /// What every shard is told.
     pub(super) fn setups(&self, servers: usize) -> Vec<Setup> {
         let setup = |pieces: Vec<Piece>| Setup {
             codecs: pieces.iter().map(|piece| self.codec(piece)).collect(),
             pieces,
             optimizer: self.optimizer,
-            level: self.level.to_string(),
-            stale: self.stale.to_string(),
+            level: self.level,
+            stale: self.stale,
             total: self.total,
             workers: self.workers,
             shards: self.shards,
@@ -70,9 +86,9 @@ impl Run {
         layout::spread(&self.shapes, servers).into_iter().map(setup).collect()
     }
 
-    fn codec(&self, piece: &Piece) -> Option<String> {
+    fn codec(&self, piece: &Piece) -> Option<CodecSpec> {
         let codec = self.codecs.get(piece.parameter)?.as_ref()?;
-        codec.build().suits(&piece.shape).then(|| codec.to_string())
+        codec.build().suits(&piece.shape).then(|| codec.clone())
     }
 }
 
@@ -110,9 +126,9 @@ pub struct ClientOptions {
 
 impl ClientOptions {
     /// That a server cannot be reached, and what was tried last.
-    pub(super) fn unreachable(&self, server: usize, last: String) -> ServerError {
+    pub(super) fn unreachable(&self, server: usize, last: impl Into<Cause>) -> ServerError {
         let address = self.servers.get(server).cloned().unwrap_or_default();
-        ServerError::Unreachable { server, address, last }
+        ServerError::Unreachable { server, address, last: last.into() }
     }
 }
 
@@ -128,7 +144,8 @@ pub enum ServerError {
         /// Where it was looked for.
         address: String,
         /// What the last attempt ran into.
-        last: String,
+        #[source]
+        last: Cause,
     },
     /// Whoever listens there belongs to another job.
     #[error("whoever listens at {address} does not serve this job: {cause}")]
@@ -136,6 +153,7 @@ pub enum ServerError {
         /// Where.
         address: String,
         /// Why.
+        #[source]
         cause: HandshakeError,
     },
     /// Whoever listens there is another of the servers.
@@ -167,6 +185,15 @@ pub enum ServerError {
         /// Which.
         server: usize,
     },
+    /// Worker 0, whose weights a run begins with, has not joined.
+    #[error(
+        "rank 0, whose weights the run begins with, has not joined within {waited:?}; start it, or be \
+         more patient"
+    )]
+    NotBegun {
+        /// How long it was waited for.
+        waited: Duration,
+    },
     /// A later start of this worker has taken its place.
     #[error("a later start of worker {worker} has taken its place")]
     Superseded {
@@ -182,6 +209,7 @@ pub enum ServerError {
         /// Which.
         server: usize,
         /// In what.
-        what: String,
+        #[source]
+        what: Cause,
     },
 }

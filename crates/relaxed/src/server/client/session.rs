@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use socket2::Socket;
 use unisono_codec::CodecSpec;
 use unisono_codec::parcel::{Origin, Scratch, Sender};
+use unisono_collective::shards::Shards;
 use unisono_net::Signal;
-use unisono_sync::shards::Shards;
 
 use super::dial::Call;
 use super::options::{ClientOptions, ServerError};
@@ -22,7 +22,6 @@ use crate::server::layout::Piece;
 use crate::server::link::{Link, Pulse, bytes, numbers};
 use crate::server::outbox::Outbox;
 use crate::server::wire::{Measured, Part, Reply, Request, Setup};
-use crate::spec::Level;
 
 /// What went wrong with a request.
 pub enum Fault {
@@ -105,8 +104,7 @@ pub struct Settled {
 
 impl Session {
     pub fn new(number: usize, setup: Setup, options: &ClientOptions) -> Session {
-        let sender = |(piece, codec): (usize, &Option<String>)| {
-            let codec: CodecSpec = codec.as_ref()?.parse().expect("the text of a codec");
+        let sender = |(piece, codec): (usize, &Option<CodecSpec>)| {
             let origin = Origin {
                 shape: setup.pieces[piece].shape.clone(),
                 parameter: piece,
@@ -114,7 +112,7 @@ impl Session {
                 worker: options.worker as usize,
                 mean_of: 1,
             };
-            Some(Sender::new(codec.build(), origin, options.error_feedback))
+            Some(Sender::new(codec.as_ref()?.build(), origin, options.error_feedback))
         };
         Session {
             number,
@@ -355,7 +353,7 @@ impl Session {
         let read: Result<Vec<&Piece>, u32> = versions.iter().map(known).collect();
         let server = self.number;
         let read = read.map_err(|number| {
-            let what = format!("there is no piece {number}");
+            let what = format!("there is no piece {number}").into();
             Fault::Fatal(ServerError::Protocol { server, what })
         })?;
         let link = self.link.as_mut().ok_or_else(|| Fault::Lost(not_connected()))?;
@@ -408,13 +406,13 @@ impl Session {
             Reply::Refused(refusal @ (Refusal::NotPresent | Refusal::OtherClock { .. })) => {
                 return Fault::Rejoin(refusal);
             }
-            Reply::Refused(refusal) => ServerError::Protocol { server, what: refusal.to_string() },
+            Reply::Refused(refusal) => ServerError::Protocol { server, what: refusal.into() },
             Reply::OtherRun => ServerError::OtherRun { server },
             Reply::OtherServer { number } => {
                 ServerError::OtherServer { server, address: self.address.clone(), number }
             }
             Reply::Unknown => ServerError::Forgotten { server },
-            Reply::Invalid(what) => ServerError::Protocol { server, what },
+            Reply::Invalid(what) => ServerError::Protocol { server, what: what.into() },
             _ => ServerError::Protocol { server, what: "a reply to another question".into() },
         })
     }
@@ -427,11 +425,10 @@ impl Session {
     fn most_bulk(&self) -> usize {
         let Setup { level, pieces, codecs, shards, workers, .. } = &self.setup;
         let (shards, workers) = (*shards as usize, *workers as usize);
-        let is_lockstep = level.parse().is_ok_and(|level: Level| level.is_lockstep());
-        let shards = Shards::new(shards, workers).ok().filter(|_| is_lockstep);
+        let shards = Shards::new(shards, workers).ok().filter(|_| level.is_lockstep());
         let subtrees = shards.map(|shards| shards.subtrees(workers));
         let vectors = subtrees.and_then(|all| all.iter().map(Vec::len).max()).unwrap_or(1);
-        let most = |(piece, codec): (&Piece, &Option<String>)| {
+        let most = |(piece, codec): (&Piece, &Option<CodecSpec>)| {
             let encoded = if codec.is_some() { 8 * piece.len() + SLACK as usize } else { 0 };
             (4 * piece.len() * vectors).max(encoded).next_multiple_of(8)
         };

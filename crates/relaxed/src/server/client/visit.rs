@@ -6,6 +6,7 @@ use super::options::{ClientOptions, Run, ServerError, Transport};
 use super::session::{Fault, Session};
 use super::voice::Voices;
 use super::{FIRST_PAUSE, LONGEST_PAUSE};
+use crate::Cause;
 use crate::server::wire::{Reply, Report, Request, Setup};
 
 /// The worker number of somebody who only looks.
@@ -70,8 +71,7 @@ fn visit<T>(
 ) -> Result<Vec<T>, ServerError> {
     let deadline = Instant::now() + options.patience;
     let setups = run.setups(options.servers.len().max(1));
-    let voices =
-        Voices::new(setups.len()).map_err(|error| options.unreachable(0, error.to_string()))?;
+    let voices = Voices::new(setups.len()).map_err(|error| options.unreachable(0, error))?;
     let visit = |(server, setup): (usize, Setup)| {
         ask(&mut Session::new(server, setup, options), options, &voices, deadline, &mut question)
     };
@@ -93,15 +93,15 @@ fn ask<T>(
         let opened = connected.and_then(|pulse| voices.open(server, pulse).map_err(Fault::Fatal));
         let outcome = opened.and_then(|()| question(session));
         voices.close(server);
-        let last = match outcome {
+        let last: Cause = match outcome {
             Ok(answer) => return Ok(answer),
             Err(_) if voices.is_stopped() => return Err(ServerError::Stopped),
             Err(Fault::Fatal(ServerError::Forgotten { .. })) => {
-                "no worker has joined it yet".to_owned()
+                "no worker has joined it yet".into()
             }
             Err(Fault::Fatal(error)) => return Err(error),
-            Err(Fault::Lost(error)) => error.to_string(),
-            Err(Fault::Rejoin(refusal)) => refusal.to_string(),
+            Err(Fault::Lost(error)) => error.into(),
+            Err(Fault::Rejoin(refusal)) => refusal.into(),
         };
         if Instant::now() + pause >= deadline {
             return Err(options.unreachable(server, last));

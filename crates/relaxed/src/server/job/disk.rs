@@ -4,23 +4,19 @@
 //! correcting, so that to repeat it is to apply them again. The records of the run are for people; one
 //! that a crash left out is made up for from the journal.
 
-use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
-use unisono_insight::folder::FolderError;
-use unisono_insight::relaxed::folder::{Log, MoveLog, RelaxedFolder, UpdateLog};
-use unisono_insight::updates::{Move, UpdateRecord};
 
 use super::plan::{Gradient, Plan};
 use super::{Job, JobError, State, Unserved};
-use crate::bound::{AdaptiveBound, Observation};
+use crate::bound::Observation;
+use crate::events::{Recorder, Resumed, Update};
 use crate::server::core::{Core, Entry, Saved};
 use crate::server::journal::{self, Journal};
 use crate::server::lives::Lives;
 use crate::server::wire::{Measured, Setup};
-use crate::spec::Level;
 
 /// Where a shard writes.
 #[derive(Clone, Debug, Default)]
@@ -31,11 +27,20 @@ pub struct Files {
     pub journal: Option<PathBuf>,
     /// Whether updates wait until they are on the disk, to survive a crash of the machine.
     pub sync: bool,
-    /// The folder of the run, where it records every push.
-    pub run: Option<PathBuf>,
     /// Bytes of the journal after which a snapshot is taken; by default 8 times those of the weights
     /// and at least 64 MiB. More: a restart takes longer. Fewer: more is written.
     pub snapshot_after: Option<u64>,
+}
+
+/// What a shard has before it knows of a run.
+#[derive(Default)]
+pub struct Waiting {
+    /// Where it will be written down.
+    pub journal: Option<Journal>,
+    /// The lives that workers were given already.
+    pub lives: Lives,
+    /// Who records it.
+    pub recorder: Option<Box<dyn Recorder>>,
 }
 
 /// What a record of the journal is.
@@ -70,21 +75,23 @@ struct Head {
 }
 
 impl Job {
-    /// A run that begins, with these weights of every piece. Workers may have been given lives before.
+    /// A run that begins, with these weights of every piece.
     pub fn new(
         setup: Setup,
         weights: Vec<Vec<f32>>,
-        lives: Lives,
         files: &Files,
-        journal: Option<Journal>,
+        waiting: Waiting,
     ) -> Result<Job, JobError> {
+        let Waiting { journal, lives, mut recorder } = waiting;
         let plan = Plan::new(setup)?;
         let lengths = weights.iter().map(Vec::len);
         if !lengths.eq(plan.pieces().iter().map(|piece| piece.len())) {
             return Err(JobError::Setup("the weights do not fit the pieces".into()));
         }
         // Before the snapshot, which would make these the records of this run.
-        expect_no_records(files)?;
+        if let Some(recorder) = &recorder {
+            recorder.expect_none().map_err(JobError::Records)?;
+        }
         let job = Job::with(plan, weights, files, wall_clock());
         let mut state = job.state.lock().expect("nobody else has it");
         state.lives = lives;
@@ -92,23 +99,27 @@ impl Job {
         // The snapshot first: with it the run has begun, and a restart goes on with the records, where
         // one without it would find records of nothing.
         job.snapshot(&mut state)?;
-        if let Some(run) = &files.run {
-            state.updates = Some(UpdateLog::create(RelaxedFolder::updates(run, files.number))?);
-            if job.writes_moves(files) {
-                state.moves = Some(MoveLog::create(RelaxedFolder::moves(run))?);
-            }
+        if let Some(recorder) = &mut recorder {
+            recorder.begin(state.adaptive_bound()).map_err(JobError::Records)?;
         }
+        state.recorder = recorder;
         drop(state);
         Ok(job)
     }
 
-    /// Goes on with what the journal holds. `None` if that is nothing yet; then the journal is for a
-    /// run that begins.
-    pub fn recover(files: &Files) -> Result<(Option<Job>, Option<Journal>), JobError> {
-        let Some(folder) = &files.journal else { return Ok((None, None)) };
+    /// Goes on with what the journal holds. `None` if that is nothing yet; then the rest is for a run
+    /// that begins.
+    pub fn recover(
+        files: &Files,
+        mut recorder: Option<Box<dyn Recorder>>,
+    ) -> Result<(Option<Job>, Waiting), JobError> {
+        let waiting = |journal, recorder| Waiting { journal, recorder, ..Waiting::default() };
+        let Some(folder) = &files.journal else { return Ok((None, waiting(None, recorder))) };
         let options = journal::Options { sync: files.sync, ..journal::Options::default() };
         let (journal, recovered) = Journal::open(folder, options)?;
-        let Some(snapshot) = recovered.snapshot else { return Ok((None, Some(journal))) };
+        let Some(snapshot) = recovered.snapshot else {
+            return Ok((None, waiting(Some(journal), recorder)));
+        };
         let head: Head = parse(&snapshot.header)?;
         let plan = Plan::new(head.setup)?;
         let empty = plan.pieces().iter().map(|piece| vec![0.0; piece.len()]).collect();
@@ -118,38 +129,40 @@ impl Job {
         state.lives = head.lives;
         state.versions = head.versions;
         job.restore_pieces(&state.versions, &snapshot.payload)?;
-        let mut written = Vec::new();
+        let (mut journaled, mut last) = (Vec::new(), head.seconds);
         for record in recovered.entries {
             let record = record?;
             match parse(&record.header)? {
                 Line::Settled(entry) => {
                     job.repeat(&mut state, &entry, &record.payload)?;
-                    written.push(entry);
+                    last = entry.time;
+                    if recorder.is_some() {
+                        journaled.extend(updates(&entry));
+                    }
                 }
                 Line::Life { worker, life } => state.lives.repeat(worker, life),
             }
         }
         drop(state);
         // The clock of the machine may have been set back.
-        let last = written.last().map_or(head.seconds, |last| last.time);
         job.awake_at = last.max(wall_clock() - head.began);
         let mut state = job.state.lock().expect("nobody else has it");
         state.journal = Some(journal);
-        if let Some(run) = &files.run {
-            state.updates = Some(reopen_updates(run, files.number, &state.core, &written)?);
-            if job.writes_moves(files) {
-                state.moves = Some(job.reopen_moves(run, &state)?);
-            }
+        if let Some(recorder) = &mut recorder {
+            let resumed = Resumed {
+                updates: state.core.updates(),
+                journaled: &journaled,
+                bound: state.adaptive_bound(),
+                time: job.seconds(),
+            };
+            recorder.resume(resumed).map_err(JobError::Records)?;
         }
+        state.recorder = recorder;
         // Where nothing is waited for, nobody's place need be kept.
-        let bounded = job.plan.level.bound().is_some();
+        let bounded = job.plan.setup.level.bound().is_some();
         state.gathers_until = bounded.then(|| job.now() + job.return_time());
         drop(state);
-        Ok((Some(job), None))
-    }
-
-    fn writes_moves(&self, files: &Files) -> bool {
-        files.number == 0 && self.plan.level == Level::SspAuto
+        Ok((Some(job), Waiting::default()))
     }
 
     /// Writes an entry into the journal, then into the records.
@@ -239,7 +252,7 @@ impl Job {
                 _ => optimizer.chunks(length).collect(),
             };
             let restored = self.store.restore(piece, *version, weights, &optimizer);
-            restored.map_err(|error| JobError::Content(error.to_string()))?;
+            restored.map_err(|error| JobError::Content(error.into()))?;
         }
         if rest.is_empty() { Ok(()) } else { Err(short()) }
     }
@@ -266,27 +279,9 @@ impl Job {
             gradients.push((piece, gradient.into()));
         }
         let repeated = state.core.repeat(&written.entry);
-        repeated.map_err(|broken| JobError::Content(format!("{broken}: restore the folder")))?;
+        repeated.map_err(|broken| JobError::Content(broken.into()))?;
         self.apply(written.entry.factor, &versions, &gradients);
         Ok(())
-    }
-
-    /// The moves of the bound, which begins anew with the shard.
-    fn reopen_moves(&self, run: &Path, state: &State) -> Result<MoveLog, JobError> {
-        let mut last = None;
-        let mut moves: MoveLog =
-            Log::reopen_keeping(RelaxedFolder::moves(run), |change: &Move| {
-                last = Some(change.to);
-                true
-            })?;
-        let bound = state.adaptive.as_ref().map(AdaptiveBound::bound);
-        if let (Some(from), Some(to)) = (last, bound)
-            && from != to
-        {
-            let reason = "the server was started again, and begins anew".to_owned();
-            moves.append(&Move { time: self.seconds(), from, to, reason })?;
-        }
-        Ok(moves)
     }
 }
 
@@ -300,76 +295,39 @@ fn append(
         let payloads: Vec<&[f32]> = gradients.iter().map(|(_, gradient)| &**gradient).collect();
         journal.append(&header, &payloads)?;
     }
-    let records: Vec<UpdateRecord> = records(written).collect();
-    if let Some(updates) = &mut state.updates {
-        updates.append_all(&records)?;
+    if let Some(recorder) = &mut state.recorder {
+        let updates: Vec<Update> = updates(written).collect();
+        recorder.updates(&updates).map_err(JobError::Records)?;
     }
-    for (record, measured) in records.iter().zip(&written.measured) {
-        let observation = Observation {
-            time: record.time,
-            worker: record.worker,
+    let Some(adaptive) = &mut state.adaptive else { return Ok(()) };
+    for ((push, _), measured) in written.entry.pushes.iter().zip(&written.measured) {
+        let moved = adaptive.observe(Observation {
+            time: written.time,
+            worker: push.worker,
             blocked: measured.held,
             wall: measured.wall,
-            loss: record.loss,
-        };
-        let moved = state.adaptive.as_mut().and_then(|bound| bound.observe(observation));
+            loss: measured.loss,
+        });
         if let Some(moved) = moved {
             log::info!("{}", moved.reason);
-            if let Some(moves) = &mut state.moves {
-                moves.append(&moved)?;
+            if let Some(recorder) = &mut state.recorder {
+                recorder.moved(&moved).map_err(JobError::Records)?;
             }
         }
     }
     Ok(())
 }
 
-/// The records of the run as far as the journal bears them out, and those of entries that were written
-/// down just before the crash.
-fn reopen_updates(
-    run: &Path,
-    number: usize,
-    core: &Core,
-    written: &[Written],
-) -> Result<UpdateLog, JobError> {
-    let key = |record: &UpdateRecord| (record.worker, record.life, record.push);
-    let mut there = BTreeSet::new();
-    let mut updates: UpdateLog =
-        Log::reopen_keeping(RelaxedFolder::updates(run, number), |record: &UpdateRecord| {
-            record.update <= core.updates() && there.insert(key(record))
-        })?;
-    let lost = written.iter().flat_map(records).filter(|record| !there.contains(&key(record)));
-    updates.append_all(&lost.collect::<Vec<_>>())?;
-    Ok(updates)
-}
-
-/// What an entry is, for people: a line for every push.
-fn records(written: &Written) -> impl Iterator<Item = UpdateRecord> + '_ {
+/// What is told of an entry.
+fn updates(written: &Written) -> impl Iterator<Item = Update> + '_ {
     let pushes = written.entry.pushes.iter().zip(&written.measured);
-    pushes.map(|((push, age), measured)| UpdateRecord {
+    pushes.map(|((push, age), measured)| Update {
         time: written.time,
         update: written.entry.update,
-        worker: push.worker,
-        life: push.life,
-        push: push.number,
-        clock: push.clock,
-        lead: age.lead,
-        delay: age.delay,
-        present: age.present,
-        loss: measured.loss,
-        samples: measured.samples,
-        compute: measured.compute,
-        blocked: measured.blocked,
-        bytes: measured.bytes,
+        push: *push,
+        age: *age,
+        measured: *measured,
     })
-}
-
-/// Fails if a run is recorded where this one would be.
-fn expect_no_records(files: &Files) -> Result<(), JobError> {
-    let Some(run) = &files.run else { return Ok(()) };
-    match RelaxedFolder::updates(run, files.number).exists() {
-        true => Err(FolderError::Occupied { path: run.clone() }.into()),
-        false => Ok(()),
-    }
 }
 
 /// Seconds of the epoch.
@@ -382,5 +340,5 @@ fn text(line: &Line) -> Vec<u8> {
 }
 
 fn parse<'a, T: Deserialize<'a>>(text: &'a [u8]) -> Result<T, JobError> {
-    postcard::from_bytes(text).map_err(|error| JobError::Content(error.to_string()))
+    postcard::from_bytes(text).map_err(|error| JobError::Content(error.into()))
 }

@@ -30,19 +30,19 @@ use std::collections::BTreeMap;
 use std::sync::{Condvar, Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
-use unisono_insight::folder::FolderError;
-use unisono_insight::relaxed::folder::{MoveLog, UpdateLog};
-
 use super::client::LONGEST_PAUSE;
 use super::core::{self, Age, Core, Joined, PushId, Refusal};
 use super::journal::{Journal, JournalError};
 use super::lives::Lives;
 use super::store::{Compensation, Store, Weights};
 use super::wire::{Measured, Part, Reply, Report, Setup};
+use crate::Cause;
 use crate::bound::{AdaptiveBound, Limits};
+use crate::events::Recorder;
 use crate::spec::Level;
 use crate::stale::Stale;
 pub use disk::Files;
+pub(super) use disk::Waiting;
 use plan::{Gradient, Plan};
 pub(super) use plan::{MOST_WORKERS, SLACK, total_bytes};
 use round::Contribution;
@@ -65,16 +65,16 @@ const LAST_CLOCK: u64 = 1 << 62;
 pub enum JobError {
     /// What was set up makes no sense.
     #[error("a run that cannot be served: {0}")]
-    Setup(String),
+    Setup(#[source] Cause),
     /// The journal.
     #[error("the journal: {0}")]
     Journal(#[from] JournalError),
     /// The journal is not one of a shard, or of another version.
-    #[error("the journal holds something else than a shard's state: {0}")]
-    Content(String),
+    #[error("the journal holds something else than a shard's state: {0}; restore the folder")]
+    Content(#[source] Cause),
     /// The records of the run.
     #[error("the records of the run: {0}")]
-    Records(#[from] FolderError),
+    Records(#[source] Cause),
     /// One of its threads has panicked.
     #[error("a thread of this server panicked, which is a bug: {0}")]
     Panicked(String),
@@ -142,8 +142,7 @@ struct State {
     reads: BTreeMap<u32, Vec<Option<Weights>>>,
     adaptive: Option<AdaptiveBound>,
     journal: Option<Journal>,
-    updates: Option<UpdateLog>,
-    moves: Option<MoveLog>,
+    recorder: Option<Box<dyn Recorder>>,
     /// Whether something could not be written down.
     failed: bool,
 }
@@ -156,7 +155,7 @@ impl Job {
 
     fn with(plan: Plan, weights: Vec<Vec<f32>>, files: &Files, began: f64) -> Job {
         let bytes: u64 = weights.iter().map(|weights| 4 * weights.len() as u64).sum();
-        let adapts = plan.level == Level::SspAuto;
+        let adapts = plan.setup.level == Level::SspAuto;
         let state = State {
             core: Core::new(plan.rules()),
             lives: Lives::default(),
@@ -167,8 +166,7 @@ impl Job {
             reads: BTreeMap::new(),
             adaptive: adapts.then(|| AdaptiveBound::new(Limits::default())),
             journal: None,
-            updates: None,
-            moves: None,
+            recorder: None,
             failed: false,
         };
         Job {
@@ -219,7 +217,7 @@ impl Job {
             self.gather_if_slept(&mut state);
         }
         // Where nobody waits for it, or all do until everybody is back, it goes on where it was.
-        let keeps_place = self.plan.level.bound().is_none() || state.gathers_until.is_some();
+        let keeps_place = self.plan.setup.level.bound().is_none() || state.gathers_until.is_some();
         if self.plan.rounds.is_none() && keeps_place {
             joined.clock = before.unwrap_or(joined.clock);
         }
@@ -269,7 +267,7 @@ impl Job {
     /// To be called where a connection is lost: if that is because this process slept, its worker is
     /// about to come back, and perhaps others.
     fn gather_if_slept(&self, state: &mut State) {
-        if self.turns.has_slept(self.now()) && self.plan.level.bound().is_some() {
+        if self.turns.has_slept(self.now()) && self.plan.setup.level.bound().is_some() {
             // Never shorter than it was: the first update waits for all.
             state.gathers_until = state.gathers_until.max(Some(self.now() + self.return_time()));
         }
@@ -334,9 +332,9 @@ impl Job {
         is_over: impl Fn() -> bool,
     ) -> Result<Vec<(u32, u64, Weights)>, Unserved> {
         let wanted = self.wanted(pieces)?;
-        let bound = match self.plan.level {
+        let bound = match self.plan.setup.level {
             Level::SspAuto => Some(asked.unwrap_or(0).min(Limits::default().most)),
-            _ => self.plan.level.bound(),
+            _ => self.plan.setup.level.bound(),
         };
         let Caller { worker, life, .. } = caller;
         let mut state = self.lock()?;
@@ -519,11 +517,11 @@ impl Job {
     }
 
     fn bound(&self, state: &State) -> Option<u64> {
-        state.adaptive.as_ref().map(AdaptiveBound::bound).or(self.plan.level.bound())
+        state.adaptive_bound().or(self.plan.setup.level.bound())
     }
 
     fn lambda(&self) -> Option<f32> {
-        match self.plan.stale {
+        match self.plan.setup.stale {
             Stale::Compensate(lambda) => Some(lambda),
             _ => None,
         }
@@ -568,6 +566,11 @@ impl Job {
 }
 
 impl State {
+    /// The bound, if it adapts.
+    fn adaptive_bound(&self) -> Option<u64> {
+        self.adaptive.as_ref().map(AdaptiveBound::bound)
+    }
+
     /// Whether this is the connection that speaks for the worker.
     fn is_current(&self, caller: Caller) -> bool {
         self.connections.get(&caller.worker) == Some(&caller.connection)

@@ -6,16 +6,15 @@ use std::time::Duration;
 
 use unisono_codec::parcel::{self, Scratch};
 use unisono_codec::{Codec, CodecSpec, Task};
+use unisono_collective::shards::Shards;
 use unisono_collective::tree::Tree;
-use unisono_sync::shards::Shards;
 
 use super::JobError;
+use crate::Cause;
 use crate::server::core::{PushId, Rules};
 use crate::server::layout::Piece;
 use crate::server::link::{MOST_BULK, numbers};
 use crate::server::wire::{Part, Setup};
-use crate::spec::Level;
-use crate::stale::Stale;
 
 /// The most workers and shards of the batch: beyond any run, and what is kept for each stays small.
 pub const MOST_WORKERS: u32 = 1 << 16;
@@ -31,8 +30,6 @@ pub type Gradient<'a> = (usize, Cow<'a, [f32]>);
 pub struct Plan {
     pub setup: Setup,
     pub fingerprint: [u8; 32],
-    pub level: Level,
-    pub stale: Stale,
     codecs: Vec<Option<Arc<dyn Codec>>>,
     pub rounds: Option<Rounds>,
 }
@@ -50,45 +47,45 @@ pub struct Rounds {
 impl Plan {
     /// Checks a setup.
     pub fn new(setup: Setup) -> Result<Plan, JobError> {
-        let flaw = |flaw: &dyn std::fmt::Display| JobError::Setup(flaw.to_string());
-        let level: Level = setup.level.parse().map_err(|error| flaw(&error))?;
+        Plan::check(setup).map_err(JobError::Setup)
+    }
+
+    fn check(setup: Setup) -> Result<Plan, Cause> {
+        let Setup { level, workers, .. } = setup;
+        level.check()?;
         if !level.has_servers() {
-            return Err(flaw(&format!("{level} has no servers")));
+            return Err(format!("{level} has no servers").into());
         }
-        let stale: Stale = setup.stale.parse().map_err(|error| flaw(&error))?;
-        setup.optimizer.build(&[]).map_err(|error| flaw(&error))?;
+        setup.stale.check()?;
+        setup.optimizer.build(&[])?;
         if setup.timeout_ms == 0 {
-            return Err(flaw(&"a timeout of 0, in which nobody can be heard"));
+            return Err("a timeout of 0, in which no worker can be heard".into());
         }
-        if setup.workers > MOST_WORKERS || setup.shards > MOST_WORKERS {
-            return Err(flaw(&format!("more than {MOST_WORKERS} workers, or shards of the batch")));
+        if workers > MOST_WORKERS || setup.shards > MOST_WORKERS {
+            return Err(format!("more than {MOST_WORKERS} workers, or shards of the batch").into());
         }
-        let shards = Shards::new(setup.shards as usize, setup.workers as usize);
-        let shards = shards.map_err(|error| flaw(&error))?;
+        let shards = Shards::new(setup.shards as usize, workers as usize)?;
         if total_bytes(&setup.pieces).is_none() {
-            return Err(flaw(&"pieces that are too large"));
+            return Err("pieces that are too large".into());
         }
         if setup.codecs.len() != setup.pieces.len() {
-            return Err(flaw(&"a codec, or none, is missing for some piece"));
+            return Err("a codec, or none, is missing for some piece".into());
         }
         let mut codecs = Vec::with_capacity(setup.codecs.len());
-        for (piece, text) in setup.pieces.iter().zip(&setup.codecs) {
-            let spec = text.as_ref().map(|text| text.parse::<CodecSpec>()).transpose();
-            let codec = spec.map_err(|error| flaw(&error))?.map(|spec| spec.build());
+        for (piece, spec) in setup.pieces.iter().zip(&setup.codecs) {
+            spec.as_ref().map_or(Ok(()), CodecSpec::check)?;
+            let codec = spec.as_ref().map(CodecSpec::build);
             if codec.as_ref().is_some_and(|codec| !codec.suits(&piece.shape)) {
-                return Err(flaw(&format!(
-                    "a codec that does not suit the shape {:?}",
-                    piece.shape
-                )));
+                return Err(
+                    format!("a codec that does not suit the shape {:?}", piece.shape).into()
+                );
             }
             codecs.push(codec);
         }
         Ok(Plan {
             fingerprint: setup.fingerprint(),
-            stale,
             codecs,
-            rounds: level.is_lockstep().then(|| Rounds::new(shards, setup.workers as usize)),
-            level,
+            rounds: level.is_lockstep().then(|| Rounds::new(shards, workers as usize)),
             setup,
         })
     }
@@ -96,8 +93,8 @@ impl Plan {
     /// What the core goes by.
     pub fn rules(&self) -> Rules {
         Rules {
-            lockstep: self.level.is_lockstep(),
-            stale: self.stale,
+            lockstep: self.setup.level.is_lockstep(),
+            stale: self.setup.stale,
             timeout: self.timeout(),
             total: self.setup.total,
         }

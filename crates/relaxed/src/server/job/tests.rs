@@ -11,8 +11,8 @@ fn job(level: &str) -> Job {
     let setup = Setup {
         pieces: vec![Piece { parameter: 0, start: 0, shape: vec![1] }],
         optimizer: "sgd".parse().unwrap(),
-        level: level.into(),
-        stale: Stale::Keep.to_string(),
+        level: level.parse().unwrap(),
+        stale: Stale::Keep,
         total: 100,
         workers: 3,
         shards: 3,
@@ -20,7 +20,7 @@ fn job(level: &str) -> Job {
         seed: 0,
         timeout_ms: TIMEOUT.as_millis() as u64,
     };
-    Job::new(setup, vec![vec![0.0]], Lives::default(), &Files::default(), None).unwrap()
+    Job::new(setup, vec![vec![0.0]], &Files::default(), Waiting::default()).unwrap()
 }
 
 /// Stops the process for longer than workers wait for it.

@@ -382,7 +382,7 @@ mod tests {
     use super::*;
     use crate::bucket::BucketSizes;
     use crate::shards::Shards;
-    use crate::strategy::{Compression, Exchange, Gradients};
+    use crate::strategy::{Compression, Gradients, Strategy};
     use crate::synchronizer::Parameter;
     use unisono_collective::Options;
 

@@ -27,9 +27,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use unisono_codec::{Codec, CodecSpec, Passage, Rules, Task};
-use unisono_collective::Group;
+use unisono_collective::{AbortHandle, Group};
 
-use super::{Exchange, Find, Gradients, Save};
+use super::{Find, Gradients, Save, Strategy};
 use crate::advice::Advice;
 use crate::bucket::Layout;
 use crate::combine::{Combiner, alignment, fold_leaves};
@@ -284,13 +284,17 @@ impl Compressed {
     }
 }
 
-impl Exchange for Compressed {
+impl Strategy for Compressed {
     fn name(&self) -> String {
         "all-reduce".to_owned()
     }
 
     fn wants_leaves(&self, step: u64) -> bool {
         step >= self.compression.warm_up && !self.codecs.is_empty()
+    }
+
+    fn encodes_from(&self) -> Option<u64> {
+        Some(if self.codecs.is_empty() { u64::MAX } else { self.compression.warm_up })
     }
 
     fn exchange(&mut self, gradients: &mut Gradients) -> Result<(), SyncError> {
@@ -337,8 +341,16 @@ impl Exchange for Compressed {
         Ok(())
     }
 
-    fn group(&self) -> &Arc<Group> {
-        self.combiner.group()
+    fn group(&self) -> Option<&Arc<Group>> {
+        Some(self.combiner.group())
+    }
+
+    fn sent(&self) -> u64 {
+        self.combiner.sent()
+    }
+
+    fn abort_handle(&self) -> Option<AbortHandle> {
+        Some(self.combiner.group().abort_handle())
     }
 
     fn is_settled(&self) -> bool {
@@ -357,7 +369,7 @@ impl Exchange for Compressed {
         }
     }
 
-    fn save(&self, group: &Group, each: &mut Save<'_>) -> Result<(), SyncError> {
+    fn save(&mut self, group: &Group, each: &mut Save<'_>) -> Result<(), SyncError> {
         self.save_choice(group, each);
         self.save_memory(group, each)
     }

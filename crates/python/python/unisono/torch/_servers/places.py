@@ -6,7 +6,6 @@ or they are threads inside workers, which tell each other their addresses throug
 
 import itertools
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,15 +50,17 @@ class Place:
 
 def find(servers: Sequence[str] | int | None, token: str | None) -> Place:
     """Finds the servers, or starts the one that belongs into this worker."""
-    rank, world = _rank_and_world()
-    if servers is None and os.environ.get("UNISONO_SERVERS"):
-        servers = os.environ["UNISONO_SERVERS"].split(",")
+    rank, world, named, secret = _native.worker_from_env()
+    if dist.is_available() and dist.is_initialized():
+        rank, world = dist.get_rank(), dist.get_world_size()
+    if servers is None:
+        servers = named
     if isinstance(servers, str):
         servers = servers.split(",")
     if servers is not None and not isinstance(servers, int):
         if not servers:
             raise InvalidCall('servers is empty: name them, ["host:port", …], or leave it out')
-        return Place(rank, world, list(servers), _token(token))
+        return Place(rank, world, list(servers), _token(token, secret))
     return _inside(rank, world, 1 if servers is None else servers)
 
 
@@ -93,18 +94,10 @@ def _inside(rank: int, world: int, hosts: int) -> Place:
     return Place(rank, world, servers, token, True, shard, store)
 
 
-def _rank_and_world() -> tuple[int, int]:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    try:
-        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    except ValueError as error:
-        raise FormError(f"RANK and WORLD_SIZE must be numbers: {error}") from error
-
-
-def _token(text: str | None) -> bytes:
-    text = text or os.environ.get("UNISONO_TOKEN")
+def _token(text: str | None, secret: bytes | None) -> bytes:
     if not text:
+        if secret is not None:
+            return secret
         raise InvalidCall(
             "the token is missing: give servers and workers the same 64 hexadecimal digits, by "
             "UNISONO_TOKEN or token="

@@ -115,7 +115,8 @@ class ParameterServer:
     changed the rate is refused.
 
     `level` says how far workers may drift apart: ``bsp`` (lock-step), ``ssp:S`` (nobody is more
-    than S clocks ahead of the slowest), ``ssp:auto``, ``async``, or ``downpour:PUSH,FETCH``.
+    than S clocks ahead of the slowest), ``ssp:auto``, ``async``, or ``downpour:PUSH,FETCH``
+    (``downpour`` alone: every 5 steps).
     `stale` is what becomes of gradients of old weights: ``keep``, ``scale``, ``drop:T`` or
     ``compensate``.
 

@@ -1,0 +1,165 @@
+//! Carries out what the [supervisor](super::supervisor) decides about a running job.
+
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+
+use super::members::Members;
+use super::nodes::{Job, Message};
+use super::output::lock;
+use super::supervisor::{Decision, Settings, Supervisor};
+use super::{Ending, Event, Launch, Member, Outcome};
+
+pub(super) struct Driver<'a> {
+    launch: &'a Launch,
+    job: Job,
+    members: Members<'a>,
+    inbox: Receiver<Event>,
+    /// What the caller wants done at the end begins when something is sent.
+    at_end: Option<Sender<()>>,
+    began: Instant,
+}
+
+/// What a shell would say of a member that cannot be started.
+const NOT_STARTED: Ending = Ending::Code(126);
+
+impl<'a> Driver<'a> {
+    pub fn new(
+        launch: &'a Launch,
+        job: Job,
+        members: Members<'a>,
+        inbox: Receiver<Event>,
+        at_end: Option<Sender<()>>,
+    ) -> Driver<'a> {
+        Driver { launch, job, members, inbox, at_end, began: Instant::now() }
+    }
+
+    /// Stays with the job until no process of it is left on this node.
+    pub fn run(mut self) -> Outcome {
+        let mut supervisor = Supervisor::new(Settings {
+            node: self.job.place.node,
+            nodes: self.job.place.nodes,
+            first_rank: self.job.place.first_rank,
+            ranks: self.launch.ranks,
+            servers: self.launch.server_count(),
+            grace: self.launch.grace,
+            restarts: self.launch.restarts,
+            at_end: self.at_end.is_some(),
+        });
+        while supervisor.outcome().is_none() {
+            let event = match supervisor.deadline() {
+                Some(at) => self.inbox.recv_timeout(at.saturating_sub(self.now())),
+                None => self.inbox.recv().map_err(RecvTimeoutError::from),
+            };
+            match &event {
+                Ok(Event::GuardEnded(guard)) => self.members.replace_guard(*guard),
+                Ok(Event::Closed { node }) => self.job.links.note_closed(*node),
+                _ => {}
+            }
+            let decisions = match event {
+                Ok(event) => supervisor.handle(self.now(), event),
+                Err(_) => supervisor.tick(self.now()),
+            };
+            self.carry_out_all(&mut supervisor, decisions);
+        }
+        // The members go first: the other nodes may as well hear from this one until then.
+        drop(self.members);
+        // Ranks may end well before the last of their output has been written, or has not.
+        for event in self.inbox.try_iter().filter(|event| matches!(event, Event::OutputLost(_))) {
+            supervisor.handle(self.began.elapsed(), event);
+        }
+        let outcome = supervisor.outcome().expect("nothing begins after the end").clone();
+        self.job.links.close(&outcome);
+        outcome
+    }
+
+    fn now(&self) -> Duration {
+        self.began.elapsed()
+    }
+
+    fn carry_out_all(&mut self, supervisor: &mut Supervisor, decisions: Vec<Decision>) {
+        for decision in decisions {
+            if let Some(event) = self.carry_out(decision) {
+                let decisions = supervisor.handle(self.now(), event);
+                self.carry_out_all(supervisor, decisions);
+            }
+        }
+    }
+
+    /// Does what was decided; returns what happened at once.
+    fn carry_out(&mut self, decision: Decision) -> Option<Event> {
+        match decision {
+            Decision::Clear { member, ending, restart, limit } => {
+                self.members.clear(member);
+                if !self.launch.quiet {
+                    let name = self.members.name(member);
+                    self.say(&format!(
+                        "{name} {ending}; starting it again (restart {restart} of {limit})"
+                    ));
+                }
+            }
+            Decision::Start { member, life } => return self.start_again(member, life),
+            Decision::Gone { rank } => self.job.gone(rank),
+            Decision::Tell(message) => self.job.links.tell(&message),
+            Decision::BeginAtEnd => {
+                let begun = self.at_end.as_ref().is_some_and(|begin| begin.send(()).is_ok());
+                return (!begun).then_some(Event::AtEndDone);
+            }
+            Decision::Hear { member, ending } => {
+                let stderr = self.members.last_words(member);
+                return Some(Event::LastWords { member, ending, stderr });
+            }
+            Decision::Fail(outcome) => {
+                // Whoever closed the pipe knows, and expects no more words than of other programs.
+                if !matches!(outcome, Outcome::OutputLost { closed: true, .. }) {
+                    self.report(&outcome);
+                }
+                self.job.abort(&outcome);
+                self.job.links.tell(&Message::Over(outcome));
+            }
+            Decision::TellToEnd { signal } => {
+                self.members.tell_to_end(Signal::from_named_raw(signal).unwrap_or(Signal::TERM));
+            }
+            Decision::Kill => self.members.kill(),
+        }
+        None
+    }
+
+    /// Begins a life of a member. One that cannot begin has ended.
+    fn start_again(&mut self, member: Member, life: u32) -> Option<Event> {
+        match self.members.start_again(member, life) {
+            Ok(()) => {
+                self.launch.restarted.fetch_add(1, Ordering::Relaxed);
+                None
+            }
+            Err(error) => {
+                self.say(&format!("{}: {error}", self.members.name(member)));
+                Some(Event::Ended { member, ending: NOT_STARTED })
+            }
+        }
+    }
+
+    fn report(&self, outcome: &Outcome) {
+        let mut text = outcome.to_string();
+        if let Outcome::Failed(failure) = outcome
+            && self.job.place.nodes > 1
+        {
+            text += &format!(" on node {}", failure.node);
+        }
+        let last_words = outcome.last_words();
+        if !last_words.is_empty() {
+            text += "; its last lines of stderr:";
+        }
+        last_words.iter().for_each(|line| text += &format!("\nunisono:   | {line}"));
+        self.say(&text);
+    }
+
+    fn say(&self, text: &str) {
+        let text = format!("unisono: {text}\n");
+        // Whoever closed the launcher's stderr does not want to know.
+        let mut stderr = lock(&self.launch.stderr);
+        let _ = stderr.write_all(text.as_bytes()).and_then(|()| stderr.flush());
+    }
+}
