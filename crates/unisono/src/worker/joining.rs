@@ -120,7 +120,8 @@ pub(super) fn serve<'a>(
         (Servers::Inside(count), None) => (*count).clamp(1, workers),
         (_, None) => 1,
     };
-    let tcp = Options::from_env().map_err(JoinError::from)?.transport == Transport::Tcp;
+    let environment = Options::from_env().map_err(JoinError::from)?;
+    let tcp = environment.transport == Transport::Tcp;
     let make_folder = |servers: &str| match training.run_dir.as_ref().filter(|_| rank == 0) {
         Some(dir) => {
             let info = training.relaxed_info(level, servers, workers, tcp);
@@ -130,7 +131,10 @@ pub(super) fn serve<'a>(
     };
     let (mut job, mut shard) = (None, None);
     let (servers, token, initial) = match named {
-        Some(servers) => (servers, identity.token()?, copy(parameters.len(), weights)),
+        Some(servers) => {
+            let token = identity.token()?.with_encryption(environment.encrypt);
+            (servers, token, copy(parameters.len(), weights))
+        }
         None => {
             make_folder("inside")?;
             let joined = Job::join()?;
@@ -216,7 +220,7 @@ fn spread_token(group: &Group) -> Result<Token, WorkerError> {
         bytes = *Token::random().map_err(|_| WorkerError::NoRandomness)?.as_bytes();
     }
     group.broadcast(&mut bytes, 0)?;
-    Ok(Token::from_bytes(bytes))
+    Ok(Token::from_bytes(bytes).with_encryption(group.options().encrypt))
 }
 
 /// The address that each rank gives, if it gives one.
