@@ -49,7 +49,7 @@ pub enum EqualWeights {
 /// How a run that was interrupted goes on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Resumes {
-    /// From a checkpoint: [`Worker::save`](super::Worker::save).
+    /// From a checkpoint: [`Agreeing::save`](super::Agreeing::save).
     FromCheckpoint,
     /// From the servers, if they have a journal.
     FromServers,
