@@ -20,7 +20,7 @@
 //! The proofs establish who opened the connection. In a job that does not encrypt, what follows on it is
 //! neither encrypted nor authenticated: the token keeps strangers and mistakes out, not someone who can
 //! rewrite packets on the job's network. In one that does ([`Token::encrypts`]), answer and verdict of a
-//! TCP connection also carry the two messages of a [Noise handshake](crate::cipher), whose prologue is the
+//! TCP connection also carry the two messages of a Noise handshake, whose prologue is the
 //! hello and the responder's nonce, and all that follows is encrypted with its keys. Both sides say in
 //! the hello, which the proofs cover, whether they encrypt, and neither gives way: a job can be
 //! kept from connecting, but not be made to talk in the clear.
