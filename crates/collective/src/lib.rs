@@ -24,6 +24,7 @@
 pub mod acceptor;
 mod buffers;
 pub mod call;
+mod control;
 pub mod cost;
 pub mod dtype;
 pub mod error;
@@ -60,7 +61,8 @@ pub use work::{Pending, Work};
 /// What the tests and the fuzz targets of this crate reach, and nobody else.
 #[doc(hidden)]
 pub mod internals {
-    pub use crate::fabric::receive_ready;
+    pub use crate::control::{news, overlay, reason};
+    pub use crate::fabric::{gathering, receive_ready};
     pub use crate::side::frame;
     pub use crate::window::clock;
 }

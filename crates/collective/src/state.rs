@@ -117,6 +117,12 @@ thread_local! {
     };
 }
 
+/// A number larger than all before it.
+fn next_order() -> u64 {
+    static ORDER: AtomicU64 = AtomicU64::new(1);
+    ORDER.fetch_add(1, Ordering::Relaxed)
+}
+
 fn this_thread() -> u64 {
     THREAD.with(|thread| *thread)
 }
@@ -462,6 +468,7 @@ impl GroupState {
         let statement = Statement {
             rank: self.members[self.rank],
             thread,
+            order: next_order(),
             group: self.id,
             members: self.members.clone(),
             call: *call,

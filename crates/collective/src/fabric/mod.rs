@@ -3,6 +3,8 @@
 mod cores;
 mod dial;
 mod endpoint;
+#[doc(hidden)]
+pub mod gathering;
 mod interface;
 mod local;
 mod ready;
