@@ -5,9 +5,9 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use unisono_collective::handshake::{
-    Initiated, Initiator, Introduction, Purpose, Responder, Step, Token, fuzz_initiator,
-    fuzz_responder,
+use unisono_net::Token;
+use unisono_net::handshake::{
+    ANY, Initiated, Initiator, Introduction, Responder, Step, fuzz_initiator, fuzz_responder,
 };
 
 fuzz_target!(|input: &[u8]| {
@@ -19,9 +19,9 @@ fuzz_target!(|input: &[u8]| {
     assert!(fuzz_initiator(&token, [9; 32], bytes) <= bytes.len());
 
     let introduction =
-        Introduction { purpose: Purpose::Data, epoch: 0, group: 0, from: 0, to: 1, channel: 0 };
+        Introduction { purpose: ANY, epoch: 0, group: 0, from: 0, to: 1, channel: 0 };
     let mut initiator = Initiator::new(&token, &introduction, [9; 32]);
-    let mut responder = Responder::new(&token, [5; 32]);
+    let mut responder = Responder::new(&token, &[ANY], [5; 32]);
     let (hello, mut honest) = (initiator.hello(), true);
     let mut overlay = |message: &[u8], here: bool| {
         let mut message = message.to_vec();

@@ -6,7 +6,9 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use libfuzzer_sys::fuzz_target;
+use socket2::Socket;
 use unisono_collective::internals::receive_ready;
+use unisono_net::Connection;
 
 fuzz_target!(|bytes: &[u8]| {
     let settings = [3; 32];
@@ -14,7 +16,8 @@ fuzz_target!(|bytes: &[u8]| {
     theirs.write_all(&bytes[..bytes.len().min(4096)]).expect("it fits the buffer");
     drop(theirs);
     let deadline = Instant::now() + Duration::from_secs(5);
-    let heard = receive_ready(&ours.into(), 1, &settings, deadline);
+    let mut ours = Connection::from(Socket::from(ours));
+    let heard = receive_ready(&mut ours, 1, &settings, deadline);
     assert!(Instant::now() < deadline, "a closed socket was waited for");
     if let Ok(memory) = heard {
         assert!(memory.is_none(), "no descriptor was sent");

@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::Args;
 use unisono::cluster::launch::{Launch, LaunchError, Nodes, Restarts, Servers};
-use unisono::collective::handshake::Token;
+use unisono::net::Token;
 
 use crate::exit::Wrong;
 use crate::output;

@@ -12,7 +12,7 @@ use anyhow::{Context, bail};
 use clap::Args;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use socket2::{Domain, Socket, Type};
-use unisono::collective::handshake::Token;
+use unisono::net::Token;
 use unisono::relaxed::server::journal::{JournalError, Lock};
 use unisono::relaxed::server::{Files, Shard, ShardOptions};
 

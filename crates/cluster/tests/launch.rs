@@ -22,7 +22,7 @@ use rustix::process::{Signal, kill_process};
 use unisono_cluster::launch::{Ending, Failure, Launch, LaunchError, Nodes, Outcome};
 use unisono_cluster::place::Place;
 use unisono_cluster::rendezvous::connect;
-use unisono_collective::handshake::Token;
+use unisono_net::Token;
 
 /// Ranks that meet; see [`as_rank`].
 fn meeting(ranks: u32) -> Job {

@@ -12,8 +12,7 @@ use unisono_cluster::place::{Launcher, Place, Rendezvous};
 use unisono_cluster::rendezvous::{
     Abort, Gathered, JoinRefusal, MAX_BLOB, RendezvousError, Server, connect,
 };
-use unisono_collective::acceptor::Acceptor;
-use unisono_collective::handshake::Token;
+use unisono_net::{Acceptor, Admission, Token};
 
 const LONG: Duration = Duration::from_secs(30);
 
@@ -75,7 +74,8 @@ impl Hosted {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         let listeners = vec![Socket::from(listener)];
-        let acceptor = Acceptor::start(listeners, token.clone(), server.doorkeeper()).unwrap();
+        let acceptor =
+            Acceptor::start(listeners, server.admission(&token), server.doorkeeper()).unwrap();
         Hosted { server, _acceptor: acceptor, port, token }
     }
 
@@ -119,7 +119,8 @@ fn ports_taken_by_others_are_passed_over() {
     // One port belongs to a program that never answers, the next to another job.
     let _silent = TcpListener::bind(("127.0.0.1", ports[0])).unwrap();
     let other = TcpListener::bind(("127.0.0.1", ports[1])).unwrap();
-    let _other = Acceptor::start(vec![other.into()], Token::public("other"), |_, _| {}).unwrap();
+    let admission = Admission::new(Token::public("other"), &[]);
+    let _other = Acceptor::start(vec![other.into()], admission, |_, _| {}).unwrap();
     let places = (0..3).map(|rank| place(rank, 3, at_rank_zero(&ports), None)).collect();
     assert_all_gathered(meet(places, LONG));
 }

@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant};
 
 use unisono_collective::fabric::Endpoint;
-use unisono_collective::handshake::Token;
 use unisono_collective::{Epoch, Group, Options};
+use unisono_net::Token;
 
 fn main() {
     let mut args = std::env::args().skip(1);

@@ -19,9 +19,8 @@
 //! From the caller to the wire: [`Group`] queues calls, its engine chooses an algorithm by
 //! [`cost`], the algorithm's [`schedule`] says what to do, and `window` (shared memory) and
 //! `link` (sockets) do it with the [`kernel`]s. Beside them, `side` watches over the peers, and
-//! [`fabric`] makes the connections, each of which proves the job's token ([`handshake`]).
+//! [`fabric`] makes the connections, each of which proves the job's token ([`unisono_net::handshake`]).
 
-pub mod acceptor;
 mod buffers;
 pub mod call;
 mod control;
@@ -30,9 +29,7 @@ pub mod dtype;
 pub mod error;
 pub mod fabric;
 pub mod folder;
-pub mod fork;
 mod group;
-pub mod handshake;
 mod history;
 pub mod kernel;
 mod link;

@@ -12,12 +12,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use socket2::Socket;
 use tap::{COUNT, Ending, MESSAGE, RECEIVED, Tapped};
 use unisono_collective::call::{Call, MessageHeader, WireCall};
-use unisono_collective::handshake::{
-    Initiated, Initiator, Introduction, Nonce, Purpose, Responder, Step, Token, fuzz_initiator,
-    fuzz_responder,
-};
 use unisono_collective::internals::frame::{
     self, Frame, MAX_DATA, MAX_REASON, MAX_STATEMENT, MAX_TEXT,
 };
@@ -25,6 +22,10 @@ use unisono_collective::internals::receive_ready;
 use unisono_collective::{
     Algorithm, CircleWait, Dtype, Error, FormError, InvalidCall, Loss, Op, Reduction, Unit,
 };
+use unisono_net::handshake::{
+    ANY, Initiated, Initiator, Introduction, Nonce, Responder, Step, fuzz_initiator, fuzz_responder,
+};
+use unisono_net::{Connection, Token};
 use zerocopy::{FromBytes, IntoBytes};
 
 /// The system's allocator; notes the largest request of each thread.
@@ -117,13 +118,13 @@ impl Mutator {
 const NONCE: Nonce = [5; 32];
 
 fn introduction() -> Introduction {
-    Introduction { purpose: Purpose::Data, epoch: 1, group: 2, from: 3, to: 4, channel: 5 }
+    Introduction { purpose: ANY, epoch: 1, group: 2, from: 3, to: 4, channel: 5 }
 }
 
 /// What both sides of an honest handshake send: hello and answer, challenge and verdict.
 fn honest_handshake(token: &Token) -> (Vec<u8>, Vec<u8>) {
     let mut initiator = Initiator::new(token, &introduction(), [9; 32]);
-    let mut responder = Responder::new(token, NONCE);
+    let mut responder = Responder::new(token, &[ANY], NONCE);
     let (mut to_responder, mut to_initiator) = (initiator.hello().to_vec(), Vec::new());
     let (_, step) = responder.feed(&to_responder);
     let Step::Send(challenge) = step else { panic!("the hello is honest") };
@@ -150,7 +151,7 @@ fn no_corrupted_handshake_is_accepted() {
         let pieces = 1 + mutator.below(3);
         within(0, || {
             assert!(fuzz_responder(&token, NONCE, &bytes) <= bytes.len());
-            let mut responder = Responder::new(&token, NONCE);
+            let mut responder = Responder::new(&token, &[ANY], NONCE);
             for mut piece in bytes.chunks(bytes.len().div_ceil(pieces).max(1)) {
                 while !piece.is_empty() && responder.wanted() > 0 {
                     let (taken, step) = responder.feed(piece);
@@ -321,8 +322,9 @@ fn a_member_that_talks_nonsense_when_ready_is_refused() {
         let (mut theirs, ours) = UnixStream::pair().unwrap();
         theirs.write_all(bytes).unwrap();
         drop(theirs);
+        let mut ours = Connection::from(Socket::from(ours));
         let deadline = Instant::now() + Duration::from_secs(20);
-        within(4096, || receive_ready(&ours.into(), 1, &settings, deadline))
+        within(4096, || receive_ready(&mut ours, 1, &settings, deadline))
     };
     assert!(matches!(hear(&honest), Ok(None)));
     let reason = "no memory".to_owned();

@@ -5,8 +5,9 @@ use std::net::IpAddr;
 
 use pyo3::prelude::*;
 use unisono_collective::fabric::{self, Address};
-use unisono_collective::handshake::Token;
 use unisono_collective::{Epoch, FormError, Options};
+use unisono_net::Token;
+use unisono_net::interface::own_address;
 
 use crate::error::{not_begun, not_formed};
 use crate::group::Group;
@@ -34,8 +35,7 @@ impl Endpoint {
     fn new(py: Python<'_>, ip: &str) -> PyResult<Endpoint> {
         let failed = |reason: String| not_begun(py, format!("cannot listen on {ip}: {reason}"));
         let address: IpAddr = ip.parse().map_err(|_| failed("not an IP address".into()))?;
-        let address =
-            fabric::own_address(address).map_err(|error| not_begun(py, error.to_string()))?;
+        let address = own_address(address).map_err(|error| not_begun(py, error.to_string()))?;
         let endpoint =
             fabric::Endpoint::bind(address).map_err(|error| failed(error.to_string()))?;
         let address =

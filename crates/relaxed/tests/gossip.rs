@@ -9,10 +9,10 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use socket2::Socket;
-use unisono_collective::acceptor::Acceptor;
-use unisono_collective::handshake::{Introduction, Purpose, Token, initiate};
+use unisono_net::{Acceptor, Admission, Dialer, Introduction, Purpose, Target, Token};
 use unisono_relaxed::gossip::{Cut, Gossip, GossipConfig, GossipError};
 
+const PURPOSE: Purpose = Purpose::new(*b"goss");
 const TOKEN: Token = Token::from_bytes([9; 32]);
 const HEADER: usize = 48;
 
@@ -345,7 +345,9 @@ fn mistakes_of_the_caller_change_nothing() {
 /// connection to the test.
 fn impostor(listener: Socket) -> (Acceptor, Receiver<Socket>) {
     let (sender, receiver) = channel();
-    let acceptor = Acceptor::start(vec![listener], TOKEN, move |mut socket, _| {
+    let admission = Admission::new(TOKEN, &[PURPOSE]);
+    let acceptor = Acceptor::start(vec![listener], admission, move |connection, _| {
+        let mut socket = connection.socket().try_clone().unwrap();
         let mut greeting = [0; HEADER];
         socket.read_exact(&mut greeting).unwrap();
         socket.write_all(&greeting).unwrap();
@@ -425,10 +427,11 @@ fn leaving_ends_an_attempt_to_connect() {
 }
 
 fn dial(address: SocketAddr, from: u32, to: u32) -> Socket {
-    let socket = Socket::from(TcpStream::connect(address).unwrap());
-    let purpose = Purpose::Gossip;
+    let purpose = PURPOSE;
     let introduction = Introduction { purpose, epoch: 1, group: 0, from, to, channel: 0 };
-    initiate(&socket, &TOKEN, &introduction, Instant::now() + HUNG).unwrap();
+    let dialer = Dialer::new(&TOKEN, Instant::now() + HUNG);
+    let connection = dialer.dial(Target::Tcp(address), introduction).unwrap();
+    let socket = connection.socket().try_clone().unwrap();
     socket.set_read_timeout(Some(HUNG)).unwrap();
     socket
 }

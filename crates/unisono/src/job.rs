@@ -3,8 +3,9 @@
 use unisono_cluster::place::{Launcher, Place, PlaceError};
 use unisono_cluster::rendezvous::{self, RendezvousError};
 use unisono_cluster::variables;
-use unisono_collective::fabric::{self, Address, Endpoint, InterfaceError};
+use unisono_collective::fabric::{Address, Endpoint};
 use unisono_collective::{BadSetting, Epoch, FormError, Group, Options};
+use unisono_net::interface::{InterfaceError, own_address};
 
 /// How many timeouts a rank waits for the others to be started. Starting a process can take far
 /// longer than answering a heartbeat.
@@ -33,7 +34,7 @@ impl Job {
         }
         let deadline = options.deadline(START_PATIENCE);
         let session = rendezvous::connect(&place, deadline)?;
-        let ip = fabric::own_address(session.local_ip())?;
+        let ip = own_address(session.local_ip())?;
         let listening = |e: std::io::Error| JoinError::Listen { ip, reason: e.to_string() };
         let endpoint = Endpoint::bind(ip).map_err(listening)?;
         let blob = postcard::to_stdvec(endpoint.address()).expect("an address always encodes");

@@ -20,12 +20,13 @@ pub use job::{Job, JoinError};
 pub use unisono_cluster as cluster;
 pub use unisono_codec as codec;
 pub use unisono_collective as collective;
-pub use unisono_collective::fabric::InterfaceError;
 pub use unisono_collective::{
     Algorithm, BadSetting, Call, Dtype, Element, Epoch, Error, Explanation, FormError, Group,
     InvalidCall, Loss, Op, Options, Pending, Reduction, Request, Traffic, Transport, Unequal, Work,
 };
 pub use unisono_insight as insight;
+pub use unisono_net as net;
+pub use unisono_net::interface::InterfaceError;
 pub use unisono_relaxed as relaxed;
 pub use unisono_sync as sync;
 

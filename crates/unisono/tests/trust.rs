@@ -15,9 +15,9 @@ use common::protocol::{Call, Command, Reply, Settings};
 use common::random::Random;
 use common::{LONG, World, serve_if_rank, wait_until};
 use unisono::collective::fabric::Address;
-use unisono::collective::handshake::{
-    Initiated, Initiator, Introduction, Purpose, Token, random_nonce,
-};
+use unisono::collective::fabric::CONTROL;
+use unisono::net::handshake::{Initiated, Initiator, random_nonce};
+use unisono::net::{Introduction, Token};
 use unisono::{Dtype, Reduction, Transport};
 
 /// A rank in a process of its own; see [`common`].
@@ -76,7 +76,7 @@ impl Door {
 
 /// An introduction of a member that reached the wrong rank.
 const LOST: Introduction =
-    Introduction { purpose: Purpose::Control, epoch: 1, group: 0, from: 0, to: 99, channel: 0 };
+    Introduction { purpose: CONTROL, epoch: 1, group: 0, from: 0, to: 99, channel: 0 };
 
 fn hello(token: &Token) -> Vec<u8> {
     let nonce = random_nonce().expect("the system has random numbers");

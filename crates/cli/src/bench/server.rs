@@ -22,7 +22,7 @@ use clap::{Args, ValueEnum};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use unisono::collective::fabric::available_memory;
-use unisono::collective::handshake::Token;
+use unisono::net::Token;
 use unisono::sync::optimizer::{LearningRate, OptimizerSpec};
 use unisono_relaxed::server::wire::Measured;
 use unisono_relaxed::server::{

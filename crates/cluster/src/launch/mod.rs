@@ -62,7 +62,7 @@ use std::time::{Duration, Instant};
 
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
-use unisono_collective::handshake::{HandshakeError, Token};
+use unisono_net::{HandshakeError, Token};
 
 use crate::place::{self, MAX_WORLD};
 

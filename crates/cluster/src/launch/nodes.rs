@@ -13,21 +13,24 @@
 //! ```
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::{self, channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use std::{io, mem};
 
 use serde::{Deserialize, Serialize};
-use socket2::{Socket, TcpKeepalive};
-use unisono_collective::acceptor::Acceptor;
-use unisono_collective::handshake::{Introduction, Purpose, TimedStream, Token};
+use socket2::Socket;
+use unisono_net::frame::{self, FrameError, FrameReader, receive};
+use unisono_net::keepalive::{Flow, keep_alive};
+use unisono_net::{Acceptor, Admission, Connection, Introduction, Purpose, Sender, Token};
 
 use super::output::{MAX_TAIL_LINE, TAIL_LINES};
 use super::{Event, Launch, LaunchError, Nodes, Outcome, TOO_MANY};
 use crate::place::{MAX_WORLD, join_host_port};
-use crate::rendezvous::{
-    FrameError, RendezvousError, Server, Sought, limits, listen, receive, send,
-};
+use crate::rendezvous::{RendezvousError, SILENCE, Server, Sought, listen};
+
+/// Connections of launchers to that of node 0.
+const LAUNCHER: Purpose = Purpose::new(*b"lnch");
 
 /// A job as this launcher takes part in it.
 pub(super) struct Job {
@@ -87,8 +90,12 @@ const MAX_MESSAGE: usize = TAIL_LINES * (3 * MAX_TAIL_LINE + 16) + 1024;
 /// How long a launcher that is connected may take to say or hear one thing.
 const PATIENCE: Duration = Duration::from_secs(10);
 
+/// How often a launcher looks whether what it said was acknowledged. More often: it wakes up for nothing.
+/// Less often: a node that disappears is noticed later.
+const LOOK: Duration = Duration::from_secs(1);
+
 /// Brings the launchers of all nodes together.
-pub(super) fn assemble(launch: &Launch, events: &Sender<Event>) -> Result<Job, LaunchError> {
+pub(super) fn assemble(launch: &Launch, events: &mpsc::Sender<Event>) -> Result<Job, LaunchError> {
     match &launch.nodes {
         None => alone(launch),
         Some(nodes) if nodes.node == 0 => lead(launch, nodes, events),
@@ -119,8 +126,7 @@ impl Host {
         let (listeners, port) =
             listen(&address, 0).map_err(|cause| LaunchError::Listen { address, cause })?;
         let server = Server::start(world, None)?;
-        let acceptor =
-            Acceptor::start_with(limits(world), listeners, token.clone(), server.doorkeeper())?;
+        let acceptor = Acceptor::start(listeners, server.admission(token), server.doorkeeper())?;
         Ok((Host { server, _acceptor: acceptor }, port))
     }
 }
@@ -138,7 +144,7 @@ fn alone(launch: &Launch) -> Result<Job, LaunchError> {
 }
 
 /// Node 0: waits for the others, then tells them their places.
-fn lead(launch: &Launch, nodes: &Nodes, events: &Sender<Event>) -> Result<Job, LaunchError> {
+fn lead(launch: &Launch, nodes: &Nodes, events: &mpsc::Sender<Event>) -> Result<Job, LaunchError> {
     let (host_name, port) = (&nodes.rendezvous.0, nodes.rendezvous.1);
     let address = join_host_port(host_name, port);
     let (listeners, port) = listen(host_name, port)
@@ -148,37 +154,39 @@ fn lead(launch: &Launch, nodes: &Nodes, events: &Sender<Event>) -> Result<Job, L
     }
     let key = launch.token.clone().unwrap_or_else(|| public_key(port));
     let (arrivals, inbox) = channel();
-    let acceptor = Acceptor::start(listeners, key, move |socket, introduction| {
-        let _ = arrivals.send((socket, introduction));
+    let admission = Admission::new(key, &[LAUNCHER]);
+    let acceptor = Acceptor::start(listeners, admission, move |connection, introduction| {
+        let _ = arrivals.send((connection, introduction));
     })?;
 
     let deadline = launch.deadline();
-    let mut others: Vec<Option<(Socket, u32)>> = (1..nodes.count).map(|_| None).collect();
+    let mut others: Vec<Option<(Connection, u32)>> = (1..nodes.count).map(|_| None).collect();
     while others.iter().any(Option::is_none) {
         let left = deadline.saturating_duration_since(Instant::now());
-        let Ok((socket, introduction)) = inbox.recv_timeout(left) else {
+        let Ok((mut connection, introduction)) = inbox.recv_timeout(left) else {
             let missing = (1..).zip(&others).filter(|(_, other)| other.is_none());
             let missing = missing.map(|(node, _)| node).collect();
             return Err(LaunchError::NodesMissing { missing });
         };
-        match register(&socket, &introduction, nodes, &others) {
-            Ok((node, ranks)) => others[node as usize - 1] = Some((socket, ranks)),
+        match register(&mut connection, &introduction, nodes, &others) {
+            Ok((node, ranks)) => others[node as usize - 1] = Some((connection, ranks)),
             Err(reason) => {
                 log::warn!("turned away a launcher: {reason}");
-                let _ = tell(&socket, &Message::Rejected { reason });
+                let _ = tell(&mut connection, &Message::Rejected { reason });
             }
         }
     }
     drop(acceptor);
 
-    let others: Vec<(Socket, u32)> = others.into_iter().flatten().collect();
+    let others: Vec<(Connection, u32)> = others.into_iter().flatten().collect();
     let world = others
         .iter()
         .try_fold(launch.ranks, |sum, (_, ranks)| sum.checked_add(*ranks))
         .filter(|world| *world <= MAX_WORLD)
         .ok_or(TOO_MANY)?;
     // By what the others call this machine; its own name for itself may be a loopback address.
-    let ips = others.iter().map(|(socket, _)| local_ip(socket)).collect::<io::Result<Vec<_>>>()?;
+    let ips = others.iter().map(|(connection, _)| local_ip(connection.socket()));
+    let ips = ips.collect::<io::Result<Vec<_>>>()?;
     let ip = match ips.first() {
         Some(ip) => *ip,
         None => host_name.parse().unwrap_or(Ipv4Addr::LOCALHOST.into()),
@@ -191,7 +199,7 @@ fn lead(launch: &Launch, nodes: &Nodes, events: &Sender<Event>) -> Result<Job, L
     let master_port = free_port()?;
     let mut first_rank = launch.ranks;
     let mut links = Links::default();
-    for (node, (socket, ranks)) in (1..).zip(others) {
+    for (node, (mut connection, ranks)) in (1..).zip(others) {
         let assigned = Message::Assigned {
             first_rank,
             world,
@@ -200,8 +208,8 @@ fn lead(launch: &Launch, nodes: &Nodes, events: &Sender<Event>) -> Result<Job, L
             // Nodes that were given the token need not hear it again, in the clear.
             token: launch.token.is_none().then(|| *token.as_bytes()),
         };
-        tell(&socket, &assigned).map_err(|error| lost(node, &error))?;
-        links.add(node, socket, events)?;
+        tell(&mut connection, &assigned).map_err(|error| lost(node, &error))?;
+        links.add(node, connection, events)?;
         first_rank += ranks;
     }
     let nodes = nodes.count;
@@ -211,18 +219,15 @@ fn lead(launch: &Launch, nodes: &Nodes, events: &Sender<Event>) -> Result<Job, L
 
 /// Which node it is that has connected, and how many ranks it runs; or why it has no place.
 fn register(
-    socket: &Socket,
+    connection: &mut Connection,
     introduction: &Introduction,
     nodes: &Nodes,
-    others: &[Option<(Socket, u32)>],
+    others: &[Option<(Connection, u32)>],
 ) -> Result<(u32, u32), String> {
     let node = introduction.from;
-    let mut stream = TimedStream::new(socket, Instant::now() + PATIENCE);
+    let mut stream = connection.until(Instant::now() + PATIENCE);
     let message = receive(&mut stream, MAX_MESSAGE).map_err(|error| error.to_string())?;
     match message {
-        Message::Register { .. } if introduction.purpose != Purpose::Launcher => {
-            Err("not a launcher".into())
-        }
         Message::Register { nodes: theirs, .. } if theirs != nodes.count => {
             Err(format!("node {node} was started for {theirs} nodes, node 0 for {}", nodes.count))
         }
@@ -238,20 +243,18 @@ fn register(
 }
 
 /// Every other node: finds node 0 and asks for its place.
-fn follow(launch: &Launch, nodes: &Nodes, events: &Sender<Event>) -> Result<Job, LaunchError> {
+fn follow(
+    launch: &Launch,
+    nodes: &Nodes,
+    events: &mpsc::Sender<Event>,
+) -> Result<Job, LaunchError> {
     let (host, port) = (&nodes.rendezvous.0, nodes.rendezvous.1);
     let deadline = launch.deadline();
     let key = launch.token.clone().unwrap_or_else(|| public_key(port));
-    let introduction = Introduction {
-        purpose: Purpose::Launcher,
-        epoch: 0,
-        group: 0,
-        from: nodes.node,
-        to: 0,
-        channel: 0,
-    };
+    let introduction =
+        Introduction { purpose: LAUNCHER, epoch: 0, group: 0, from: nodes.node, to: 0, channel: 0 };
     let sought = Sought { hosts: &[host], ports: &[port], key: &key, introduction };
-    let socket = sought.find(deadline).map_err(|error| match error {
+    let mut connection = sought.find(deadline).map_err(|error| match error {
         RendezvousError::Handshake { address, cause } => LaunchError::Handshake { address, cause },
         RendezvousError::Unreachable { last, .. } => {
             LaunchError::Unreachable { address: join_host_port(host, port), last }
@@ -262,9 +265,9 @@ fn follow(launch: &Launch, nodes: &Nodes, events: &Sender<Event>) -> Result<Job,
         },
     })?;
     let register = Message::Register { ranks: launch.ranks, nodes: nodes.count };
-    tell(&socket, &register).map_err(|error| lost(0, &error))?;
+    tell(&mut connection, &register).map_err(|error| lost(0, &error))?;
     // Node 0 answers when the last node has come, or says which did not.
-    let mut stream = TimedStream::new(&socket, deadline + PATIENCE);
+    let mut stream = connection.until(deadline + PATIENCE);
     let (first_rank, world, rendezvous, master_port, token) =
         match receive(&mut stream, MAX_MESSAGE).map_err(|error| lost(0, &error))? {
             Message::Assigned { first_rank, world, rendezvous, master_port, token } => {
@@ -275,9 +278,9 @@ fn follow(launch: &Launch, nodes: &Nodes, events: &Sender<Event>) -> Result<Job,
             Message::Rejected { reason } => return Err(LaunchError::Rejected { reason }),
             _ => return Err(lost(0, &FrameError::Malformed)),
         };
-    let ip = peer_ip(&socket)?;
+    let ip = peer_ip(connection.socket())?;
     let mut links = Links::default();
-    links.add(0, socket, events)?;
+    links.add(0, connection, events)?;
     let place = NodePlace {
         node: nodes.node,
         nodes: nodes.count,
@@ -296,31 +299,52 @@ pub(super) struct Links(Vec<Link>);
 
 struct Link {
     node: u32,
-    socket: Socket,
+    /// Locked while something is said.
+    sender: Mutex<Sender>,
+    /// To end the connection.
+    socket: Arc<Socket>,
     finished: bool,
     closed: bool,
 }
 
 impl Links {
-    fn add(&mut self, node: u32, socket: Socket, events: &Sender<Event>) -> io::Result<()> {
-        // A machine that loses its power says nothing: ask now and then.
-        let keepalive = TcpKeepalive::new()
-            .with_time(Duration::from_secs(5))
-            .with_interval(Duration::from_secs(5))
-            .with_retries(3);
-        socket.set_tcp_keepalive(&keepalive)?;
-        let mut reader = socket.try_clone()?;
+    fn add(
+        &mut self,
+        node: u32,
+        connection: Connection,
+        events: &mpsc::Sender<Event>,
+    ) -> io::Result<()> {
+        let Connection { sender, mut receiver } = connection;
+        let socket = sender.socket().clone();
+        keep_alive(&socket, SILENCE)?;
+        socket.set_write_timeout(Some(PATIENCE))?;
+        // Now and then the reading thread looks whether anything that was sent is acknowledged.
+        socket.set_read_timeout(Some(LOOK))?;
+        let mut flow = Flow::new(socket.clone());
         let events = events.clone();
         let listen = move || {
-            while let Ok(message) = receive(&mut reader, MAX_MESSAGE) {
-                if events.send(Event::Heard { node, message }).is_err() {
-                    return;
+            let mut inbox = FrameReader::default();
+            loop {
+                match inbox.next(&mut receiver, MAX_MESSAGE) {
+                    Ok(Some(message)) => {
+                        if events.send(Event::Heard { node, message }).is_err() {
+                            return;
+                        }
+                    }
+                    Ok(None) => {
+                        let silence = flow.as_mut().and_then(|flow| flow.silence(Instant::now()));
+                        if silence.is_some_and(|silence| silence > SILENCE) {
+                            break;
+                        }
+                    }
+                    Err(_) => break,
                 }
             }
             let _ = events.send(Event::Closed { node });
         };
         std::thread::Builder::new().name("unisono-link".into()).spawn(listen)?;
-        self.0.push(Link { node, socket, finished: false, closed: false });
+        let sender = Mutex::new(sender);
+        self.0.push(Link { node, sender, socket, finished: false, closed: false });
         Ok(())
     }
 
@@ -328,7 +352,8 @@ impl Links {
     /// connection.
     pub fn tell(&self, message: &Message) {
         for link in self.0.iter().filter(|link| !link.closed) {
-            if let Err(error) = tell(&link.socket, message) {
+            let mut sender = link.sender.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Err(error) = frame::send(&mut *sender, message) {
                 log::debug!("cannot reach the launcher of node {}: {error}", link.node);
             }
         }
@@ -362,8 +387,8 @@ impl Links {
     }
 }
 
-fn tell(socket: &Socket, message: &Message) -> Result<(), FrameError> {
-    send(&mut TimedStream::new(socket, Instant::now() + PATIENCE), message)
+fn tell(connection: &mut Connection, message: &Message) -> Result<(), FrameError> {
+    frame::send(&mut connection.until(Instant::now() + PATIENCE), message)
 }
 
 fn lost(node: u32, error: &FrameError) -> LaunchError {

@@ -20,7 +20,7 @@ mod unisono;
 use std::collections::BTreeMap;
 use std::fmt;
 
-use unisono_collective::handshake::Token;
+use unisono_net::Token;
 
 pub(crate) use unisono::{join_host_port, split_host_port};
 

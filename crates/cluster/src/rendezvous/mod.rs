@@ -15,17 +15,15 @@
 //! deadlines and one thread with `poll` do it in less code than an asynchronous runtime, start
 //! no thread pool inside somebody else's process, and behave the same under a debugger.
 
-mod frame;
 mod listen;
 mod roster;
 mod seek;
 mod server;
 
-pub(crate) use frame::{FrameError, receive, send};
 pub(crate) use listen::listen;
 use listen::listen_for;
 pub use roster::{Abort, JoinRefusal, Roster};
-pub(crate) use seek::Sought;
+pub(crate) use seek::{SILENCE, Sought};
 pub use server::Server;
 
 use std::io;
@@ -34,11 +32,14 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use socket2::Socket;
-use unisono_collective::acceptor::{Acceptor, Limits};
-use unisono_collective::handshake::{HandshakeError, Introduction, Purpose, TimedStream, Token};
+use unisono_net::frame::{FrameError, receive, send};
+use unisono_net::{Acceptor, Connection, HandshakeError, Introduction, Purpose, Token};
 
 use self::seek::describe;
 use crate::place::{Place, Rendezvous};
+
+/// Connections of ranks that look for their peers.
+pub const RENDEZVOUS: Purpose = Purpose::new(*b"rdzv");
 
 /// The largest blob a rank may bring. Larger would let a rank say more; the roster that every
 /// rank receives has `world` times this size at most.
@@ -127,7 +128,7 @@ pub struct Session {
     deadline: Instant,
     local_ip: IpAddr,
     /// None in a world of one.
-    socket: Option<Socket>,
+    connection: Option<Connection>,
     host: Option<Host>,
 }
 
@@ -166,12 +167,12 @@ const REPORT_GRACE: Duration = Duration::from_secs(2);
 
 /// Finds the rendezvous of the job, or, as rank 0 of a job without one, starts it.
 pub fn connect(place: &Place, deadline: Instant) -> Result<Session, RendezvousError> {
-    let session = |local_ip, socket, host| Session {
+    let session = |local_ip, connection, host| Session {
         token: place.token.clone(),
         world: place.world,
         deadline,
         local_ip,
-        socket,
+        connection,
         host,
     };
     let key = place.token.clone().unwrap_or_else(|| Token::public(&place.job_name));
@@ -185,7 +186,7 @@ pub fn connect(place: &Place, deadline: Instant) -> Result<Session, RendezvousEr
         Rendezvous::RankZero { host, ports } => (host, ports.clone(), None),
     };
     let introduction = Introduction {
-        purpose: Purpose::Rendezvous,
+        purpose: RENDEZVOUS,
         epoch: 0,
         group: 0,
         from: place.rank,
@@ -197,13 +198,14 @@ pub fn connect(place: &Place, deadline: Instant) -> Result<Session, RendezvousEr
         Some(_) => &[host, "localhost"],
         None => &[host],
     };
-    let socket = Sought { hosts, ports: &ports, key: &key, introduction }.find(deadline)?;
-    let local_ip = reachable_ip(&socket, place)?;
+    let sought = Sought { hosts, ports: &ports, key: &key, introduction };
+    let mut connection = sought.find(deadline)?;
+    let local_ip = reachable_ip(connection.socket(), place)?;
     let patience = deadline.saturating_duration_since(Instant::now());
     let patience_ms = u64::try_from(patience.as_millis()).unwrap_or(u64::MAX);
     let join = Request::Join { world: place.world, patience_ms };
-    send(&mut TimedStream::new(&socket, deadline), &join).map_err(lost)?;
-    Ok(session(local_ip, Some(socket), server))
+    send(&mut connection.until(deadline), &join).map_err(lost)?;
+    Ok(session(local_ip, Some(connection), server))
 }
 
 impl Session {
@@ -214,18 +216,17 @@ impl Session {
     }
 
     /// Brings `blob`; returns when everyone has brought theirs.
-    pub fn exchange(self, blob: &[u8]) -> Result<Gathered, RendezvousError> {
+    pub fn exchange(mut self, blob: &[u8]) -> Result<Gathered, RendezvousError> {
         if blob.len() > MAX_BLOB {
             return Err(RendezvousError::BlobTooLarge { len: blob.len() });
         }
-        let Some(socket) = &self.socket else {
+        let Some(connection) = &mut self.connection else {
             let token = self.token.map_or_else(Token::random, Ok)?;
             return Ok(Gathered { token, blobs: vec![blob.to_vec()] });
         };
-        let sent =
-            send(&mut TimedStream::new(socket, self.deadline), &Request::Offer(blob.to_vec()));
+        let sent = send(&mut connection.until(self.deadline), &Request::Offer(blob.to_vec()));
         let limit = (self.world as usize).saturating_mul(MAX_BLOB + 64).saturating_add(4096);
-        let mut stream = TimedStream::new(socket, self.deadline + REPORT_GRACE);
+        let mut stream = connection.until(self.deadline + REPORT_GRACE);
         // A failed send is no news by itself: the server's last words say why it hung up.
         let reply = match receive::<Reply>(&mut stream, limit) {
             Ok(reply) => reply,
@@ -236,7 +237,7 @@ impl Session {
             Reply::Refused(refusal) => return Err(RendezvousError::Refused(refusal)),
             Reply::Aborted(abort) => return Err(RendezvousError::Aborted(abort)),
         };
-        drop(self.socket);
+        drop(self.connection);
         if let Some(host) = self.host {
             // The others' rosters leave from this process, which may end soon.
             host.server.wait_delivered(self.deadline + REPORT_GRACE);
@@ -296,16 +297,9 @@ impl Host {
             Some(Token::random()?)
         };
         let server = Server::start(place.world, token)?;
-        let limits = limits(place.world);
-        let acceptor = Acceptor::start_with(limits, listeners, key.clone(), server.doorkeeper())?;
+        let acceptor = Acceptor::start(listeners, server.admission(key), server.doorkeeper())?;
         Ok((Host { server, _acceptor: acceptor }, port))
     }
-}
-
-/// All ranks of a job may knock at the same moment.
-pub(crate) fn limits(world: u32) -> Limits {
-    let default = Limits::default();
-    Limits { half_done: (world as usize).clamp(default.half_done, 1024), ..default }
 }
 
 /// The local address of `socket`, unless it cannot be reached from the job's other machines.

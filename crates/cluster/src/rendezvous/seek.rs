@@ -1,13 +1,16 @@
 //! Finding somebody of the same job behind an address, among strangers and before it listens.
 
-use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
-use socket2::{Domain, Socket, Type};
-use unisono_collective::handshake::{HandshakeError, Introduction, Token, initiate};
+use unisono_net::{Connection, Dialer, HandshakeError, Introduction, Target, Token};
 
 use super::RendezvousError;
+
+/// After how long a launcher, or the host of a rendezvous, that is out of reach is given up: a machine that
+/// loses its power says nothing. Longer: the rest of the job waits longer for its end. Shorter: a network
+/// that recovers from a cut by itself is given up.
+pub(crate) const SILENCE: Duration = Duration::from_secs(20);
 
 /// Somebody of this job who listens at one of some hosts, on one of some ports.
 pub(crate) struct Sought<'a> {
@@ -23,12 +26,12 @@ impl Sought<'_> {
     const ATTEMPT: Duration = Duration::from_secs(3);
 
     /// Sweeps over all addresses until one of them proves to be of this job.
-    pub fn find(&self, deadline: Instant) -> Result<Socket, RendezvousError> {
+    pub fn find(&self, deadline: Instant) -> Result<Connection, RendezvousError> {
         let mut pause = Duration::from_millis(5);
         let mut last = None;
         loop {
-            if let Some(socket) = self.sweep(deadline, &mut last)? {
-                return Ok(socket);
+            if let Some(connection) = self.sweep(deadline, &mut last)? {
+                return Ok(connection);
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -47,7 +50,7 @@ impl Sought<'_> {
         &self,
         deadline: Instant,
         last: &mut Option<String>,
-    ) -> Result<Option<Socket>, RendezvousError> {
+    ) -> Result<Option<Connection>, RendezvousError> {
         let only_one = self.hosts.len() == 1 && self.ports.len() == 1;
         let places = self.hosts.iter().flat_map(|&host| self.ports.iter().map(move |&p| (host, p)));
         for place in places {
@@ -60,9 +63,9 @@ impl Sought<'_> {
             };
             for address in addresses {
                 match self.attempt(address, deadline) {
-                    Ok(socket) => return Ok(Some(socket)),
+                    Ok(connection) => return Ok(Some(connection)),
                     // Where there is only one place to look, an answer is final.
-                    Err(cause) if only_one && is_final(&cause) => {
+                    Err(cause) if only_one && cause.is_final() => {
                         let address = address.to_string();
                         return Err(RendezvousError::Handshake { address, cause });
                     }
@@ -74,28 +77,15 @@ impl Sought<'_> {
         Ok(None)
     }
 
-    fn attempt(&self, address: SocketAddr, deadline: Instant) -> Result<Socket, HandshakeError> {
+    fn attempt(
+        &self,
+        address: SocketAddr,
+        deadline: Instant,
+    ) -> Result<Connection, HandshakeError> {
         let until = deadline.min(Instant::now() + Sought::ATTEMPT);
-        let left = until.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(HandshakeError::TimedOut);
-        }
-        let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
-        socket.connect_timeout(&address.into(), left)?;
-        // With nobody listening on a port from the ephemeral range, a socket can reach itself.
-        if socket.local_addr()?.as_socket() == Some(address) {
-            return Err(io::Error::from(io::ErrorKind::ConnectionRefused).into());
-        }
-        socket.set_tcp_nodelay(true)?;
-        initiate(&socket, self.key, &self.introduction, until)?;
-        Ok(socket)
+        let dialer = Dialer::new(self.key, until).with_silence(SILENCE);
+        dialer.dial(Target::Tcp(address), self.introduction)
     }
-}
-
-/// Whether trying again later cannot help.
-fn is_final(error: &HandshakeError) -> bool {
-    use HandshakeError::*;
-    matches!(error, NotUnisono | Version { .. } | OtherJob | BadProof | ProofRejected | Malformed)
 }
 
 pub(super) fn describe(host: &str, ports: &[u16]) -> String {

@@ -15,15 +15,15 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use rustix::net::SendFlags;
-use socket2::Socket;
-use unisono_collective::handshake::{Introduction, Purpose, Token};
+use unisono_net::frame::{FrameReader, encode};
+use unisono_net::{Admission, Connection, Introduction, Limits, Token};
 
-use super::frame::{FrameReader, encode};
 use super::roster::{Abort, Roster};
-use super::{MAX_BLOB, Reply, Request};
+use super::{MAX_BLOB, RENDEZVOUS, Reply, Request};
 
 /// Hosts one rendezvous until dropped.
 pub struct Server {
+    world: u32,
     commands: Option<Sender<Command>>,
     wake: Arc<OwnedFd>,
     delivered: Arc<Delivered>,
@@ -31,7 +31,7 @@ pub struct Server {
 }
 
 enum Command {
-    Admit(Socket, Introduction),
+    Admit(Connection, Introduction),
     Gone(u32),
     Abort(Abort),
 }
@@ -47,7 +47,7 @@ impl Server {
             world,
             token,
             roster: Roster::new(world),
-            connections: Vec::new(),
+            guests: Vec::new(),
             commands: receiver,
             wake: wake.clone(),
             delivered: delivered.clone(),
@@ -55,15 +55,24 @@ impl Server {
         let thread = std::thread::Builder::new()
             .name("unisono-rendezvous".into())
             .spawn(move || host.run())?;
-        Ok(Server { commands: Some(commands), wake, delivered, thread: Some(thread) })
+        Ok(Server { world, commands: Some(commands), wake, delivered, thread: Some(thread) })
+    }
+
+    /// Whom an acceptor lets in to this server: ranks that hold `token`.
+    pub fn admission(&self, token: &Token) -> Admission {
+        // All ranks of a job may dial at the same moment.
+        let default = Limits::default();
+        let half_done = (self.world as usize).clamp(default.half_done, 1024);
+        let limits = Limits { half_done, ..default };
+        Admission::new(token.clone(), &[RENDEZVOUS]).with_limits(limits)
     }
 
     /// What an acceptor does with a proven connection: hand it to this server.
-    pub fn doorkeeper(&self) -> impl FnMut(Socket, Introduction) + Send + 'static {
+    pub fn doorkeeper(&self) -> impl FnMut(Connection, Introduction) + Send + 'static {
         let (commands, wake) = (self.commands.clone(), self.wake.clone());
-        move |socket, introduction| {
+        move |connection, introduction| {
             if let Some(commands) = &commands {
-                let _ = commands.send(Command::Admit(socket, introduction));
+                let _ = commands.send(Command::Admit(connection, introduction));
                 ring(&wake);
             }
         }
@@ -167,14 +176,14 @@ struct Host {
     world: u32,
     token: Option<Token>,
     roster: Roster,
-    connections: Vec<Connection>,
+    guests: Vec<Guest>,
     commands: Receiver<Command>,
     wake: Arc<OwnedFd>,
     delivered: Arc<Delivered>,
 }
 
-struct Connection {
-    socket: Socket,
+struct Guest {
+    connection: Connection,
     rank: u32,
     inbox: FrameReader,
     phase: Phase,
@@ -197,7 +206,7 @@ impl Host {
                 return;
             }
             self.obey();
-            for index in 0..self.connections.len() {
+            for index in 0..self.guests.len() {
                 self.serve(index);
             }
             let now = Instant::now();
@@ -207,9 +216,9 @@ impl Host {
                 self.roster.abort(Abort::Host { reason: "its host gave up".into() });
             }
             self.conclude();
-            self.connections.retain(|connection| !matches!(connection.phase, Phase::Closed));
-            let leaving = |one: &Connection| matches!(one.phase, Phase::Leaving { .. });
-            let all_told = !self.connections.iter().any(leaving);
+            self.guests.retain(|guest| !matches!(guest.phase, Phase::Closed));
+            let leaving = |one: &Guest| matches!(one.phase, Phase::Leaving { .. });
+            let all_told = !self.guests.iter().any(leaving);
             if all_told && self.roster.complete().is_some() {
                 self.delivered.set();
             }
@@ -221,20 +230,19 @@ impl Host {
 
     /// Waits for a command, a readable connection, or the next deadline.
     fn wait(&self) -> io::Result<()> {
-        let timeout =
-            self.connections.iter().map(|connection| connection.deadline).min().map(|deadline| {
-                let left = deadline.saturating_duration_since(Instant::now());
-                Timespec {
-                    tv_sec: left.as_secs().min(1 << 40) as i64,
-                    tv_nsec: left.subsec_nanos().into(),
-                }
-            });
+        let timeout = self.guests.iter().map(|guest| guest.deadline).min().map(|deadline| {
+            let left = deadline.saturating_duration_since(Instant::now());
+            Timespec {
+                tv_sec: left.as_secs().min(1 << 40) as i64,
+                tv_nsec: left.subsec_nanos().into(),
+            }
+        });
         let mut fds = vec![PollFd::new(&*self.wake, PollFlags::IN)];
-        fds.extend(self.connections.iter().map(|connection| {
-            let unsent = matches!(&connection.phase,
+        fds.extend(self.guests.iter().map(|guest| {
+            let unsent = matches!(&guest.phase,
                 Phase::Leaving { farewell, sent } if *sent < farewell.len());
             let out = if unsent { PollFlags::OUT } else { PollFlags::empty() };
-            PollFd::new(&connection.socket, PollFlags::IN | out)
+            PollFd::new(guest.connection.socket(), PollFlags::IN | out)
         }));
         match poll(&mut fds, timeout.as_ref()) {
             Ok(_) | Err(Errno::INTR) => Ok(()),
@@ -248,21 +256,21 @@ impl Host {
         let _ = rustix::io::read(&*self.wake, &mut count);
         while let Ok(command) = self.commands.try_recv() {
             match command {
-                Command::Admit(socket, introduction) => self.admit(socket, introduction),
+                Command::Admit(connection, introduction) => self.admit(connection, introduction),
                 Command::Gone(rank) => self.roster.gone(rank),
                 Command::Abort(abort) => self.roster.abort(abort),
             }
         }
     }
 
-    fn admit(&mut self, socket: Socket, introduction: Introduction) {
-        let newcomers = self.connections.len().saturating_sub(self.world as usize);
-        if introduction.purpose != Purpose::Rendezvous || newcomers >= MAX_NEWCOMERS {
-            log::warn!("turned away a connection for {:?} at the rendezvous", introduction.purpose);
+    fn admit(&mut self, connection: Connection, introduction: Introduction) {
+        let newcomers = self.guests.len().saturating_sub(self.world as usize);
+        if newcomers >= MAX_NEWCOMERS {
+            log::warn!("turned away rank {} at the rendezvous: too many wait", introduction.from);
             return;
         }
-        self.connections.push(Connection {
-            socket,
+        self.guests.push(Guest {
+            connection,
             rank: introduction.from,
             inbox: FrameReader::default(),
             phase: Phase::Newcomer,
@@ -272,28 +280,28 @@ impl Host {
 
     fn serve(&mut self, index: usize) {
         loop {
-            let connection = &mut self.connections[index];
-            if let Phase::Leaving { .. } = connection.phase {
-                connection.say_farewell();
+            let guest = &mut self.guests[index];
+            if let Phase::Leaving { .. } = guest.phase {
+                guest.say_farewell();
             }
-            if let Phase::Closed = connection.phase {
+            if let Phase::Closed = guest.phase {
                 return;
             }
-            match connection.inbox.poll::<Request>(&connection.socket, MAX_BLOB + 64) {
+            match guest.inbox.poll::<Request>(&mut guest.connection.receiver, MAX_BLOB + 64) {
                 Ok(Some(request)) => self.hear(index, request),
                 Ok(None) => return,
                 Err(error) => {
-                    match connection.phase {
+                    match guest.phase {
                         Phase::Member => {
-                            log::warn!("rank {} at the rendezvous: {error}", connection.rank);
-                            self.roster.left(connection.rank);
+                            log::warn!("rank {} at the rendezvous: {error}", guest.rank);
+                            self.roster.left(guest.rank);
                         }
-                        Phase::Leaving { .. } if !connection.has_farewell() => {
-                            log::warn!("rank {} left without its reply: {error}", connection.rank);
+                        Phase::Leaving { .. } if !guest.has_farewell() => {
+                            log::warn!("rank {} left without its reply: {error}", guest.rank);
                         }
                         _ => {}
                     }
-                    connection.phase = Phase::Closed;
+                    guest.phase = Phase::Closed;
                     return;
                 }
             }
@@ -301,20 +309,20 @@ impl Host {
     }
 
     fn hear(&mut self, index: usize, request: Request) {
-        let connection = &mut self.connections[index];
-        let rank = connection.rank;
-        match (&connection.phase, request) {
+        let guest = &mut self.guests[index];
+        let rank = guest.rank;
+        match (&guest.phase, request) {
             (Phase::Newcomer, Request::Join { world, patience_ms }) => {
                 match self.roster.join(rank, world) {
                     Ok(()) => {
-                        connection.phase = Phase::Member;
+                        guest.phase = Phase::Member;
                         // A century is as good as forever and does not overflow the clock.
                         let patience = Duration::from_millis(patience_ms.min(3_000_000_000_000));
-                        connection.deadline = Instant::now() + patience;
+                        guest.deadline = Instant::now() + patience;
                     }
                     Err(refusal) => {
                         log::warn!("the rendezvous refused a process: {refusal}");
-                        connection.dismiss(&farewell(&Reply::Refused(refusal)));
+                        guest.dismiss(&farewell(&Reply::Refused(refusal)));
                     }
                 }
             }
@@ -324,21 +332,21 @@ impl Host {
             // Still on its way when the reply was decided.
             (Phase::Leaving { .. }, _) => {}
             (Phase::Member, _) => {
-                connection.phase = Phase::Closed;
+                guest.phase = Phase::Closed;
                 self.roster.left(rank);
             }
-            _ => connection.phase = Phase::Closed,
+            _ => guest.phase = Phase::Closed,
         }
     }
 
     fn expire(&mut self, now: Instant) {
-        for connection in &mut self.connections {
-            if connection.deadline > now {
+        for guest in &mut self.guests {
+            if guest.deadline > now {
                 continue;
             }
-            match connection.phase {
+            match guest.phase {
                 Phase::Member => self.roster.expire(),
-                _ => connection.phase = Phase::Closed,
+                _ => guest.phase = Phase::Closed,
             }
         }
     }
@@ -346,7 +354,7 @@ impl Host {
     /// Once the roster is decided, sends every member off with the decision.
     fn conclude(&mut self) {
         let mut members =
-            self.connections.iter_mut().filter(|one| matches!(one.phase, Phase::Member)).peekable();
+            self.guests.iter_mut().filter(|one| matches!(one.phase, Phase::Member)).peekable();
         if members.peek().is_none() {
             return;
         }
@@ -363,7 +371,7 @@ impl Host {
     }
 }
 
-impl Connection {
+impl Guest {
     fn dismiss(&mut self, farewell: &Arc<[u8]>) {
         self.phase = Phase::Leaving { farewell: farewell.clone(), sent: 0 };
         self.deadline = Instant::now() + COURTESY;
@@ -375,8 +383,7 @@ impl Connection {
     fn say_farewell(&mut self) {
         let Phase::Leaving { farewell, sent } = &mut self.phase else { return };
         while *sent < farewell.len() {
-            let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-            match rustix::net::send(&self.socket, &farewell[*sent..], flags) {
+            match self.connection.sender.send(&farewell[*sent..], SendFlags::DONTWAIT) {
                 Ok(more) => *sent += more,
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return,

@@ -10,18 +10,20 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 use serde::{Deserialize, Serialize};
 use socket2::{Domain, Socket};
+use unisono_net::dial::{Door, Refused};
+use unisono_net::keepalive::keep_alive;
+use unisono_net::{
+    Acceptor, Admission, Connection, Dialer, Introduction, Limits, Target, Token, new_socket,
+    timespec,
+};
 
 use super::cores::{CoreSet, crowd, shared_cores};
-use super::dial::{self, Door, Refused, Target, abstract_address, new_socket};
 use super::ready::{self, Ready};
 use super::staging::{create_region, staging_buffer};
-use super::{Connector, Fabric, Plan, STAGING_BUFFERS, system};
-use crate::acceptor::{Acceptor, Limits};
+use super::{CONTROL, Connector, DATA, Fabric, Plan, STAGING_BUFFERS, system};
 use crate::error::FormError;
-use crate::handshake::{Introduction, Purpose, Token, timespec};
 use crate::options::Transport;
 use crate::schedule::Topology;
-use crate::side::flow::keep_alive;
 use crate::window::region::Region;
 
 /// Connections that wait for their group to form. More than a large job needs; fewer would
@@ -93,7 +95,7 @@ impl Endpoint {
         let name: String = nonce.iter().map(|b| format!("{b:02x}")).collect();
         let name = format!("unisono-{name}");
         let unix = new_socket(Domain::UNIX)?;
-        unix.bind(&abstract_address(&name)?)?;
+        unix.bind(&Target::Unix(name.clone()).address()?)?;
         unix.listen(4096)?;
         let address =
             Address { host: HostId::current(), tcp: bound, unix: name, cores: CoreSet::current() };
@@ -114,13 +116,13 @@ impl Endpoint {
     ) -> std::io::Result<Arc<dyn Connector>> {
         let inbox = Arc::new(Inbox::default());
         let deliver = inbox.clone();
-        let on_connection = move |socket, introduction| deliver.put(rank, socket, introduction);
+        let on_connection = move |connection, who| deliver.put(rank, connection, who);
         // All ranks may knock at the same moment.
         let limits = Limits::default();
         let limits =
             Limits { half_done: roster.len().clamp(limits.half_done, MAX_HALF_DONE), ..limits };
-        let listeners = vec![self.tcp, self.unix];
-        let acceptor = Acceptor::start_with(limits, listeners, token.clone(), on_connection)?;
+        let admission = Admission::new(token.clone(), &[CONTROL, DATA]).with_limits(limits);
+        let acceptor = Acceptor::start(vec![self.tcp, self.unix], admission, on_connection)?;
         Ok(Arc::new(Job { rank, token, roster, inbox, _acceptor: acceptor }))
     }
 }
@@ -138,12 +140,12 @@ struct Job {
 #[derive(Default)]
 struct Inbox {
     /// With when they came.
-    waiting: Mutex<HashMap<Introduction, (Socket, Instant)>>,
+    waiting: Mutex<HashMap<Introduction, (Connection, Instant)>>,
     arrival: Condvar,
 }
 
 impl Inbox {
-    fn put(&self, rank: usize, socket: Socket, introduction: Introduction) {
+    fn put(&self, rank: usize, connection: Connection, introduction: Introduction) {
         if introduction.to as usize != rank {
             log::warn!("refused a connection meant for rank {}", introduction.to);
             return;
@@ -153,7 +155,7 @@ impl Inbox {
             log::warn!("refused a connection of rank {}: too many wait", introduction.from);
             return;
         }
-        waiting.insert(introduction, (socket, Instant::now()));
+        waiting.insert(introduction, (connection, Instant::now()));
         self.arrival.notify_all();
     }
 
@@ -164,18 +166,18 @@ impl Inbox {
         mut wanted: HashMap<Introduction, Place>,
         start: Instant,
         deadline: Instant,
-        mut taken: impl FnMut(Place, Socket),
+        mut taken: impl FnMut(Place, Connection),
     ) -> Vec<usize> {
         let mut waiting = self.waiting.lock().expect("no panic while locked");
         // Those that came before this attempt and are closed were meant for earlier ones, of this group
         // or another. Who came since and has given up may have said why.
-        waiting.retain(|_, (socket, came)| *came >= start || !is_closed(socket));
+        waiting.retain(|_, (waiting, came)| *came >= start || !is_closed(waiting.socket()));
         loop {
             wanted.retain(|introduction, place| {
                 let here = waiting.remove(introduction);
                 let is_missing = here.is_none();
-                if let Some((socket, _)) = here {
-                    taken(*place, socket);
+                if let Some((connection, _)) = here {
+                    taken(*place, connection);
                 }
                 is_missing
             });
@@ -204,16 +206,16 @@ impl Job {
         topology: &Topology,
         numbers: Range<u32>,
         deadline: Instant,
-    ) -> (Vec<Vec<Option<Socket>>>, Result<(), FormError>) {
+    ) -> (Vec<Vec<Option<Connection>>>, Result<(), FormError>) {
         let start = Instant::now();
-        let mut made: Vec<Vec<Option<Socket>>> =
+        let mut made: Vec<Vec<Option<Connection>>> =
             plan.members.iter().map(|_| numbers.clone().map(|_| None).collect()).collect();
         let together = |peer| topology.together(plan.me, peer);
         let peers = (0..plan.members.len()).filter(|&peer| peer != plan.me);
         let (lower, higher): (Vec<_>, Vec<_>) =
             peers.partition(|&peer| plan.members[peer] < self.rank);
         let introduction = |channel, from, to| Introduction {
-            purpose: if channel == 0 { Purpose::Control } else { Purpose::Data },
+            purpose: if channel == 0 { CONTROL } else { DATA },
             epoch: plan.epoch,
             group: plan.id,
             from: from as u32,
@@ -235,17 +237,17 @@ impl Job {
                 .into_iter()
                 .flat_map(move |peer| numbers.clone().map(move |channel| Place { peer, channel }))
         };
-        let mut keep = |Place { peer, channel }, socket| {
-            made[peer][(channel - numbers.start) as usize] = Some(socket);
+        let mut keep = |Place { peer, channel }, connection| {
+            made[peer][(channel - numbers.start) as usize] = Some(connection);
         };
         let doors = all(lower).map(|Place { peer, channel }| door(peer, channel)).collect();
-        let opened = |door: Door, socket| {
-            keep(Place { peer: door.peer, channel: door.introduction.channel }, socket);
+        let opened = |door: Door, connection| {
+            keep(Place { peer: door.peer, channel: door.introduction.channel }, connection);
         };
-        let mut missing = match dial::open_all(doors, &self.token, deadline, opened) {
+        let mut missing = match Dialer::new(&self.token, deadline).dial_all(doors, opened) {
             Ok(missing) => missing,
-            Err(Refused { peer, reason }) => {
-                let reason = format!("cannot connect to it: {reason}");
+            Err(Refused { peer, cause }) => {
+                let reason = format!("cannot connect to it: {cause}");
                 return (made, Err(FormError::Peer { peer, reason }));
             }
         };
@@ -257,10 +259,8 @@ impl Job {
         if !missing.is_empty() {
             return (made, Err(FormError::Missing { missing, after: plan.options.timeout }));
         }
-        let tcp = made.iter().enumerate().filter(|(peer, _)| !together(*peer));
-        let kept = tcp
-            .flat_map(|(_, sockets)| sockets.iter().flatten())
-            .try_for_each(|socket| keep_alive(socket, plan.options.timeout));
+        let mut all = made.iter().flatten().flatten();
+        let kept = all.try_for_each(|made| keep_alive(made.socket(), plan.options.timeout));
         let kept = kept.map_err(system("asking for keepalive probes"));
         (made, kept)
     }
@@ -299,15 +299,15 @@ impl Connector for Job {
         // Side channels first: over them every member hears what went wrong elsewhere.
         let settings = plan.options.fingerprint();
         let (side, outcome) = self.channels(plan, &topology, 0..1, deadline);
-        let side: Vec<Option<Socket>> =
+        let mut side: Vec<Option<Connection>> =
             side.into_iter().map(|mut channel| channel.pop().flatten()).collect();
         if let Err(error) = outcome {
-            tell(&side, &settings, Some(&error));
+            tell(&mut side, &settings, Some(&error));
             return Err(error);
         }
         let deadline = deadline + REPORT_GRACE;
-        compare_settings(&side, &settings, plan, deadline)?;
-        let mut data: Vec<Vec<Socket>> = Vec::new();
+        compare_settings(&mut side, &settings, plan, deadline)?;
+        let mut data: Vec<Vec<Connection>> = Vec::new();
         let mut make_links = || {
             let numbers = 1..plan.options.streams as u32 + 1;
             let (made, outcome) = self.channels(plan, &topology, numbers, deadline);
@@ -329,17 +329,16 @@ impl Connector for Job {
             let memory = own.as_ref().filter(|_| together(peer)).and_then(Region::file);
             let ready =
                 Ready { settings, failure: failure.as_ref().map(ToString::to_string), memory };
-            let socket = side[peer].as_ref().expect("connected above");
             // A peer that is gone is noticed below.
-            let _ = ready.send(socket);
+            let _ = ready.send(side[peer].as_mut().expect("connected above"));
         }
         if let Some(failure) = failure {
             return Err(failure);
         }
         let mut memories: HashMap<usize, std::os::fd::OwnedFd> = HashMap::new();
         for peer in peers() {
-            let socket = side[peer].as_ref().expect("connected above");
-            if let Some(memory) = ready::receive(socket, peer, &settings, deadline)? {
+            let from = side[peer].as_mut().expect("connected above");
+            if let Some(memory) = ready::receive(from, peer, &settings, deadline)? {
                 memories.insert(peer, memory);
             }
         }
@@ -358,9 +357,6 @@ impl Connector for Job {
                 });
             }
         }
-        for socket in side.iter().flatten() {
-            socket.set_nonblocking(true).map_err(system("making a socket non-blocking"))?;
-        }
         Ok(Fabric { topology, side, data, regions, crowd: self.crowd(plan) })
     }
 }
@@ -369,14 +365,14 @@ impl Connector for Job {
 /// them: how many data channels to wait for, for instance. Hears everybody out, so that every member
 /// learns of a difference, and who has come in time hears from the others who has not.
 fn compare_settings(
-    side: &[Option<Socket>],
+    side: &mut [Option<Connection>],
     settings: &[u8; 32],
     plan: &Plan,
     deadline: Instant,
 ) -> Result<(), FormError> {
-    let peers = || side.iter().enumerate().filter_map(|(peer, s)| s.as_ref().map(|s| (peer, s)));
     tell(side, settings, None);
-    let outcomes = peers().map(|(peer, socket)| ready::receive(socket, peer, settings, deadline));
+    let peers = side.iter_mut().enumerate().filter_map(|(peer, s)| s.as_mut().map(|s| (peer, s)));
+    let outcomes = peers.map(|(peer, from)| ready::receive(from, peer, settings, deadline));
     let errors: Vec<FormError> = outcomes.filter_map(Result::err).collect();
     let missing: Vec<usize> = errors.iter().filter_map(ready::silent).collect();
     match errors.into_iter().min_by_key(ready::obscurity) {
@@ -389,11 +385,11 @@ fn compare_settings(
 }
 
 /// Tells all members that are connected with which settings this rank comes, or why it does not.
-fn tell(side: &[Option<Socket>], settings: &[u8; 32], failure: Option<&FormError>) {
-    for socket in side.iter().flatten() {
+fn tell(side: &mut [Option<Connection>], settings: &[u8; 32], failure: Option<&FormError>) {
+    for peer in side.iter_mut().flatten() {
         let failure = failure.map(ToString::to_string);
         // A peer that is gone is noticed by whoever hears from it.
-        let _ = Ready { settings: *settings, failure, memory: None }.send(socket);
+        let _ = Ready { settings: *settings, failure, memory: None }.send(peer);
     }
 }
 

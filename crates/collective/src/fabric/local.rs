@@ -4,12 +4,12 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex};
 
 use socket2::{Domain, Socket, Type};
+use unisono_net::{Connection, fork};
 
 use super::cores::{available_cores, crowd};
 use super::staging::create_region;
 use super::{Connector, Fabric, Plan, system};
 use crate::error::FormError;
-use crate::fork;
 use crate::options::Transport;
 use crate::schedule::Topology;
 
@@ -52,13 +52,13 @@ impl LocalHub {
                 crowd,
             });
         }
-        let pair = || -> Result<(Socket, Socket), FormError> {
+        let pair = || -> Result<(Connection, Connection), FormError> {
             let no_fork = fork::hold_off();
             let pair = Socket::pair(Domain::UNIX, Type::STREAM, None);
             let (here, there) = pair.map_err(system("socketpair"))?;
             no_fork.make_private(&here);
             no_fork.make_private(&there);
-            Ok((here, there))
+            Ok((here.into(), there.into()))
         };
         for a in 0..world {
             for b in a + 1..world {

@@ -1,18 +1,16 @@
 //! The connections of a group: made once when it forms, owned by it alone.
 
 mod cores;
-mod dial;
 mod endpoint;
 #[doc(hidden)]
 pub mod gathering;
-mod interface;
 mod local;
 mod ready;
 mod staging;
 
 use std::sync::Arc;
 
-use socket2::Socket;
+use unisono_net::{Connection, Purpose};
 
 use crate::error::FormError;
 use crate::options::Options;
@@ -21,21 +19,26 @@ use crate::window::region::{MAX_BUFFERS, Region};
 
 pub use cores::CoreSet;
 pub use endpoint::{Address, Endpoint, HostId};
-pub use interface::{InterfaceError, own_address};
 pub use local::LocalHub;
 #[doc(hidden)]
 pub use ready::receive as receive_ready;
 pub use staging::available_memory;
 pub(crate) use staging::staging_buffer;
 
+/// Connections that carry messages of collectives.
+pub const DATA: Purpose = Purpose::new(*b"data");
+
+/// Connections that carry heartbeats, aborts and messages with tags beside the data.
+pub const CONTROL: Purpose = Purpose::new(*b"ctrl");
+
 /// What a group is made of.
 pub struct Fabric {
     /// Which ranks share memory.
     pub topology: Topology,
     /// The side channel to every other rank.
-    pub side: Vec<Option<Socket>>,
+    pub side: Vec<Option<Connection>>,
     /// The streams to every other rank.
-    pub data: Vec<Vec<Socket>>,
+    pub data: Vec<Vec<Connection>>,
     /// The staging memory of the ranks of this host, in rank order, if there is more than one.
     pub regions: Vec<Region>,
     /// Ranks of this host per core that they may use, at least 1: above, they take turns.

@@ -2,16 +2,12 @@
 //! settings they come; at last, that all is well, or what is not. Then members of one host also hand
 //! over their staging memory.
 
-use std::io::{IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::Instant;
 
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags,
-};
-use socket2::Socket;
+use rustix::net::{RecvFlags, SendFlags};
+use unisono_net::memory::{receive_with, send_with};
+use unisono_net::{Connection, keepalive::is_tcp};
 
 use crate::error::FormError;
 
@@ -31,7 +27,7 @@ pub struct Ready<'a> {
 
 impl Ready<'_> {
     /// Tells a peer.
-    pub fn send(&self, socket: &Socket) -> rustix::io::Result<()> {
+    pub fn send(&self, to: &mut Connection) -> rustix::io::Result<()> {
         let mut bytes = [0; SIZE];
         bytes[8..40].copy_from_slice(&self.settings);
         if let Some(failure) = &self.failure {
@@ -43,22 +39,14 @@ impl Ready<'_> {
             bytes[1] = end as u8;
             bytes[40..40 + end].copy_from_slice(&failure.as_bytes()[..end]);
         }
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        let fds;
-        if let Some(fd) = self.memory {
-            fds = [fd];
-            let pushed = control.push(SendAncillaryMessage::ScmRights(&fds));
-            debug_assert!(pushed, "there is room for one descriptor");
+        if !is_tcp(to.socket()) {
+            return send_with(to.socket(), &bytes, self.memory);
         }
         // A fresh connection has room for so little.
-        let sent = rustix::net::sendmsg(
-            socket,
-            &[IoSlice::new(&bytes)],
-            &mut control,
-            SendFlags::NOSIGNAL,
-        )?;
-        if sent == SIZE { Ok(()) } else { Err(rustix::io::Errno::AGAIN) }
+        match to.sender.send(&bytes, SendFlags::empty())? {
+            SIZE => Ok(()),
+            _ => Err(rustix::io::Errno::AGAIN),
+        }
     }
 }
 
@@ -86,12 +74,13 @@ pub fn silent(error: &FormError) -> Option<usize> {
 
 /// Hears from a peer; its staging memory, if it is of the same host.
 pub fn receive(
-    socket: &Socket,
+    from: &mut Connection,
     peer: usize,
     settings: &[u8; 32],
     deadline: Instant,
 ) -> Result<Option<OwnedFd>, FormError> {
     let vanished = |reason: String| FormError::Peer { peer, reason };
+    let socket = from.socket().clone();
     let mut bytes = [0; SIZE];
     let mut filled = 0;
     let mut memory = None;
@@ -101,19 +90,16 @@ pub fn receive(
             return Err(vanished(SILENT.into()));
         }
         socket.set_read_timeout(Some(left)).map_err(super::system("setting a time limit"))?;
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let slices = &mut [IoSliceMut::new(&mut bytes[filled..])];
-        match rustix::net::recvmsg(socket.as_fd(), slices, &mut control, RecvFlags::CMSG_CLOEXEC) {
-            Ok(message) if message.bytes == 0 => return Err(vanished(VANISHED.into())),
-            Ok(message) => filled += message.bytes,
+        let into = &mut bytes[filled..];
+        let received = match is_tcp(&socket) {
+            true => from.receiver.receive(into, RecvFlags::empty()),
+            false => receive_with(&socket, into, &mut memory),
+        };
+        match received {
+            Ok(0) => return Err(vanished(VANISHED.into())),
+            Ok(received) => filled += received,
             Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => {}
             Err(e) => return Err(vanished(e.to_string())),
-        }
-        for message in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(fds) = message {
-                memory = fds.last();
-            }
         }
     }
     socket.set_read_timeout(None).map_err(super::system("lifting a time limit"))?;

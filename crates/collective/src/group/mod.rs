@@ -12,6 +12,8 @@ mod tune;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
+use unisono_net::keepalive::Flow;
+
 use crate::cost::Costs;
 use crate::error::{Error, FormError};
 use crate::fabric::{Connector, Fabric, LocalHub, Plan};
@@ -19,7 +21,6 @@ use crate::link::Links;
 use crate::options::Options;
 use crate::schedule::Topology;
 use crate::side::Side;
-use crate::side::flow::Flow;
 use crate::state::{Epoch, GroupState};
 use crate::traffic::Traffic;
 use crate::window::{Patience, WindowMemory};
@@ -160,7 +161,8 @@ impl Group {
         let here = topology.members(topology.host(plan.me)).to_vec();
         let patience = Patience::for_crowd(crowd);
         let links = Links::new(data, patience.for_links()).map_err(failed("preparing links"))?;
-        let flows = links.handles().filter_map(|(peer, socket)| Flow::new(peer, socket)).collect();
+        let flow = |(peer, socket)| Some((peer, Flow::new(socket)?));
+        let flows = links.handles().filter_map(flow).collect();
         state.shut_down_on_failure(links.handles().map(|(_, socket)| socket));
         let window = (!regions.is_empty()).then(|| {
             let me = here.iter().position(|&m| m == plan.me).expect("a rank is on its own host");

@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 
 use rustix::net::sockopt;
 use socket2::Socket;
+use unisono_net::Token;
 
 use super::*;
 use crate::Reduction;
 use crate::error::Loss;
 use crate::fabric::{Address, Endpoint};
-use crate::handshake::Token;
 use crate::options::Transport;
 
 /// After this long, what has not happened never will.

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use socket2::Socket;
+use unisono_net::Connection;
 
 use crate::call::Call;
 use crate::error::Error;
@@ -48,15 +49,15 @@ pub struct Links {
 unsafe impl Send for Links {}
 
 impl Links {
-    /// Takes over connected sockets: `sockets[peer]` lists the streams to that peer.
-    pub fn new(sockets: Vec<Vec<Socket>>, patience: Patience) -> std::io::Result<Links> {
+    /// Takes over connections: `connections[peer]` lists the streams to that peer.
+    pub fn new(connections: Vec<Vec<Connection>>, patience: Patience) -> std::io::Result<Links> {
         let mut streams = Vec::new();
-        let mut of_peer = Vec::with_capacity(sockets.len());
-        for (peer, sockets) in sockets.into_iter().enumerate() {
+        let mut of_peer = Vec::with_capacity(connections.len());
+        for (peer, connections) in connections.into_iter().enumerate() {
             let first = streams.len();
-            for socket in sockets {
-                socket.set_nonblocking(true)?;
-                streams.push(Stream::new(socket, peer));
+            for connection in connections {
+                connection.socket().set_nonblocking(true)?;
+                streams.push(Stream::new(connection, peer));
             }
             of_peer.push(first..streams.len());
         }
@@ -72,7 +73,7 @@ impl Links {
 
     /// Handles to the sockets, each with its peer: to watch, and to shut down when the group fails.
     pub fn handles(&self) -> impl Iterator<Item = (usize, Arc<Socket>)> {
-        self.streams.iter().map(|s| (s.peer, s.socket.clone()))
+        self.streams.iter().map(|s| (s.peer, s.socket().clone()))
     }
 
     /// The streams that carry a message of `bytes` to or from `peer`, with the part each
@@ -139,7 +140,7 @@ impl Links {
             let mut flags = PollFlags::empty();
             flags.set(PollFlags::IN, stream.expected > 0 && !stream.is_parked());
             flags.set(PollFlags::OUT, stream.has_output());
-            slot.write(PollFd::new(&stream.socket, flags));
+            slot.write(PollFd::new(stream.socket(), flags));
             used += 1;
         }
         // SAFETY: the first `used` entries were written just above.

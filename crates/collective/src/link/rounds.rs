@@ -294,7 +294,8 @@ mod tests {
     /// of all that arrive if rank 1 sends the messages `sent`, as (segment, round, index).
     fn sum(sent: &[(u32, u16, u16)]) -> Result<[i64; 2], Error> {
         let (here, mut there) = Socket::pair(Domain::UNIX, Type::STREAM, None).unwrap();
-        let mut links = Links::new(vec![vec![], vec![here]], Patience::for_crowd(2.0)).unwrap();
+        let mut links =
+            Links::new(vec![vec![], vec![here.into()]], Patience::for_crowd(2.0)).unwrap();
         let call = Call {
             seq: 7,
             op: Op::AllReduce,

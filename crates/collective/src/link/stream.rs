@@ -7,8 +7,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use rustix::io::Errno;
-use rustix::net::{SendAncillaryBuffer, SendFlags};
+use rustix::net::{RecvFlags, SendFlags};
 use socket2::Socket;
+use unisono_net::Connection;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::order;
@@ -25,8 +26,7 @@ const PIECES: usize = 16;
 
 /// One socket of a link.
 pub struct Stream {
-    /// Shared with whoever shuts it down when the group fails.
-    pub socket: Arc<Socket>,
+    connection: Connection,
     pub peer: usize,
     /// Messages that the running call wants from this stream now.
     pub expected: u32,
@@ -85,10 +85,10 @@ pub enum Received {
 }
 
 impl Stream {
-    pub fn new(socket: Socket, peer: usize) -> Stream {
+    pub fn new(connection: Connection, peer: usize) -> Stream {
         let input = Input { bytes: Box::new([0; LOOK_AHEAD]), filled: 0..0 };
         Stream {
-            socket: Arc::new(socket),
+            connection,
             peer,
             expected: 0,
             output: VecDeque::with_capacity(32),
@@ -97,6 +97,11 @@ impl Stream {
             parked: None,
             last: None,
         }
+    }
+
+    /// The socket, shared with whoever watches it and shuts it down when the group fails.
+    pub fn socket(&self) -> &Arc<Socket> {
+        self.connection.socket()
     }
 
     /// A call begins.
@@ -146,9 +151,7 @@ impl Stream {
             slices[used] = IoSlice::new(unsafe { std::slice::from_raw_parts(address, len) });
             used += 1;
         }
-        let mut control = SendAncillaryBuffer::default();
-        match rustix::net::sendmsg(&self.socket, &slices[..used], &mut control, SendFlags::NOSIGNAL)
-        {
+        match self.connection.sender.send_vectored(&slices[..used], SendFlags::empty()) {
             Ok(sent) => {
                 message.sent += sent;
                 let done = (message.sent == total).then_some(message.part.segment);
@@ -187,7 +190,7 @@ impl Stream {
             let slices = unsafe {
                 std::slice::from_raw_parts_mut(slices.as_mut_ptr().cast::<IoSliceMut<'_>>(), used)
             };
-            match rustix::io::readv(&self.socket, slices) {
+            match self.connection.receiver.receive_vectored(slices) {
                 Ok(0) => return Err(Errno::CONNRESET),
                 Ok(n) => body.received += n,
                 Err(Errno::AGAIN | Errno::INTR) => return Ok(Received::Nothing),
@@ -231,7 +234,8 @@ impl Stream {
         if input.filled.len() < MessageHeader::SIZE {
             input.bytes.copy_within(input.filled.clone(), 0);
             input.filled = 0..input.filled.len();
-            match rustix::io::read(&self.socket, &mut input.bytes[input.filled.end..]) {
+            let into = &mut input.bytes[input.filled.end..];
+            match self.connection.receiver.receive(into, RecvFlags::empty()) {
                 Ok(0) => return Err(Errno::CONNRESET),
                 Ok(n) => input.filled.end += n,
                 Err(Errno::AGAIN | Errno::INTR) => return Ok(Received::Nothing),

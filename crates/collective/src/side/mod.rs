@@ -8,7 +8,6 @@
 //! straight into the receiver's buffer. A receive may leave open whose message it wants; `mailbox`
 //! says which message belongs to which receive.
 
-pub mod flow;
 pub mod frame;
 mod mailbox;
 mod peer;
@@ -20,7 +19,8 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd};
-use socket2::Socket;
+use unisono_net::Connection;
+use unisono_net::keepalive::Flow;
 use zerocopy::IntoBytes;
 
 use crate::call::{Call, WireCall};
@@ -28,7 +28,6 @@ use crate::error::{Error, Loss};
 use crate::state::GroupState;
 use crate::waits::{PLACE, shortened};
 use crate::work::{Work, WorkPool};
-use flow::Flow;
 use frame::Frame;
 use mailbox::{Announced, Mailbox, Wanted};
 use peer::{Event, Idle, Peer};
@@ -75,11 +74,11 @@ enum Command {
 }
 
 impl Side {
-    /// Starts the monitor over the connections; `sockets[peer]` is `None` for this rank itself. It also
-    /// watches `flows`, on which data travels.
+    /// Starts the monitor over the connections; `connections[peer]` is `None` for this rank itself. It
+    /// also watches `flows`, on which data travels to a peer.
     pub fn start(
-        sockets: Vec<Option<Socket>>,
-        flows: Vec<Flow>,
+        connections: Vec<Option<Connection>>,
+        flows: Vec<(usize, Flow)>,
         rank: usize,
         timeout: Duration,
         state: Arc<GroupState>,
@@ -89,13 +88,13 @@ impl Side {
         state.wake_on_failure(&wake);
         let commands = Mutex::new(Vec::with_capacity(ROOM));
         let shared = Arc::new(Shared { commands, wake });
-        let mut peers = Vec::with_capacity(sockets.len());
-        for (peer, socket) in sockets.into_iter().enumerate() {
-            peers.push(match socket {
+        let mut peers = Vec::with_capacity(connections.len());
+        for (peer, connection) in connections.into_iter().enumerate() {
+            peers.push(match connection {
                 None => None,
-                Some(socket) => {
-                    socket.set_nonblocking(true)?;
-                    Some(Peer::new(socket, peer, rank))
+                Some(connection) => {
+                    connection.socket().set_nonblocking(true)?;
+                    Some(Peer::new(connection, peer, rank))
                 }
             });
         }
@@ -176,7 +175,7 @@ impl Shared {
 
 struct Monitor {
     peers: Vec<Option<Peer>>,
-    flows: Vec<Flow>,
+    flows: Vec<(usize, Flow)>,
     mailbox: Mailbox<Receive>,
     timeout: Duration,
     state: Arc<GroupState>,
@@ -398,10 +397,10 @@ impl Monitor {
                 self.state.fail(Error::PeerLost { peer: peer.rank, loss, during: None });
             }
         }
-        for flow in &mut self.flows {
+        for (peer, flow) in &mut self.flows {
             if let Some(silence) = flow.silence(now).filter(|silence| *silence > self.timeout) {
                 let loss = Loss::Silent(silence);
-                self.state.fail(Error::PeerLost { peer: flow.peer, loss, during: None });
+                self.state.fail(Error::PeerLost { peer: *peer, loss, during: None });
             }
         }
         let Monitor { peers, mailbox, state, .. } = self;
@@ -521,7 +520,7 @@ fn peer(peers: &mut [Option<Peer>], rank: usize) -> &mut Peer {
 mod tests {
     use std::io::Write;
 
-    use socket2::{Domain, Type};
+    use socket2::{Domain, Socket, Type};
 
     use super::*;
 
@@ -541,8 +540,8 @@ mod tests {
         let pair = || Socket::pair(Domain::UNIX, Type::STREAM, None).unwrap();
         let ((one, first), (two, second)) = (pair(), pair());
         let state = GroupState::new(0, 0, vec![0, 1, 2], Duration::MAX);
-        let sockets = vec![None, Some(one), Some(two)];
-        let side = Side::start(sockets, Vec::new(), 0, timeout, state.clone()).unwrap();
+        let connections = vec![None, Some(one.into()), Some(two.into())];
+        let side = Side::start(connections, Vec::new(), 0, timeout, state.clone()).unwrap();
         (side, state, [first, second])
     }
 

@@ -6,6 +6,7 @@ use std::time::Instant;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 use socket2::Socket;
+use unisono_net::{Connection, Receiver};
 
 use super::Transfer;
 use super::frame::{self, Frame, MAX_DATA};
@@ -24,7 +25,7 @@ pub struct Peer {
     pub rank: usize,
     /// This rank.
     me: usize,
-    socket: Socket,
+    connection: Connection,
     pub last_heard: Instant,
     /// Whether the socket may have something to read, or room.
     pub ready: bool,
@@ -142,11 +143,11 @@ enum Input {
 const EMPTY: Input = Input::Head { bytes: [0; frame::SIZE], filled: 0 };
 
 impl Peer {
-    pub fn new(socket: Socket, rank: usize, me: usize) -> Peer {
+    pub fn new(connection: Connection, rank: usize, me: usize) -> Peer {
         Peer {
             rank,
             me,
-            socket,
+            connection,
             last_heard: Instant::now(),
             ready: true,
             stuck: None,
@@ -160,7 +161,7 @@ impl Peer {
     }
 
     pub fn socket(&self) -> &Socket {
-        &self.socket
+        self.connection.socket()
     }
 
     pub fn is_present(&self) -> bool {
@@ -280,8 +281,9 @@ impl Peer {
             }
             let Some(output) = self.output.front_mut() else { return Ok(()) };
             let head = output.head.len();
+            let sender = &mut self.connection.sender;
             let result = if output.sent < head {
-                rustix::net::send(&self.socket, &output.head[output.sent..], SendFlags::NOSIGNAL)
+                sender.send(&output.head[output.sent..], SendFlags::empty())
             } else if output.data > 0 {
                 let sending = self.sends.front().expect("a data frame belongs to the first send");
                 let from = sending.sent;
@@ -290,13 +292,9 @@ impl Peer {
                 // keeps valid until the work is done.
                 let bytes =
                     unsafe { std::slice::from_raw_parts(sending.transfer.address.add(from), left) };
-                rustix::net::send(&self.socket, bytes, SendFlags::NOSIGNAL)
+                sender.send(bytes, SendFlags::empty())
             } else if output.sent < head + output.body.len() {
-                rustix::net::send(
-                    &self.socket,
-                    &output.body[output.sent - head..],
-                    SendFlags::NOSIGNAL,
-                )
+                sender.send(&output.body[output.sent - head..], SendFlags::empty())
             } else {
                 Ok(0)
             };
@@ -348,7 +346,7 @@ impl Peer {
     fn read(&mut self) -> Result<Option<Event>, Errno> {
         match &mut self.input {
             Input::Head { bytes, filled } => {
-                *filled += receive(&self.socket, &mut bytes[*filled..])?;
+                *filled += receive(&mut self.connection.receiver, &mut bytes[*filled..])?;
                 self.last_heard = Instant::now();
                 if *filled < frame::SIZE {
                     return Ok(None);
@@ -362,7 +360,7 @@ impl Peer {
             }
             Input::Body { of, bytes, filled } => {
                 if *filled < bytes.len() {
-                    *filled += receive(&self.socket, &mut bytes[*filled..])?;
+                    *filled += receive(&mut self.connection.receiver, &mut bytes[*filled..])?;
                 }
                 if *filled < bytes.len() {
                     return Ok(None);
@@ -372,7 +370,7 @@ impl Peer {
                 Ok(Some(self.act_on_body(of, &bytes)))
             }
             Input::Stuck { bytes, filled } => {
-                *filled += receive(&self.socket, &mut bytes[*filled..])?;
+                *filled += receive(&mut self.connection.receiver, &mut bytes[*filled..])?;
                 if *filled < bytes.len() {
                     return Ok(None);
                 }
@@ -400,7 +398,7 @@ impl Peer {
                             *left,
                         )
                     };
-                    let n = receive(&self.socket, into)?;
+                    let n = receive(&mut self.connection.receiver, into)?;
                     self.last_heard = Instant::now();
                     receiving.received += n;
                     receiving.idle = Idle::new();
@@ -496,9 +494,9 @@ impl Peer {
     }
 }
 
-fn receive(socket: &Socket, into: &mut [u8]) -> Result<usize, Errno> {
-    match rustix::net::recv(socket, into, RecvFlags::empty())? {
-        (_, 0) => Err(Errno::CONNRESET),
-        (_, n) => Ok(n),
+fn receive(from: &mut Receiver, into: &mut [u8]) -> Result<usize, Errno> {
+    match from.receive(into, RecvFlags::empty())? {
+        0 => Err(Errno::CONNRESET),
+        n => Ok(n),
     }
 }

@@ -7,11 +7,10 @@
 //! 4096   staging buffers
 //! ```
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use memmap2::{MmapOptions, MmapRaw};
-use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
+use unisono_net::memory::Memory;
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::call::{Call, WireCall};
@@ -50,56 +49,36 @@ const _: () = assert!(size_of::<WireCall>().is_multiple_of(8));
 
 /// One rank's part of a window, mapped into this process.
 pub struct Region {
-    map: MmapRaw,
-    /// The file behind a region of this rank's own. A mapping needs none, and descriptors are
-    /// few.
-    file: Option<OwnedFd>,
+    memory: Memory,
     /// Bytes of one staging buffer.
     buffer: usize,
     buffers: usize,
 }
 
 impl Region {
-    /// Makes a region of this rank's own. Its pages are reserved now, so that running out of
-    /// memory is an error here and not a signal later.
+    /// Makes a region of this rank's own.
     pub fn create(buffers: usize, buffer: usize) -> Result<Region, FormError> {
-        let bytes = HEADER + buffers * buffer;
-        let failed =
-            |e: &dyn std::fmt::Display| FormError::Staging { bytes, reason: e.to_string() };
-        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        let fd = rustix::fs::memfd_create("unisono", flags).map_err(|e| failed(&e))?;
-        rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, bytes as u64)
-            .map_err(|e| failed(&e))?;
-        let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
-        rustix::fs::fcntl_add_seals(&fd, seals).map_err(|e| failed(&e))?;
-        let region = Region::map(fd.as_fd(), buffers, buffer).map_err(|e| failed(&e))?;
-        Ok(Region { file: Some(fd), ..region })
+        Region::of(buffers, buffer, Memory::create)
     }
 
     /// Maps the region of another rank, received from it.
-    pub fn open(fd: BorrowedFd<'_>, buffers: usize, buffer: usize) -> Result<Region, FormError> {
-        let bytes = HEADER + buffers * buffer;
-        let failed =
-            |e: &dyn std::fmt::Display| FormError::Staging { bytes, reason: e.to_string() };
-        let seals = rustix::fs::fcntl_get_seals(fd).map_err(|e| failed(&e))?;
-        let stat = rustix::fs::fstat(fd).map_err(|e| failed(&e))?;
-        // A shorter file, or one that its owner may still cut, would end this process with
-        // SIGBUS at the first read.
-        if !seals.contains(SealFlags::SHRINK) || stat.st_size < bytes as i64 {
-            return Err(failed(&"the peer's memory is too small or not sealed"));
-        }
-        Region::map(fd, buffers, buffer).map_err(|e| failed(&e))
+    pub fn open(file: BorrowedFd<'_>, buffers: usize, buffer: usize) -> Result<Region, FormError> {
+        Region::of(buffers, buffer, |bytes| Memory::open(file, bytes))
     }
 
-    fn map(fd: BorrowedFd<'_>, buffers: usize, buffer: usize) -> std::io::Result<Region> {
+    fn of(
+        buffers: usize,
+        buffer: usize,
+        map: impl FnOnce(usize) -> std::io::Result<Memory>,
+    ) -> Result<Region, FormError> {
         let bytes = HEADER + buffers * buffer;
-        let map = MmapOptions::new().len(bytes).map_raw(&fd)?;
-        Ok(Region { map, file: None, buffer, buffers })
+        let failed = |e: std::io::Error| FormError::Staging { bytes, reason: e.to_string() };
+        Ok(Region { memory: map(bytes).map_err(failed)?, buffer, buffers })
     }
 
     /// The file behind a region of this rank's own, to hand to other ranks.
     pub fn file(&self) -> Option<BorrowedFd<'_>> {
-        self.file.as_ref().map(AsFd::as_fd)
+        self.memory.file()
     }
 
     /// A second mapping of a region of this rank's own.
@@ -113,7 +92,7 @@ impl Region {
         assert!(index < self.buffers);
         // SAFETY: the map is HEADER + buffers × buffer bytes long and index is smaller than
         // buffers.
-        unsafe { self.map.as_mut_ptr().add(HEADER + index * self.buffer) }
+        unsafe { self.memory.as_ptr().add(HEADER + index * self.buffer) }
     }
 
     /// Bytes of a staging buffer.
@@ -158,6 +137,6 @@ impl Region {
     fn header(&self) -> &Header {
         // SAFETY: the map starts page-aligned and is at least HEADER bytes long; the header
         // consists of atomics only, for which any bytes are valid and shared access is sound.
-        unsafe { &*self.map.as_ptr().cast::<Header>() }
+        unsafe { &*self.memory.as_ptr().cast::<Header>() }
     }
 }

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use unisono_collective::fabric::{Address, Endpoint};
-use unisono_collective::handshake::Token;
 use unisono_collective::{Epoch, Error, FormError, Group, Options, Transport, Work};
+use unisono_net::Token;
 
 /// How the ranks of a test world are joined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -156,7 +156,8 @@ impl Connector for Tap {
         let fabric = self.hub.clone().connect(plan)?;
         if plan.me == 1 {
             let side = fabric.side[0].as_ref().expect("ranks have a side channel");
-            let both = (side.try_clone().unwrap(), fabric.data[0][0].try_clone().unwrap());
+            let data = &fabric.data[0][0];
+            let both = (side.socket().try_clone().unwrap(), data.socket().try_clone().unwrap());
             *self.sockets.lock().unwrap() = Some(both);
         }
         Ok(fabric)

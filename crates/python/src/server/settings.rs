@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use unisono_codec::Rules;
-use unisono_collective::handshake::Token;
 use unisono_collective::{Options, Transport};
+use unisono_net::Token;
 use unisono_relaxed::server::{self, ClientOptions, Run};
 use unisono_relaxed::spec::Level;
 use unisono_relaxed::stale::Stale;

@@ -5,7 +5,7 @@ use std::sync::Mutex;
 
 use pyo3::prelude::*;
 use socket2::{Domain, Socket, Type};
-use unisono_collective::handshake::Token;
+use unisono_net::Token;
 use unisono_relaxed::server::{Files, Shard, ShardOptions};
 
 use crate::error::not_begun;

@@ -40,12 +40,12 @@ enum Carried {
 
 fn carry_out(node: &Shared, exchange: Exchange, buffer: &mut [f32]) -> Carried {
     let partner = exchange.partner;
-    let usable = |connection: &Connection| connection.is_quiet() && !node.is_cut(partner);
-    let Some(connection) = node.take_connection(partner).filter(usable) else {
+    let usable = |connection: &mut Connection| connection.is_quiet() && !node.is_cut(partner);
+    let Some(mut connection) = node.take_connection(partner).take_if(usable) else {
         let _ = node.core().finish(exchange, Outcome::Lost, node.now());
         return Carried::Not;
     };
-    let outcome = match converse(node, &connection, exchange, buffer) {
+    let outcome = match converse(node, &mut connection, exchange, buffer) {
         Ok(reply) => {
             node.return_connection(connection);
             judge(node, partner, reply, buffer)
@@ -65,7 +65,7 @@ fn carry_out(node: &Shared, exchange: Exchange, buffer: &mut [f32]) -> Carried {
 /// Sends the weights and waits for the reply, whose payload is in `buffer` then.
 fn converse(
     node: &Shared,
-    connection: &Connection,
+    connection: &mut Connection,
     exchange: Exchange,
     buffer: &mut [f32],
 ) -> io::Result<Message> {

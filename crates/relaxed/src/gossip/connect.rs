@@ -3,27 +3,35 @@
 use std::collections::HashMap;
 use std::io;
 use std::net::Shutdown;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use rustix::net::RecvFlags;
-use socket2::{Domain, Socket, Type};
-use unisono_collective::handshake::{HandshakeError, Introduction, Purpose, TimedStream, initiate};
+use socket2::Socket;
+use unisono_net::{
+    AbortHandle, Connection as Stream, Dialer, HandshakeError, Introduction, Purpose, Target,
+    TimedStream,
+};
 
 use super::node::Shared;
 use super::weights::lock;
 use super::wire::{Kind, Message, Shape};
 
+/// Connections of workers that average with each other.
+pub const GOSSIP: Purpose = Purpose::new(*b"goss");
+
 /// Every socket of a node. They are kept here as well as with the thread that uses them, because
 /// whoever shuts a socket down ends every wait on it.
-#[derive(Default)]
-pub struct Sockets(Mutex<Register>);
+pub struct Sockets {
+    register: Mutex<Register>,
+    /// Ends attempts to connect.
+    abort: AbortHandle,
+}
 
 #[derive(Default)]
 struct Register {
     closed: bool,
     entries: u64,
-    open: HashMap<End, (u64, Socket)>,
+    open: HashMap<End, (u64, Arc<Socket>)>,
 }
 
 /// Which connection it is: there is one in each direction between two workers.
@@ -36,17 +44,20 @@ pub enum End {
 }
 
 impl Sockets {
+    pub fn new() -> io::Result<Sockets> {
+        Ok(Sockets { register: Mutex::default(), abort: AbortHandle::new()? })
+    }
+
     /// Keeps `socket`, in place of an older one between the same ends, which is shut down. Returns what
     /// to [`forget`](Sockets::forget) it by, and fails once all were closed.
-    pub fn keep(&self, end: End, socket: &Socket) -> io::Result<u64> {
-        let copy = socket.try_clone()?;
-        let mut register = lock(&self.0);
+    pub fn keep(&self, end: End, socket: &Arc<Socket>) -> io::Result<u64> {
+        let mut register = lock(&self.register);
         if register.closed {
             return Err(io::ErrorKind::ConnectionAborted.into());
         }
         register.entries += 1;
         let entry = register.entries;
-        if let Some((_, older)) = register.open.insert(end, (entry, copy)) {
+        if let Some((_, older)) = register.open.insert(end, (entry, socket.clone())) {
             let _ = older.shutdown(Shutdown::Both);
         }
         Ok(entry)
@@ -54,7 +65,7 @@ impl Sockets {
 
     /// Lets go of a socket whose thread is done with it, unless another one took its place.
     pub fn forget(&self, end: End, entry: u64) {
-        let mut register = lock(&self.0);
+        let mut register = lock(&self.register);
         if register.open.get(&end).is_some_and(|(kept, _)| *kept == entry) {
             register.open.remove(&end);
         }
@@ -62,7 +73,8 @@ impl Sockets {
 
     /// Shuts all sockets down, those to come included.
     pub fn close(&self) {
-        let mut register = lock(&self.0);
+        self.abort.abort();
+        let mut register = lock(&self.register);
         register.closed = true;
         for (_, (_, socket)) in register.open.drain() {
             let _ = socket.shutdown(Shutdown::Both);
@@ -72,7 +84,7 @@ impl Sockets {
 
 /// A connection this worker dialed and on which both greeted.
 pub struct Connection {
-    socket: Socket,
+    stream: Stream,
     /// The worker at the other end.
     pub partner: u32,
     /// What it said about itself.
@@ -94,10 +106,10 @@ pub enum DialError {
 impl DialError {
     /// Whether trying again will not help, so that the user should hear of it.
     pub fn is_lasting(&self) -> bool {
-        use HandshakeError::*;
         match self {
-            DialError::Io(_) | DialError::Handshake(TimedOut | Truncated | Io(_)) => false,
-            DialError::Handshake(_) | DialError::OtherModel { .. } => true,
+            DialError::Io(_) => false,
+            DialError::Handshake(error) => error.is_final(),
+            DialError::OtherModel { .. } => true,
         }
     }
 }
@@ -108,13 +120,23 @@ impl Connection {
         if node.is_cut(partner) {
             return Err(io::Error::from(io::ErrorKind::HostUnreachable).into());
         }
-        let address = node.addresses[partner as usize];
-        let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
-        // From here on closing the node ends the attempt.
-        let entry = node.sockets.keep(End::To(partner), &socket)?;
-        let greeted = Connection::open(node, &socket, partner, deadline);
-        match greeted {
-            Ok(greeting) => Ok(Connection { socket, partner, greeting }),
+        let introduction = Introduction {
+            purpose: GOSSIP,
+            epoch: node.life,
+            group: 0,
+            from: node.rank,
+            to: partner,
+            channel: 0,
+        };
+        let dialer = Dialer::new(&node.token, deadline)
+            .with_silence(node.timeout)
+            .with_abort(&node.sockets.abort);
+        let target = Target::Tcp(node.addresses[partner as usize]);
+        let mut stream = dialer.dial(target, introduction)?;
+        // From here on closing the node ends every wait on it.
+        let entry = node.sockets.keep(End::To(partner), stream.socket())?;
+        match greet(node, &mut stream.until(deadline)) {
+            Ok(greeting) => Ok(Connection { stream, partner, greeting }),
             Err(error) => {
                 node.sockets.forget(End::To(partner), entry);
                 Err(error)
@@ -122,60 +144,33 @@ impl Connection {
         }
     }
 
-    fn open(
-        node: &Shared,
-        socket: &Socket,
-        partner: u32,
-        deadline: Instant,
-    ) -> Result<Message, DialError> {
-        let address = node.addresses[partner as usize];
-        let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(io::Error::from(io::ErrorKind::TimedOut).into());
-        }
-        socket.connect_timeout(&address.into(), left)?;
-        // With nobody listening on a port from the ephemeral range, a socket can reach itself.
-        if socket.local_addr()?.as_socket() == Some(address) {
-            return Err(io::Error::from(io::ErrorKind::ConnectionRefused).into());
-        }
-        socket.set_tcp_nodelay(true)?;
-        let introduction = Introduction {
-            purpose: Purpose::Gossip,
-            epoch: node.life,
-            group: 0,
-            from: node.rank,
-            to: partner,
-            channel: 0,
-        };
-        initiate(socket, &node.token, &introduction, deadline)?;
-        let mut stream = TimedStream::new(socket, deadline);
-        node.greeting().send(&mut stream, &[])?;
-        let greeting = Message::receive(&mut stream)?;
-        match greeting.kind {
-            Kind::Greeting { .. } if greeting.shape == node.shape => Ok(greeting),
-            Kind::Greeting { joining } => {
-                Err(DialError::OtherModel { theirs: greeting.shape, joining })
-            }
-            _ => Err(io::Error::from(io::ErrorKind::InvalidData).into()),
-        }
-    }
-
     /// The connection as a stream that ends at `deadline`.
-    pub fn until(&self, deadline: Instant) -> TimedStream<'_> {
-        TimedStream::new(&self.socket, deadline)
+    pub fn until(&mut self, deadline: Instant) -> TimedStream<'_> {
+        self.stream.until(deadline)
     }
 
     /// Whether the other end is still there, as far as is known here: while nothing was asked, it has
     /// nothing to say but goodbye.
-    pub fn is_quiet(&self) -> bool {
-        let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
-        rustix::net::recv(&self.socket, &mut [0u8; 1], flags) == Err(rustix::io::Errno::AGAIN)
+    pub fn is_quiet(&mut self) -> bool {
+        self.stream.receiver.peek(&mut [0]) == Err(rustix::io::Errno::AGAIN)
+    }
+}
+
+fn greet(node: &Shared, stream: &mut TimedStream<'_>) -> Result<Message, DialError> {
+    node.greeting().send(stream, &[])?;
+    let greeting = Message::receive(stream)?;
+    match greeting.kind {
+        Kind::Greeting { .. } if greeting.shape == node.shape => Ok(greeting),
+        Kind::Greeting { joining } => {
+            Err(DialError::OtherModel { theirs: greeting.shape, joining })
+        }
+        _ => Err(io::Error::from(io::ErrorKind::InvalidData).into()),
     }
 }
 
 impl Drop for Connection {
     fn drop(&mut self) {
         // The copy kept for closing would hold the connection open.
-        let _ = self.socket.shutdown(Shutdown::Both);
+        let _ = self.stream.socket().shutdown(Shutdown::Both);
     }
 }

@@ -24,10 +24,10 @@ pub fn join(node: &Shared) -> Result<Option<Joined>, GossipError> {
     let mut joined = None;
     let mut buffer = Vec::new();
     let mut connected = Vec::new();
-    for peer in there {
+    for mut peer in there {
         if joined.is_none() && peer.greeting.clock > 0 {
             buffer.resize(node.weights.elements(), 0.0);
-            match fetch(node, &peer, &mut buffer) {
+            match fetch(node, &mut peer, &mut buffer) {
                 Ok(clock) => {
                     node.weights.replace(&mut buffer);
                     joined = Some(Joined { from: peer.partner, clock });
@@ -87,7 +87,7 @@ fn greet_all(node: &Shared) -> Result<Vec<Connection>, GossipError> {
 }
 
 /// Receives the weights of a worker under way; returns their clock.
-fn fetch(node: &Shared, peer: &Connection, into: &mut [f32]) -> io::Result<u64> {
+fn fetch(node: &Shared, peer: &mut Connection, into: &mut [f32]) -> io::Result<u64> {
     let mut stream = peer.until(Instant::now() + node.timeout);
     node.message(Kind::Fetch, 0).send(&mut stream, &[])?;
     let reply = Message::receive(&mut stream)?;

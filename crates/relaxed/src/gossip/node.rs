@@ -9,11 +9,10 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use socket2::Socket;
-use unisono_collective::acceptor::Acceptor;
-use unisono_collective::handshake::Token;
+use unisono_net::{Acceptor, Admission, Token};
 use zerocopy::IntoBytes;
 
-use super::connect::{Connection, Sockets};
+use super::connect::{Connection, GOSSIP, Sockets};
 use super::core::Core;
 use super::error::GossipError;
 use super::stats::GossipStats;
@@ -92,9 +91,9 @@ impl Gossip {
         let (shared, listener) = Shared::new(config, Weights::new(initial))?;
         let shared = Arc::new(shared);
         let host = Arc::clone(&shared);
-        let token = shared.token.clone();
-        let acceptor = Acceptor::start(vec![listener], token, move |socket, who| {
-            passive::admit(&host, socket, who);
+        let admission = Admission::new(shared.token.clone(), &[GOSSIP]);
+        let acceptor = Acceptor::start(vec![listener], admission, move |connection, who| {
+            passive::admit(&host, connection, who);
         });
         let mut gossip = Gossip { shared, joined: None, acceptor: None, active: None };
         gossip.acceptor = Some(acceptor.map_err(failed)?);
@@ -268,7 +267,7 @@ impl Shared {
             timeout,
             shape: weights.shape(),
             weights,
-            sockets: Sockets::default(),
+            sockets: Sockets::new().map_err(|cause| GossipError::Start { rank, cause })?,
             is_cut,
             clock: AtomicU64::new(0),
             joining: AtomicBool::new(true),

@@ -2,10 +2,10 @@
 
 use std::io;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use socket2::{Socket, TcpKeepalive};
-use unisono_collective::handshake::{Introduction, Purpose, TimedStream};
+use unisono_net::keepalive::keep_alive;
+use unisono_net::{Connection, Introduction, TimedStream};
 
 use super::connect::End;
 use super::core::{Meeting, Verdict};
@@ -14,19 +14,19 @@ use super::node::Shared;
 use super::wire::{Kind, Message, Reason};
 
 /// Takes a connection from the acceptor, if it is meant for this worker.
-pub fn admit(node: &Arc<Shared>, socket: Socket, who: Introduction) {
+pub fn admit(node: &Arc<Shared>, mut connection: Connection, who: Introduction) {
     let known = (who.from as usize) < node.addresses.len() && who.from != node.rank;
-    if who.purpose != Purpose::Gossip || !known || who.to != node.rank || node.is_cut(who.from) {
+    if !known || who.to != node.rank || node.is_cut(who.from) {
         log::warn!("worker {} refused a connection that is not for it: {who:?}", node.rank);
         return;
     }
-    let Ok(entry) = node.sockets.keep(End::From(who.from), &socket) else { return };
+    let Ok(entry) = node.sockets.keep(End::From(who.from), connection.socket()) else { return };
     let host = Arc::clone(node);
     let spawned = node.spawn("unisono-gossip", move || {
-        if let Err(error) = serve(&host, &socket, who.from) {
+        if let Err(error) = serve(&host, &mut connection, who.from) {
             log::debug!("worker {}: worker {} hung up: {error}", host.rank, who.from);
         }
-        let _ = socket.shutdown(std::net::Shutdown::Both);
+        let _ = connection.socket().shutdown(std::net::Shutdown::Both);
         host.sockets.forget(End::From(who.from), entry);
     });
     if spawned.is_err() {
@@ -35,11 +35,10 @@ pub fn admit(node: &Arc<Shared>, socket: Socket, who: Introduction) {
 }
 
 /// Greets, then answers until the connection ends. Returns with the reason why it did.
-fn serve(node: &Shared, socket: &Socket, from: u32) -> io::Result<()> {
+fn serve(node: &Shared, connection: &mut Connection, from: u32) -> io::Result<()> {
     // A host that lost its power says no goodbye: without this, its thread would wait for ever.
-    let idle = node.timeout.max(Duration::from_secs(1));
-    socket.set_tcp_keepalive(&TcpKeepalive::new().with_time(idle).with_interval(idle))?;
-    let mut stream = TimedStream::new(socket, Instant::now() + node.timeout);
+    keep_alive(connection.socket(), node.timeout)?;
+    let mut stream = connection.until(Instant::now() + node.timeout);
     let greeting = Message::receive(&mut stream)?;
     node.greeting().send(&mut stream, &[])?;
     if greeting.shape != node.shape || !matches!(greeting.kind, Kind::Greeting { .. }) {
@@ -48,11 +47,11 @@ fn serve(node: &Shared, socket: &Socket, from: u32) -> io::Result<()> {
     }
     loop {
         // Between exchanges there is no hurry; a socket that is shut down ends the wait.
-        let request = Message::receive(&mut &*socket)?;
+        let request = Message::receive(&mut connection.receiver)?;
         if node.is_cut(from) || request.shape != node.shape {
             return Err(io::ErrorKind::InvalidData.into());
         }
-        let mut stream = TimedStream::new(socket, Instant::now() + node.timeout);
+        let mut stream = connection.until(Instant::now() + node.timeout);
         let mut buffer = node.take_buffer();
         let served = match request.kind {
             Kind::Offer => answer_offer(node, &mut stream, from, request, &mut buffer),

@@ -11,24 +11,19 @@
 //!
 //! Out of turn, a shard says now and then that it lives: a [`Pulse`] does, between messages.
 
-use std::io::{self, IoSlice, IoSliceMut, Read};
-use std::mem::MaybeUninit;
+use std::io::{self, IoSlice, Read};
 use std::net::Shutdown;
-use std::os::fd::{AsFd, OwnedFd};
-#[cfg(not(target_arch = "x86_64"))]
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use memmap2::{MmapOptions, MmapRaw};
 use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags,
-};
+use rustix::net::{RecvFlags, SendFlags};
 use serde::{Serialize, de::DeserializeOwned};
 use socket2::{Domain, Socket};
+use unisono_net::frame::{self, SIGN_OF_LIFE};
+use unisono_net::memory::{self, receive_with, send_with};
+use unisono_net::{Connection, Receiver, Sender};
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::silence::{Listener, Silence, has_waited};
@@ -58,7 +53,9 @@ pub const MOST_BULK: u64 = 1 << 40;
 
 /// One side of a connection.
 pub struct Link {
-    socket: Socket,
+    receiver: Receiver,
+    /// Locked while something is sent, so that nothing gets in between.
+    sender: Arc<Mutex<Sender>>,
     memory: Option<Memory>,
     text: Vec<u8>,
     scratch: Vec<u8>,
@@ -68,19 +65,17 @@ pub struct Link {
     received: u64,
     /// How long the other side may be silent, if that is known.
     silence: Option<Silence>,
-    /// Locked while something is sent, so that nothing gets in between.
-    speaking: Arc<Mutex<()>>,
 }
 
 /// Says that this side of a connection lives.
 pub struct Pulse {
-    socket: Socket,
-    speaking: Arc<Mutex<()>>,
+    socket: Arc<Socket>,
+    sender: Arc<Mutex<Sender>>,
 }
 
 /// Memory that both sides have mapped.
 struct Memory {
-    map: MmapRaw,
+    sealed: memory::Memory,
     half: usize,
     /// Which half this side writes to.
     own: usize,
@@ -88,87 +83,56 @@ struct Memory {
 
 impl Link {
     /// Bulk data follows texts.
-    pub fn over(socket: Socket) -> Link {
-        let (text, scratch, bulk) = (Vec::new(), Vec::new(), Vec::new());
-        let speaking = Arc::default();
+    pub fn over(connection: impl Into<Connection>) -> Link {
+        let Connection { sender, receiver } = connection.into();
         Link {
-            socket,
+            receiver,
+            sender: Arc::new(Mutex::new(sender)),
             memory: None,
-            text,
-            scratch,
-            bulk,
+            text: Vec::new(),
+            scratch: Vec::new(),
+            bulk: Vec::new(),
             sent: 0,
             received: 0,
             silence: None,
-            speaking,
         }
     }
 
     /// Offers memory for so many bytes of bulk data in each direction to the other side of a Unix
     /// socket.
-    pub fn offer(socket: Socket, bytes: usize) -> io::Result<Link> {
+    pub fn offer(connection: impl Into<Connection>, bytes: usize) -> io::Result<Link> {
+        let link = Link::over(connection);
         let half = bytes.next_multiple_of(4096).max(4096);
-        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        let file = rustix::fs::memfd_create("unisono-server", flags)?;
-        // Reserved now, so that a lack of memory is an error here and not a signal later.
-        rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, 2 * half as u64)?;
-        let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
-        rustix::fs::fcntl_add_seals(&file, seals)?;
-        let memory = Memory::map(&file, half, 0)?;
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        let descriptors = [file.as_fd()];
-        let fits = control.push(SendAncillaryMessage::ScmRights(&descriptors));
-        debug_assert!(fits, "there is room for one descriptor");
-        let size = (half as u64).to_le_bytes();
-        let slices = [IoSlice::new(&size)];
-        // A fresh connection has room for so little.
-        rustix::net::sendmsg(&socket, &slices, &mut control, SendFlags::NOSIGNAL)?;
-        Ok(Link { memory: Some(memory), ..Link::over(socket) })
+        let sealed = memory::Memory::create(2 * half)?;
+        send_with(link.socket(), &(half as u64).to_le_bytes(), sealed.file())?;
+        Ok(Link { memory: Some(Memory { sealed, half, own: 0 }), ..link })
     }
 
     /// Takes the memory that the other side of a Unix socket [offers](Link::offer). Over TCP there is
     /// none.
     pub fn take_offer(&mut self) -> io::Result<()> {
-        let socket = &self.socket;
+        let socket = self.receiver.socket();
         if socket.domain()? != Domain::UNIX {
             return Ok(());
         }
-        let mut size = [0; 8];
-        let (mut filled, mut file) = (0, None);
+        let (mut size, mut filled, mut file) = ([0; 8], 0, None);
         while filled < size.len() {
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-            let mut control = RecvAncillaryBuffer::new(&mut space);
-            let mut slices = [IoSliceMut::new(&mut size[filled..])];
-            let flags = RecvFlags::CMSG_CLOEXEC;
-            let message = match rustix::net::recvmsg(socket, &mut slices, &mut control, flags) {
-                Err(rustix::io::Errno::INTR) => continue,
-                other => other?,
-            };
-            if message.bytes == 0 {
-                return Err(io::ErrorKind::UnexpectedEof.into());
-            }
-            filled += message.bytes;
-            for message in control.drain() {
-                if let RecvAncillaryMessage::ScmRights(descriptors) = message {
-                    file = descriptors.last();
-                }
+            match receive_with(socket, &mut size[filled..], &mut file) {
+                Err(rustix::io::Errno::INTR) => {}
+                received => match received? {
+                    0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+                    received => filled += received,
+                },
             }
         }
         let file: OwnedFd = file.ok_or_else(|| wire::invalid("no memory was offered".into()))?;
         let half = u64::from_le_bytes(size);
-        let length = rustix::fs::fstat(&file)?.st_size;
-        // Of a sealed file no byte can disappear while it is mapped.
-        let sealed = rustix::fs::fcntl_get_seals(&file)?.contains(SealFlags::SHRINK);
-        let is_aligned = half.is_multiple_of(ALIGNMENT as u64);
-        if !sealed
-            || !is_aligned
-            || half > MOST_BULK
-            || u64::try_from(length).ok() != half.checked_mul(2)
-        {
+        if !half.is_multiple_of(ALIGNMENT as u64) || half > MOST_BULK {
             return Err(wire::invalid("the memory that was offered cannot be used".into()));
         }
-        self.memory = Some(Memory::map(&file, half as usize, 1)?);
+        let half = half as usize;
+        let sealed = memory::Memory::open(file, 2 * half)?;
+        self.memory = Some(Memory { sealed, half, own: 1 });
         Ok(())
     }
 
@@ -178,15 +142,15 @@ impl Link {
     }
 
     /// The socket, to shut it down from elsewhere.
-    pub fn socket(&self) -> &Socket {
-        &self.socket
+    pub fn socket(&self) -> &Arc<Socket> {
+        self.receiver.socket()
     }
 
     /// From now on, whoever says nothing for so long is taken for gone, and so is whoever takes nothing.
     pub fn limit_silence(&mut self, limit: Duration) -> io::Result<()> {
         let silence = Silence::new(limit);
-        self.socket.set_read_timeout(Some(silence.slice()))?;
-        self.socket.set_write_timeout(Some(silence.slice()))?;
+        self.socket().set_read_timeout(Some(silence.slice()))?;
+        self.socket().set_write_timeout(Some(silence.slice()))?;
         self.silence = Some(silence);
         Ok(())
     }
@@ -197,8 +161,8 @@ impl Link {
     }
 
     /// Says between messages that this side lives.
-    pub fn pulse(&self) -> io::Result<Pulse> {
-        Ok(Pulse { socket: self.socket.try_clone()?, speaking: self.speaking.clone() })
+    pub fn pulse(&self) -> Pulse {
+        Pulse { socket: self.socket().clone(), sender: self.sender.clone() }
     }
 
     /// Bytes sent and received so far, wherever they lay.
@@ -210,19 +174,19 @@ impl Link {
     pub fn send(&mut self, message: &impl Serialize, parts: &[&[u8]]) -> io::Result<()> {
         let mut text = std::mem::take(&mut self.text);
         text.clear();
-        wire::write(message, &mut text);
-        let sent = self.send_text(&text, parts);
+        let written = frame::append(message, &mut text).map_err(io::Error::from);
+        let sent = written.and_then(|()| self.send_text(&text, parts));
         self.sent += (text.len() + parts.iter().map(|part| part.len()).sum::<usize>()) as u64;
         self.text = text;
         sent
     }
 
     fn send_text(&mut self, text: &[u8], parts: &[&[u8]]) -> io::Result<()> {
-        let speaking = self.speaking.clone();
-        let _speaking = speaking.lock().unwrap_or_else(PoisonError::into_inner);
+        let silence = self.silence.as_ref();
+        let mut sender = self.sender.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(memory) = &mut self.memory {
             memory.write(parts)?;
-            return self.write_all(&mut [IoSlice::new(text)]);
+            return write_all(&mut sender, silence, &mut [IoSlice::new(text)]);
         }
         const GAP: [u8; ALIGNMENT] = [0; ALIGNMENT];
         let mut slices = Vec::with_capacity(1 + 2 * parts.len());
@@ -234,39 +198,14 @@ impl Link {
                 slices.push(IoSlice::new(&GAP[..gap]));
             }
         }
-        slices.chunks_mut(MOST_PARTS).try_for_each(|slices| self.write_all(slices))
-    }
-
-    fn write_all(&mut self, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {
-        IoSlice::advance_slices(&mut slices, 0);
-        // Counted from here: whoever takes bytes may be read from later.
-        let mut silence = self.silence.as_ref().map(Silence::fresh);
-        while !slices.is_empty() {
-            let start = Instant::now();
-            match self.socket.send_vectored_with_flags(slices, SendFlags::NOSIGNAL.bits() as i32) {
-                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(sent) => {
-                    IoSlice::advance_slices(&mut slices, sent);
-                    silence.iter_mut().for_each(Silence::heard);
-                }
-                Err(error) => match &mut silence {
-                    Some(silence) if has_waited(&error) => {
-                        let waited = silence.waited(start.elapsed());
-                        // Half a message may be sent: nothing can follow it.
-                        waited.inspect_err(|_| drop(self.socket.shutdown(Shutdown::Both)))?;
-                    }
-                    None if error.kind() == io::ErrorKind::Interrupted => {}
-                    _ => return Err(error),
-                },
-            }
-        }
-        Ok(())
+        let mut chunks = slices.chunks_mut(MOST_PARTS);
+        chunks.try_for_each(|slices| write_all(&mut sender, silence, slices))
     }
 
     /// Receives a message; `None` if the other side has ended the connection.
     pub fn receive<T: DeserializeOwned>(&mut self) -> io::Result<Option<T>> {
-        let mut from = Listener { socket: &self.socket, silence: self.silence.as_mut() };
-        let message = wire::read(&mut from, &mut self.scratch)?;
+        let mut from = Listener { receiver: &mut self.receiver, silence: self.silence.as_mut() };
+        let message = frame::read(&mut from, wire::LONGEST, &mut self.scratch)?;
         self.received += 4 + self.scratch.len() as u64;
         Ok(message)
     }
@@ -280,7 +219,8 @@ impl Link {
         let bytes = match &self.memory {
             Some(memory) => memory.read(&mut self.bulk, 0, total)?,
             None => {
-                let from = Listener { socket: &self.socket, silence: self.silence.as_mut() };
+                let silence = self.silence.as_mut();
+                let from = Listener { receiver: &mut self.receiver, silence };
                 read(from, &mut self.bulk, total)?
             }
         };
@@ -310,7 +250,7 @@ impl Link {
                     Some(memory) => memory.read(&mut self.bulk, at, aligned(here))?,
                     None => {
                         let silence = self.silence.as_mut();
-                        let from = Listener { socket: &self.socket, silence };
+                        let from = Listener { receiver: &mut self.receiver, silence };
                         read(from, &mut self.bulk, aligned(here))?
                     }
                 };
@@ -323,23 +263,22 @@ impl Link {
 
     /// Whether the other side has ended the connection, or its process.
     pub fn is_over(&self) -> bool {
-        is_over(&self.socket)
+        is_over(self.socket())
     }
 
     /// Whether there is something to receive, or never will be. Takes what only says that the other side
     /// lives, and never waits.
     pub fn has_message(&mut self) -> bool {
-        let mut start = [0; wire::SIGN_OF_LIFE.len()];
+        let mut start = SIGN_OF_LIFE;
         loop {
-            let peeked = rustix::net::recv(&self.socket, &mut start, RecvFlags::PEEK | NOW);
-            match peeked {
-                Ok((read, _)) if read == start.len() && start == wire::SIGN_OF_LIFE => {
+            match self.receiver.peek(&mut start) {
+                Ok(frame::HEADER) if start == SIGN_OF_LIFE => {
                     // It is there, as was just seen.
-                    let _ = rustix::net::recv(&self.socket, &mut start, NOW);
+                    let _ = self.receiver.receive(&mut start, RecvFlags::DONTWAIT);
                     self.silence.iter_mut().for_each(Silence::heard);
                 }
                 // Not even a length: the rest is on its way, unless it never will be.
-                Ok((1..wire::LENGTH, _)) => return self.is_over(),
+                Ok(1..frame::HEADER) => return self.is_over(),
                 Err(rustix::io::Errno::AGAIN) => return false,
                 Err(rustix::io::Errno::INTR) => {}
                 Ok(_) | Err(_) => return true,
@@ -355,7 +294,7 @@ impl Link {
             if left.is_zero() {
                 return false;
             }
-            let mut watched = [PollFd::new(&self.socket, PollFlags::IN)];
+            let mut watched = [PollFd::new(self.socket(), PollFlags::IN)];
             let left = Timespec::try_from(left).ok();
             let _ = rustix::event::poll(&mut watched, left.as_ref());
         }
@@ -363,17 +302,44 @@ impl Link {
     }
 }
 
-/// Without waiting.
-const NOW: RecvFlags = RecvFlags::DONTWAIT;
+/// Sends all of it, to somebody who may be silent for so long.
+fn write_all(
+    sender: &mut Sender,
+    silence: Option<&Silence>,
+    mut slices: &mut [IoSlice<'_>],
+) -> io::Result<()> {
+    IoSlice::advance_slices(&mut slices, 0);
+    // Counted from here: whoever takes bytes may be read from later.
+    let mut silence = silence.map(Silence::fresh);
+    while !slices.is_empty() {
+        let start = Instant::now();
+        match sender.send_vectored(slices, SendFlags::empty()).map_err(io::Error::from) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(sent) => {
+                IoSlice::advance_slices(&mut slices, sent);
+                silence.iter_mut().for_each(Silence::heard);
+            }
+            Err(error) => match &mut silence {
+                Some(silence) if has_waited(&error) => {
+                    let waited = silence.waited(start.elapsed());
+                    // Half a message may be sent: nothing can follow it.
+                    waited.inspect_err(|_| drop(sender.socket().shutdown(Shutdown::Both)))?;
+                }
+                None if error.kind() == io::ErrorKind::Interrupted => {}
+                _ => return Err(error),
+            },
+        }
+    }
+    Ok(())
+}
 
 impl Pulse {
-    /// Says it, unless something else is just being said, which says it too, or the other side has so
-    /// much to read that this would have to wait.
-    pub fn beat(&self) {
-        let Ok(_speaking) = self.speaking.try_lock() else { return };
-        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        match rustix::net::send(&self.socket, &wire::SIGN_OF_LIFE, flags) {
-            Ok(sent) if sent < wire::SIGN_OF_LIFE.len() => {
+    /// Says it by these bytes, a message, unless something else is just being said, which says it too, or
+    /// the other side has so much to read that this would have to wait.
+    pub fn beat(&self, message: &[u8]) {
+        let Ok(mut sender) = self.sender.try_lock() else { return };
+        match sender.send(message, SendFlags::DONTWAIT) {
+            Ok(sent) if sent < message.len() => {
                 // Half of it is said: nothing can follow.
                 let _ = self.socket.shutdown(Shutdown::Both);
             }
@@ -420,10 +386,6 @@ pub fn is_over(socket: &Socket) -> bool {
 }
 
 impl Memory {
-    fn map(file: &OwnedFd, half: usize, own: usize) -> io::Result<Memory> {
-        Ok(Memory { map: MmapOptions::new().len(2 * half).map_raw(file)?, half, own })
-    }
-
     /// Puts parts into the half of this side.
     fn write(&mut self, parts: &[&[u8]]) -> io::Result<()> {
         let total: usize = parts.iter().map(|part| aligned(part.len())).sum();
@@ -432,12 +394,7 @@ impl Memory {
         }
         let mut start = self.own * self.half;
         for part in parts {
-            // SAFETY: it fits into the half, as checked above. Nobody in this process has a reference to
-            // the mapping, and of what the other process does to it nothing here depends.
-            unsafe {
-                let into = self.map.as_mut_ptr().add(start);
-                std::ptr::copy_nonoverlapping(part.as_ptr(), into, part.len());
-            }
+            self.sealed.write(start, part);
             start += aligned(part.len());
         }
         Ok(())
@@ -454,37 +411,8 @@ impl Memory {
         }
         let start = (1 - self.own) * self.half + at;
         let into = &mut into.as_mut_slice().as_mut_bytes()[..bytes];
-        // SAFETY: within the mapping, which can be read and written and is sealed against shrinking, and
-        // aligned, as halves and `at` are.
-        unsafe { copy(self.map.as_mut_ptr().add(start), into) };
+        self.sealed.read(start, into);
         Ok(into)
-    }
-}
-
-/// Copies memory that another process may write to meanwhile, reading each byte once. What is copied is
-/// then anything, but it is one thing.
-///
-/// # Safety
-/// `from` is valid for reads and writes of the length of `into`, which is a multiple of eight, and aligned
-/// to eight bytes.
-unsafe fn copy(from: *mut u8, into: &mut [u8]) {
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: the caller's promise. To the compiler these are reads by somebody else, of which it assumes
-    // nothing; the direction flag is clear, as it always is between instructions of Rust.
-    unsafe {
-        std::arch::asm!(
-            "rep movsb",
-            inout("rcx") into.len() => _,
-            inout("rdi") into.as_mut_ptr() => _,
-            inout("rsi") from => _,
-            options(nostack, preserves_flags)
-        );
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    for (word, into) in into.chunks_exact_mut(ALIGNMENT).enumerate() {
-        // SAFETY: the caller's promise.
-        let word = unsafe { AtomicU64::from_ptr(from.cast::<u64>().add(word)) };
-        into.copy_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes());
     }
 }
 
@@ -506,7 +434,9 @@ fn aligned(length: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::fs::MemfdFlags;
     use socket2::Type;
+    use std::os::fd::AsFd;
 
     fn pairs() -> [(Link, Link); 2] {
         pairs_for(1 << 16)
@@ -591,12 +521,7 @@ mod tests {
         let (a, b) = Socket::pair(Domain::UNIX, Type::STREAM, None).unwrap();
         let file = rustix::fs::memfd_create("t", MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&file, 8192).unwrap();
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        let descriptors = [file.as_fd()];
-        control.push(SendAncillaryMessage::ScmRights(&descriptors));
-        let size = 4096u64.to_le_bytes();
-        rustix::net::sendmsg(&a, &[IoSlice::new(&size)], &mut control, SendFlags::empty()).unwrap();
+        send_with(&a, &4096u64.to_le_bytes(), Some(file.as_fd())).unwrap();
         assert!(Link::over(b).take_offer().is_err());
     }
 }

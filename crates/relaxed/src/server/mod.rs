@@ -23,4 +23,4 @@ pub use client::{
     reports,
 };
 pub use job::{Files, Job, JobError};
-pub use shard::{Shard, ShardError, ShardOptions, unix_address};
+pub use shard::{Shard, ShardError, ShardOptions, unix_target};

@@ -7,22 +7,23 @@
 use std::io;
 use std::net::SocketAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use socket2::{Domain, SockAddr, Socket, Type};
-use unisono_collective::acceptor::Acceptor;
-use unisono_collective::handshake::{Introduction, Purpose, Token};
+use socket2::{Domain, SockAddr, Socket};
+use unisono_net::frame::SIGN_OF_LIFE;
+use unisono_net::{
+    Acceptor, Admission, Connection as NetConnection, Introduction, Target, Token, new_socket,
+};
 
 use super::job::{Caller, Files, Job, JobError, MOST_WORKERS, Unserved, total_bytes};
 use super::journal::Journal;
 use super::link::{Link, Pulse, bytes, numbers};
 use super::lives::Lives;
 use super::store::{Abandoned, Weights};
-use super::wire::{Part, Reply, Request, Setup};
+use super::wire::{Part, Reply, Request, SERVER, Setup};
 
 /// How a shard is served.
 #[derive(Clone, Debug)]
@@ -107,10 +108,11 @@ impl Shard {
             options: options.clone(),
         });
         let serving = shared.clone();
-        let on_connection = move |socket, introduction| {
-            serving.guard(|| Shared::welcome(&serving, socket, introduction));
+        let on_connection = move |connection, introduction| {
+            serving.guard(|| Shared::welcome(&serving, connection, introduction));
         };
-        let acceptor = Acceptor::start(listeners, options.token, on_connection)?;
+        let admission = Admission::new(options.token, &[SERVER]);
+        let acceptor = Acceptor::start(listeners, admission, on_connection)?;
         let ticking = shared.clone();
         let ticker = std::thread::Builder::new()
             .name("unisono-ticker".into())
@@ -189,22 +191,15 @@ enum Served {
 }
 
 impl Shared {
-    fn welcome(shared: &Arc<Shared>, socket: Socket, introduction: Introduction) {
-        if introduction.purpose != Purpose::Server {
-            log::warn!("refused a connection that is not meant for a server");
-            return;
-        }
+    fn welcome(shared: &Arc<Shared>, connection: NetConnection, introduction: Introduction) {
         let is_meant = introduction.to as usize == shared.options.files.number;
         let caller = Caller {
             worker: introduction.from,
             life: introduction.epoch,
             connection: shared.accepted.fetch_add(1, Ordering::Relaxed),
         };
-        let mut link = Link::over(socket);
-        let pulse = match link.pulse() {
-            Ok(pulse) => pulse,
-            Err(error) => return log::error!("worker {} is turned away: {error}", caller.worker),
-        };
+        let mut link = Link::over(connection);
+        let pulse = link.pulse();
         let serving = shared.clone();
         let serve = move || {
             serving.guard(|| {
@@ -317,7 +312,7 @@ impl Shared {
                     Ok(lengths) => lengths,
                     Err(what) => return Ok(Ok(Served::Last(Reply::Invalid(what)))),
                 };
-                let socket = link.socket().try_clone()?;
+                let socket = link.socket().clone();
                 let bulk = link.bulk(lengths.into_iter())?;
                 let parts: Vec<(Part, &[u8])> = parts.into_iter().zip(bulk).collect();
                 let is_over = || super::link::is_over(&socket);
@@ -421,7 +416,7 @@ impl Shared {
             let waited = self.woken.wait_timeout_while(guard, pause, goes_on);
             drop(waited.unwrap_or_else(PoisonError::into_inner));
             for connection in &*self.connections() {
-                connection.pulse.beat();
+                connection.pulse.beat(&SIGN_OF_LIFE);
             }
             let Some(job) = self.job.get() else {
                 since = Instant::now();
@@ -484,17 +479,18 @@ fn send_weights(link: &mut Link, weights: &[(u32, u64, Weights)]) -> io::Result<
 
 /// The name by which processes of this host find the shard that listens at an address. Who does not know
 /// the job's token cannot know it beforehand, and thus cannot be there first.
-pub fn unix_address(token: &Token, address: &SocketAddr) -> io::Result<SockAddr> {
+pub fn unix_target(token: &Token, address: &SocketAddr) -> Target {
     let secret = format!("{} {address}", token.to_hex());
     let key = blake3::derive_key("unisono server: name of the Unix socket", secret.as_bytes());
     let name = blake3::Hash::from_bytes(key).to_hex();
-    SockAddr::unix(Path::new(&format!("\0unisono-server-{}", &name[..32])))
+    Target::Unix(format!("unisono-server-{}", &name[..32]))
 }
 
 fn unix_listener(token: &Token, address: &SockAddr) -> io::Result<Socket> {
     let unknown = || io::Error::new(io::ErrorKind::Unsupported, "not an address of IP");
-    let unix = Socket::new(Domain::UNIX, Type::STREAM, None)?;
-    unix.bind(&unix_address(token, &address.as_socket().ok_or_else(unknown)?)?)?;
+    let target = unix_target(token, &address.as_socket().ok_or_else(unknown)?);
+    let unix = new_socket(Domain::UNIX)?;
+    unix.bind(&target.address()?)?;
     unix.listen(128)?;
     Ok(unix)
 }

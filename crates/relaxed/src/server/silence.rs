@@ -11,7 +11,7 @@
 use std::io::{self, Read};
 use std::time::{Duration, Instant};
 
-use socket2::Socket;
+use unisono_net::Receiver;
 
 /// Slices of a timeout. More: a process that waits wakes up more often. Fewer: silence is noticed later.
 const SLICES: u32 = 4;
@@ -66,19 +66,19 @@ pub fn has_waited(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
 }
 
-/// Reads from a socket whose waits take a slice each, for as long as the silence lasts.
+/// Reads from a connection whose waits take a slice each, for as long as the silence lasts.
 pub struct Listener<'a> {
-    pub socket: &'a Socket,
+    pub receiver: &'a mut Receiver,
     pub silence: Option<&'a mut Silence>,
 }
 
 impl Read for Listener<'_> {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        let mut socket = self.socket;
-        let Some(silence) = &mut self.silence else { return socket.read(into) };
+        let receiver = &mut *self.receiver;
+        let Some(silence) = &mut self.silence else { return receiver.read(into) };
         loop {
             let start = Instant::now();
-            match socket.read(into) {
+            match receiver.read(into) {
                 Err(error) if has_waited(&error) => silence.waited(start.elapsed())?,
                 read => {
                     silence.heard();

@@ -1,8 +1,8 @@
 //! What workers and shards say to each other.
 //!
-//! A message is the length of its text, four bytes, little-endian; the text, which is one [`Request`] or
-//! [`Reply`] in postcard's encoding; and, after some of them, bulk data whose length the text says:
-//! pieces of gradients or weights, f32, little-endian, one after the other. Between processes of one
+//! A message is one [frame](unisono_net::frame), its text, which is a [`Request`] or a [`Reply`]; and, after
+//! some of them, bulk data whose length the text says: pieces of gradients or weights, f32, little-endian,
+//! one after the other. Between processes of one
 //! host, bulk data lies in memory that both have mapped, and only texts travel. A message without a text
 //! says that its sender lives: shards send one now and then to all who are connected.
 //!
@@ -11,17 +11,15 @@
 
 use std::io;
 
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde::{Deserialize, Serialize};
+use unisono_net::Purpose;
 use unisono_sync::optimizer::OptimizerSpec;
 
 use super::core::{Age, Joined, Ledger, PushId, Refusal};
 use super::layout::Piece;
 
-/// Bytes of the length of a text.
-pub const LENGTH: usize = 4;
-
-/// A text of no bytes: that its sender lives, and nothing else. Not replied to.
-pub const SIGN_OF_LIFE: [u8; LENGTH] = [0; LENGTH];
+/// Connections of workers to a parameter server.
+pub const SERVER: Purpose = Purpose::new(*b"serv");
 
 /// The most bytes of a text: room for some ten thousand pieces.
 pub const LONGEST: usize = 1 << 20;
@@ -211,41 +209,6 @@ pub struct Report {
     pub seconds: f64,
 }
 
-/// Appends a message to a buffer.
-pub fn write(message: &impl Serialize, into: &mut Vec<u8>) {
-    let start = into.len();
-    into.extend_from_slice(&[0; 4]);
-    let text = postcard::to_extend(message, std::mem::take(into)).expect("messages have texts");
-    *into = text;
-    let length = (into.len() - start - 4) as u32;
-    into[start..start + 4].copy_from_slice(&length.to_le_bytes());
-}
-
-/// Reads a message; `None` if the other side has closed the connection before one.
-pub fn read<T: DeserializeOwned>(
-    from: &mut impl io::Read,
-    scratch: &mut Vec<u8>,
-) -> io::Result<Option<T>> {
-    let mut length = SIGN_OF_LIFE;
-    while length == SIGN_OF_LIFE {
-        let begun = from.read(&mut length)?;
-        if begun == 0 {
-            return Ok(None);
-        }
-        from.read_exact(&mut length[begun..])?;
-    }
-    let length = u32::from_le_bytes(length) as usize;
-    if length > LONGEST {
-        return Err(invalid(format!("a text of {length} bytes, where {LONGEST} are allowed")));
-    }
-    scratch.resize(length, 0);
-    from.read_exact(scratch)?;
-    let message = postcard::from_bytes(scratch);
-    message
-        .map(Some)
-        .map_err(|error| invalid(format!("a control message that cannot be read: {error}")))
-}
-
 /// An error about what the other side said.
 pub fn invalid(what: String) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what)
@@ -255,23 +218,24 @@ pub fn invalid(what: String) -> io::Error {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use unisono_net::frame::{append, read};
 
     #[test]
     fn messages_survive_the_way() {
         let messages = [Request::Beat, Request::Enter { clock: 7 }, Request::Leave];
         let mut bytes = Vec::new();
-        messages.iter().for_each(|message| write(message, &mut bytes));
+        messages.iter().for_each(|message| append(message, &mut bytes).unwrap());
         let (mut from, mut scratch) = (&bytes[..], Vec::new());
         for message in messages {
-            assert_eq!(read(&mut from, &mut scratch).unwrap(), Some(message));
+            assert_eq!(read(&mut from, LONGEST, &mut scratch).unwrap(), Some(message));
         }
-        assert_eq!(read::<Request>(&mut from, &mut scratch).unwrap(), None);
+        assert_eq!(read::<Request>(&mut from, LONGEST, &mut scratch).unwrap(), None);
     }
 
     #[test]
     fn a_long_text_is_refused_before_it_is_read() {
         let length = (LONGEST as u32 + 1).to_le_bytes();
-        let error = read::<Request>(&mut &length[..], &mut Vec::new()).unwrap_err();
+        let error = read::<Request>(&mut &length[..], LONGEST, &mut Vec::new()).unwrap_err();
         assert!(error.to_string().contains("allowed"), "{error}");
     }
 
@@ -279,8 +243,8 @@ mod tests {
         #[test]
         fn any_bytes_are_read_or_refused(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
             let (mut from, mut scratch) = (&bytes[..], Vec::new());
-            while let Ok(Some(_)) = read::<Request>(&mut from, &mut scratch) {}
-            let _ = read::<Reply>(&mut &bytes[..], &mut scratch);
+            while let Ok(Some(_)) = read::<Request>(&mut from, LONGEST, &mut scratch) {}
+            let _ = read::<Reply>(&mut &bytes[..], LONGEST, &mut scratch);
         }
     }
 }

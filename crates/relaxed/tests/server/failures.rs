@@ -5,7 +5,7 @@ use std::process::Command;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use unisono_collective::handshake::Token;
+use unisono_net::Token;
 use unisono_relaxed::server::wire::Measured;
 use unisono_relaxed::server::{
     Client, ClientOptions, Files, Run, ServerError, Transport, look, reports,

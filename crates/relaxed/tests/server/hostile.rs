@@ -10,13 +10,13 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use memmap2::MmapOptions;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-use socket2::{Domain, Socket, Type};
-use unisono_collective::handshake::{Introduction, Purpose, initiate};
+use socket2::Socket;
+use unisono_net::{Dialer, Introduction, frame};
 use unisono_relaxed::server::core::PushId;
 use unisono_relaxed::server::layout::Piece;
 use unisono_relaxed::server::link::Link;
 use unisono_relaxed::server::wire::{self, Measured, Part, Reply, Request, Setup};
-use unisono_relaxed::server::{Files, Run, Transport, unix_address};
+use unisono_relaxed::server::{Files, Run, Transport, unix_target};
 
 use crate::lab::{Counter, HUNG, Lab, TOKEN, call, counting, counts, setup, within};
 
@@ -123,7 +123,7 @@ fn insult(mut socket: Socket, bytes: &[u8]) {
 
 fn text(request: &Request, rest: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::new();
-    wire::write(request, &mut bytes);
+    frame::append(request, &mut bytes).unwrap();
     bytes.extend_from_slice(rest);
     bytes
 }
@@ -237,13 +237,12 @@ fn absurd_setups_leave_room_for_a_good_one() {
 
 /// Worker 1, over a Unix socket.
 fn knock_here(lab: &Lab) -> Socket {
-    let socket = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
-    socket.connect(&unix_address(&TOKEN, &lab.addresses[0]).unwrap()).unwrap();
-    socket.set_read_timeout(Some(HUNG)).unwrap();
     let introduction =
-        Introduction { purpose: Purpose::Server, epoch: 1, group: 0, from: 1, to: 0, channel: 0 };
-    let deadline = std::time::Instant::now() + HUNG;
-    initiate(&socket, &TOKEN, &introduction, deadline).unwrap();
+        Introduction { purpose: wire::SERVER, epoch: 1, group: 0, from: 1, to: 0, channel: 0 };
+    let dialer = Dialer::new(&TOKEN, std::time::Instant::now() + HUNG);
+    let target = unix_target(&TOKEN, &lab.addresses[0]);
+    let socket = dialer.dial(target, introduction).unwrap().socket().try_clone().unwrap();
+    socket.set_read_timeout(Some(HUNG)).unwrap();
     socket
 }
 

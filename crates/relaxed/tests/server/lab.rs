@@ -6,12 +6,12 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use socket2::{Domain, Socket, Type};
-use unisono_collective::handshake::{Introduction, Purpose, Token, initiate};
 use unisono_insight::RunInfo;
 use unisono_insight::relaxed::RelaxedRun;
 use unisono_insight::relaxed::folder::RelaxedFolder;
+use unisono_net::{Dialer, Introduction, Target, Token};
 use unisono_relaxed::server::link::Link;
-use unisono_relaxed::server::wire::{Measured, Reply, Report, Request, Setup};
+use unisono_relaxed::server::wire::{Measured, Reply, Report, Request, SERVER, Setup};
 use unisono_relaxed::server::{
     Client, ClientOptions, Files, Gradient, Pushed, Run, ServerError, Shard, ShardOptions,
     Transport, layout, look, reports,
@@ -104,19 +104,18 @@ impl Lab {
 
     pub fn knock(&self, server: usize, worker: u32, life: u64) -> Socket {
         let address = self.addresses[server];
-        let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
-        socket.connect(&address.into()).unwrap();
-        socket.set_tcp_nodelay(true).unwrap();
-        socket.set_read_timeout(Some(HUNG)).unwrap();
         let introduction = Introduction {
-            purpose: Purpose::Server,
+            purpose: SERVER,
             epoch: life,
             group: 0,
             from: worker,
             to: server as u32,
             channel: 0,
         };
-        initiate(&socket, &TOKEN, &introduction, Instant::now() + HUNG).unwrap();
+        let dialer = Dialer::new(&TOKEN, Instant::now() + HUNG);
+        let connection = dialer.dial(Target::Tcp(address), introduction).unwrap();
+        let socket = connection.socket().try_clone().unwrap();
+        socket.set_read_timeout(Some(HUNG)).unwrap();
         socket
     }
 

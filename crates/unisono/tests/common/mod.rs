@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use unisono::collective::fabric::{Address, HostId, LocalHub};
-use unisono::collective::handshake::Token;
+use unisono::net::Token;
 use unisono_netlab::{Host, Lab};
 
 use protocol::{Command, Failed, Formation, Reply, Residue, Settings};

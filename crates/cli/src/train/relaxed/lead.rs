@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use anyhow::{Context, bail, ensure};
 use unisono::cluster::launch::{Ending, Launch, Outcome as Ended, Restarts, Servers};
-use unisono::collective::handshake::Token;
 use unisono::insight::relaxed::RelaxedFolder;
+use unisono::net::Token;
 use unisono::relaxed::server::{ClientOptions, Run, ServerError, Transport, glance, look};
 use unisono::relaxed::spec::Level;
 

@@ -25,7 +25,6 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
-use socket2::Socket;
 use unisono_codec::parcel::Scratch;
 
 use super::core::{Age, Refusal};
@@ -106,15 +105,16 @@ impl Client {
         begins: impl FnOnce(Stopper),
     ) -> Result<Client, ServerError> {
         let setups = run.setups(options.servers.len().max(1));
-        let voices = Arc::new(Voices::new(setups.len()));
+        let voices =
+            Voices::new(setups.len()).map_err(|error| options.unreachable(0, error.to_string()))?;
+        let voices = Arc::new(voices);
         begins(Stopper(voices.clone()));
         let life = options.life.map_or_else(|| visit::life(run, &options, &voices), Ok)?;
         let options = ClientOptions { life: Some(life), ..options };
         let session = |(number, setup): (usize, Setup)| Session::new(number, setup, &options);
-        let no_thread = |error: io::Error| ServerError::Unreachable {
-            server: 0,
-            address: options.servers.first().cloned().unwrap_or_default(),
-            last: format!("there is no thread to say that this worker lives: {error}"),
+        let no_thread = |error: io::Error| {
+            let what = "there is no thread to say that this worker lives";
+            options.unreachable(0, format!("{what}: {error}"))
         };
         let beating = Voices::beat(&voices, run.timeout / BEATS).map_err(no_thread)?;
         let mut client = Client {
@@ -410,12 +410,9 @@ impl Client {
     fn try_to_open(&mut self, session: usize, initial: Initial<'_>) -> Result<(), Fault> {
         // Nothing else may be said before the worker has joined.
         let _speaking = self.voices.speak(session);
-        let opened = |socket: &Socket| {
-            let socket = socket.try_clone().map_err(Fault::Lost)?;
-            self.voices.open(session, socket).map_err(Fault::Fatal)
-        };
         let of = &mut self.sessions[session];
-        of.connect(&self.options, self.options.worker, opened)?;
+        let pulse = of.connect(&self.options, self.options.worker, self.voices.abort())?;
+        self.voices.open(session, pulse).map_err(Fault::Fatal)?;
         let welcome = of.join(initial)?;
         // It is there. How long to wait for it counts from the next time that it is not.
         of.trouble.iter_mut().for_each(|trouble| trouble.since = Instant::now());

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use unisono_codec::CodecSpec;
-use unisono_collective::handshake::{HandshakeError, Token};
+use unisono_net::{HandshakeError, Token};
 use unisono_sync::optimizer::OptimizerSpec;
 
 use crate::server::layout::{self, Piece};
@@ -106,6 +106,14 @@ pub struct ClientOptions {
     pub warm_up: u64,
     /// Whether what encodings leave out is sent later.
     pub error_feedback: bool,
+}
+
+impl ClientOptions {
+    /// That a server cannot be reached, and what was tried last.
+    pub(super) fn unreachable(&self, server: usize, last: String) -> ServerError {
+        let address = self.servers.get(server).cloned().unwrap_or_default();
+        ServerError::Unreachable { server, address, last }
+    }
 }
 
 /// Why a worker cannot go on.

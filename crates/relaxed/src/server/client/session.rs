@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use socket2::Socket;
 use unisono_codec::CodecSpec;
 use unisono_codec::parcel::{Origin, Scratch, Sender};
+use unisono_net::AbortHandle;
 use unisono_sync::shards::Shards;
 
 use super::dial::Call;
@@ -18,7 +19,7 @@ use super::{FIRST_PAUSE, Gradient, Pushed, Take};
 use crate::server::core::Refusal;
 use crate::server::job::SLACK;
 use crate::server::layout::Piece;
-use crate::server::link::{Link, bytes, numbers};
+use crate::server::link::{Link, Pulse, bytes, numbers};
 use crate::server::outbox::Outbox;
 use crate::server::wire::{Measured, Part, Reply, Request, Setup};
 use crate::spec::Level;
@@ -141,7 +142,7 @@ impl Session {
 
     /// The socket, to watch it.
     pub fn socket(&self) -> Option<&Socket> {
-        self.link.as_ref().map(Link::socket)
+        self.link.as_ref().map(|link| &**link.socket())
     }
 
     /// How long to wait for the shard at a time.
@@ -170,8 +171,8 @@ impl Session {
         &mut self,
         options: &ClientOptions,
         worker: u32,
-        opened: impl Fn(&Socket) -> Result<(), Fault>,
-    ) -> Result<(), Fault> {
+        abort: &AbortHandle,
+    ) -> Result<Pulse, Fault> {
         let call = Call {
             options,
             server: self.number,
@@ -180,10 +181,11 @@ impl Session {
             timeout: Duration::from_millis(self.setup.timeout_ms),
         };
         self.close();
-        let mut link = call.dial(opened)?;
+        let mut link = call.dial(abort)?;
         link.limit_silence(call.timeout).map_err(Fault::Lost)?;
+        let pulse = link.pulse();
         self.link = Some(link);
-        Ok(())
+        Ok(pulse)
     }
 
     /// Gives the connection up.

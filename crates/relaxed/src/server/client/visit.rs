@@ -2,8 +2,6 @@
 
 use std::time::Instant;
 
-use socket2::Socket;
-
 use super::options::{ClientOptions, Run, ServerError, Transport};
 use super::session::{Fault, Session};
 use super::voice::Voices;
@@ -72,7 +70,8 @@ fn visit<T>(
 ) -> Result<Vec<T>, ServerError> {
     let deadline = Instant::now() + options.patience;
     let setups = run.setups(options.servers.len().max(1));
-    let voices = Voices::new(setups.len());
+    let voices =
+        Voices::new(setups.len()).map_err(|error| options.unreachable(0, error.to_string()))?;
     let visit = |(server, setup): (usize, Setup)| {
         ask(&mut Session::new(server, setup, options), options, &voices, deadline, &mut question)
     };
@@ -90,12 +89,9 @@ fn ask<T>(
     let mut pause = FIRST_PAUSE;
     loop {
         let server = session.number;
-        let opened = |socket: &Socket| {
-            let socket = socket.try_clone().map_err(Fault::Lost)?;
-            voices.open(server, socket).map_err(Fault::Fatal)
-        };
-        let connected = session.connect(options, NOBODY, opened);
-        let outcome = connected.and_then(|()| question(session));
+        let connected = session.connect(options, NOBODY, voices.abort());
+        let opened = connected.and_then(|pulse| voices.open(server, pulse).map_err(Fault::Fatal));
+        let outcome = opened.and_then(|()| question(session));
         voices.close(server);
         let last = match outcome {
             Ok(answer) => return Ok(answer),
@@ -108,8 +104,7 @@ fn ask<T>(
             Err(Fault::Rejoin(refusal)) => refusal.to_string(),
         };
         if Instant::now() + pause >= deadline {
-            let address = options.servers.get(server).cloned().unwrap_or_default();
-            return Err(ServerError::Unreachable { server, address, last });
+            return Err(options.unreachable(server, last));
         }
         voices.pause(pause);
         pause = (pause * 2).min(LONGEST_PAUSE);

@@ -7,11 +7,11 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use rustix::net::SendFlags;
-use socket2::Socket;
+use unisono_net::{AbortHandle, frame};
 
 use super::options::ServerError;
-use crate::server::wire::{self, Request};
+use crate::server::link::Pulse;
+use crate::server::wire::Request;
 
 /// No shorter than this, whatever the timeout: else beating takes a core.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(5);
@@ -20,6 +20,7 @@ const SHORTEST_PAUSE: Duration = Duration::from_millis(5);
 pub struct Voices {
     voices: Vec<Voice>,
     stopped: AtomicBool,
+    abort: AbortHandle,
     /// Whether the client is gone.
     over: Mutex<bool>,
     changed: Condvar,
@@ -28,36 +29,42 @@ pub struct Voices {
 #[derive(Default)]
 struct Voice {
     /// Never locked for long, so that it can be shut down at once whatever happens on it.
-    socket: Mutex<Option<Arc<Socket>>>,
+    pulse: Mutex<Option<Arc<Pulse>>>,
     /// Locked while something is sent, so that nothing gets in between.
     speaking: Mutex<()>,
 }
 
 impl Voices {
-    pub fn new(sessions: usize) -> Voices {
-        Voices {
+    pub fn new(sessions: usize) -> std::io::Result<Voices> {
+        Ok(Voices {
             voices: (0..sessions).map(|_| Voice::default()).collect(),
             stopped: AtomicBool::new(false),
+            abort: AbortHandle::new()?,
             over: Mutex::new(false),
             changed: Condvar::new(),
-        }
+        })
     }
 
-    /// A connection is being opened. From now on it ends with the client.
-    pub fn open(&self, session: usize, socket: Socket) -> Result<(), ServerError> {
-        let mut voice = self.socket(session);
-        // Under the lock, so that whoever asks for the end meanwhile finds the socket.
+    /// Ends every attempt to open a connection, once stopped.
+    pub fn abort(&self) -> &AbortHandle {
+        &self.abort
+    }
+
+    /// A connection is open. From now on it ends with the client.
+    pub fn open(&self, session: usize, pulse: Pulse) -> Result<(), ServerError> {
+        let mut voice = self.pulse(session);
+        // Under the lock, so that whoever asks for the end meanwhile finds the connection.
         if self.is_stopped() {
             return Err(ServerError::Stopped);
         }
-        *voice = Some(Arc::new(socket));
+        *voice = Some(Arc::new(pulse));
         Ok(())
     }
 
     /// Ends the connection, and says so to the other side.
     pub fn close(&self, session: usize) {
-        if let Some(socket) = self.socket(session).take() {
-            let _ = socket.shutdown(Shutdown::Both);
+        if let Some(pulse) = self.pulse(session).take() {
+            let _ = pulse.socket().shutdown(Shutdown::Both);
         }
     }
 
@@ -69,6 +76,7 @@ impl Voices {
     /// Ends all connections, and every attempt to open one.
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
+        self.abort.abort();
         for session in 0..self.voices.len() {
             self.close(session);
         }
@@ -101,9 +109,10 @@ impl Voices {
     pub fn beat(voices: &Arc<Voices>, pause: Duration) -> std::io::Result<JoinHandle<()>> {
         let (voices, pause) = (voices.clone(), pause.max(SHORTEST_PAUSE));
         // Nothing is locked while something is said, which may take long.
+        let message = frame::encode(&Request::Beat).map_err(std::io::Error::from)?;
         let beat = move || {
             while !voices.is_over_after(pause) {
-                voices.voices.iter().for_each(Voice::beat);
+                voices.voices.iter().for_each(|voice| voice.beat(&message));
             }
         };
         std::thread::Builder::new().name("unisono-beat".into()).spawn(beat)
@@ -116,30 +125,17 @@ impl Voices {
         *waited.expect("no panic while locked").0
     }
 
-    fn socket(&self, session: usize) -> MutexGuard<'_, Option<Arc<Socket>>> {
-        self.voices[session].socket.lock().expect("no panic while locked")
+    fn pulse(&self, session: usize) -> MutexGuard<'_, Option<Arc<Pulse>>> {
+        self.voices[session].pulse.lock().expect("no panic while locked")
     }
 }
 
 impl Voice {
-    /// Says that the worker lives, unless something else is just being said, which says it too, or the
-    /// shard has so much to read that this would have to wait.
-    fn beat(&self) {
+    /// Says that the worker lives, unless something else is just being said.
+    fn beat(&self, message: &[u8]) {
         let Ok(_speaking) = self.speaking.try_lock() else { return };
-        let socket = self.socket.lock().expect("no panic while locked").clone();
-        let Some(socket) = socket else { return };
-        let mut text = Vec::new();
-        wire::write(&Request::Beat, &mut text);
-        let (now, wait) = (SendFlags::NOSIGNAL | SendFlags::DONTWAIT, SendFlags::NOSIGNAL);
-        let Ok(mut sent) = socket.send_with_flags(&text, now.bits() as i32) else { return };
-        // What was begun must be finished. A lost connection is noticed by whoever waits on it.
-        while sent < text.len() {
-            match socket.send_with_flags(&text[sent..], wait.bits() as i32) {
-                Ok(more) if more > 0 => sent += more,
-                // Half a message: nothing can follow it.
-                _ => return drop(socket.shutdown(Shutdown::Both)),
-            }
-        }
+        let pulse = self.pulse.lock().expect("no panic while locked").clone();
+        pulse.iter().for_each(|pulse| pulse.beat(message));
     }
 }
 

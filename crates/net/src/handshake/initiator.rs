@@ -1,19 +1,13 @@
 //! The opening side of the handshake.
 
-use std::io::{self, Read, Write};
-use std::time::Instant;
-
-use socket2::Socket;
 use zerocopy::IntoBytes;
 
-use super::stream::TimedStream;
-use super::token::{Role, Token};
 use super::wire::{
     ACCEPTED, ANSWER_LEN, CHALLENGE_LEN, Challenge, HELLO_LEN, Hello, Inbox, MAGIC, PREFIX_LEN,
     Prefix, VERDICT_LEN, VERSION, Verdict,
 };
-use super::{HandshakeError, Introduction, Nonce, Refusal, random_nonce};
-use crate::fork;
+use super::{HandshakeError, Introduction, Nonce};
+use crate::token::{Role, Token};
 
 /// One handshake, seen from the side that opened the connection.
 pub struct Initiator {
@@ -128,48 +122,12 @@ fn check(prefix: &Prefix) -> Result<(), HandshakeError> {
     if prefix.version != VERSION {
         return Err(HandshakeError::Version { theirs: prefix.version.get() });
     }
+    // As [`Refusal::code`](super::Refusal) numbers them.
     match prefix.status.get() {
         ACCEPTED => Ok(()),
-        code if code == Refusal::OtherJob.code() => Err(HandshakeError::OtherJob),
-        code if code == Refusal::BadProof.code() => Err(HandshakeError::ProofRejected),
+        3 => Err(HandshakeError::OtherJob),
+        5 => Err(HandshakeError::ProofRejected),
+        6 => Err(HandshakeError::OtherPurpose),
         _ => Err(HandshakeError::Malformed),
-    }
-}
-
-/// Performs the handshake on a connected `stream`, whose settings it leaves alone, and which forked
-/// children do not hold [open](crate::fork) from now on.
-pub fn initiate(
-    stream: &Socket,
-    token: &Token,
-    introduction: &Introduction,
-    deadline: Instant,
-) -> Result<(), HandshakeError> {
-    fork::make_private(stream);
-    let mut initiator = Initiator::new(token, introduction, random_nonce()?);
-    let mut timed = TimedStream::new(stream, deadline);
-    timed.write_all(&initiator.hello()).map_err(classify)?;
-    let mut buffer = [0; CHALLENGE_LEN];
-    loop {
-        let wanted = initiator.wanted();
-        let received = timed.read(&mut buffer[..wanted]).map_err(classify)?;
-        if received == 0 {
-            return Err(HandshakeError::Truncated);
-        }
-        match initiator.feed(&buffer[..received]).1? {
-            Initiated::More => {}
-            Initiated::Send(answer) => timed.write_all(&answer).map_err(classify)?,
-            Initiated::Done => return Ok(()),
-        }
-    }
-}
-
-fn classify(error: io::Error) -> HandshakeError {
-    use io::ErrorKind::*;
-    match error.kind() {
-        TimedOut => HandshakeError::TimedOut,
-        ConnectionReset | BrokenPipe | ConnectionAborted | UnexpectedEof => {
-            HandshakeError::Truncated
-        }
-        _ => HandshakeError::Io(error),
     }
 }

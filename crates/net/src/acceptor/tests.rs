@@ -7,13 +7,15 @@ use std::sync::mpsc::{Receiver, channel};
 use socket2::Type;
 
 use super::*;
-use crate::handshake::{HandshakeError, Purpose, initiate};
+use crate::handshake::HandshakeError;
+use crate::{Dialer, Target};
 
 const TOKEN: Token = Token::from_bytes([3; 32]);
+const PURPOSE: Purpose = Purpose::new(*b"test");
 const SOON: Duration = Duration::from_secs(20);
 
 fn introduction(from: u32) -> Introduction {
-    Introduction { purpose: Purpose::Data, epoch: 1, group: 2, from, to: 0, channel: 3 }
+    Introduction { purpose: PURPOSE, epoch: 1, group: 2, from, to: 0, channel: 3 }
 }
 
 fn tcp_listener() -> (Socket, SocketAddr) {
@@ -25,42 +27,40 @@ fn tcp_listener() -> (Socket, SocketAddr) {
 fn acceptor(
     limits: Limits,
     listeners: Vec<Socket>,
-) -> (Acceptor, Receiver<(Socket, Introduction)>) {
+) -> (Acceptor, Receiver<(Connection, Introduction)>) {
     let (sender, receiver) = channel();
-    let acceptor = Acceptor::start_with(limits, listeners, TOKEN, move |socket, who| {
-        sender.send((socket, who)).unwrap();
+    let admission = Admission::new(TOKEN, &[PURPOSE]).with_limits(limits);
+    let acceptor = Acceptor::start(listeners, admission, move |connection, who| {
+        sender.send((connection, who)).unwrap();
     });
     (acceptor.unwrap(), receiver)
 }
 
-fn join(address: SocketAddr, token: &Token, from: u32) -> Result<Socket, HandshakeError> {
-    let socket = Socket::from(TcpStream::connect(address)?);
-    initiate(&socket, token, &introduction(from), Instant::now() + SOON)?;
-    Ok(socket)
+fn join(address: SocketAddr, token: &Token, from: u32) -> Result<Connection, HandshakeError> {
+    let dialer = Dialer::new(token, Instant::now() + SOON);
+    dialer.dial(Target::Tcp(address), introduction(from))
 }
 
 #[test]
 fn peers_are_let_in_over_tcp_and_unix() {
     let (tcp, address) = tcp_listener();
     let unix = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
-    let name = format!("\0unisono-acceptor-test-{}", std::process::id());
-    unix.bind(&SockAddr::unix(&name).unwrap()).unwrap();
+    let name = Target::Unix(format!("unisono-acceptor-test-{}", std::process::id()));
+    unix.bind(&name.address().unwrap()).unwrap();
     unix.listen(8).unwrap();
     let (_acceptor, accepted) = acceptor(Limits::default(), vec![tcp, unix]);
 
     let mut client = join(address, &TOKEN, 5).unwrap();
     let (mut server, who) = accepted.recv_timeout(SOON).unwrap();
     assert_eq!(who, introduction(5));
-    assert!(server.tcp_nodelay().unwrap());
-    client.write_all(b"after").unwrap();
+    assert!(server.socket().tcp_nodelay().unwrap());
+    client.sender.write_all(b"after").unwrap();
     let mut buffer = [0; 5];
     // Blocking again: a non-blocking read could fail here.
-    server.read_exact(&mut buffer).unwrap();
+    server.receiver.read_exact(&mut buffer).unwrap();
     assert_eq!(&buffer, b"after");
 
-    let local = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
-    local.connect(&SockAddr::unix(&name).unwrap()).unwrap();
-    initiate(&local, &TOKEN, &introduction(6), Instant::now() + SOON).unwrap();
+    let _local = Dialer::new(&TOKEN, Instant::now() + SOON).dial(name, introduction(6)).unwrap();
     assert_eq!(accepted.recv_timeout(SOON).unwrap().1, introduction(6));
 }
 
@@ -121,4 +121,15 @@ fn dropping_it_closes_the_port() {
     let _silent = TcpStream::connect(address).unwrap();
     drop(acceptor);
     assert!(TcpStream::connect(address).is_err());
+}
+
+#[test]
+fn peers_who_want_something_else_learn_why() {
+    let (listener, address) = tcp_listener();
+    let (_acceptor, accepted) = acceptor(Limits::default(), vec![listener]);
+    let other = Introduction { purpose: Purpose::new(*b"else"), ..introduction(0) };
+    let dialer = Dialer::new(&TOKEN, Instant::now() + SOON);
+    let refused = dialer.dial(Target::Tcp(address), other);
+    assert!(matches!(refused, Err(HandshakeError::OtherPurpose)));
+    assert!(accepted.try_recv().is_err());
 }

@@ -24,8 +24,12 @@ use rustix::net::{RecvFlags, SendFlags};
 use socket2::{Domain, SockAddr, Socket};
 
 use self::refusals::{Peer, Reason, RefusalLog};
+use crate::connection::Connection;
 use crate::fork;
-use crate::handshake::{Introduction, Responder, Step, Token, random_nonce, timespec};
+use crate::handshake::{Introduction, Purpose, Responder, Step, random_nonce};
+use crate::keepalive::{SILENCE, keep_alive};
+use crate::timed::timespec;
+use crate::token::Token;
 
 /// Accepts connections and performs their handshakes on a thread of its own, until dropped.
 pub struct Acceptor {
@@ -50,28 +54,40 @@ impl Default for Limits {
     }
 }
 
+/// Who is let in, and what for.
+#[derive(Clone, Debug)]
+pub struct Admission {
+    token: Token,
+    purposes: &'static [Purpose],
+    limits: Limits,
+}
+
+impl Admission {
+    /// Those who prove `token`, for these purposes.
+    pub fn new(token: Token, purposes: &'static [Purpose]) -> Admission {
+        Admission { token, purposes, limits: Limits::default() }
+    }
+
+    /// The same, with other limits for those who have proven nothing yet.
+    pub fn with_limits(self, limits: Limits) -> Admission {
+        let limits = Limits { half_done: limits.half_done.max(1), ..limits };
+        Admission { limits, ..self }
+    }
+}
+
 impl Acceptor {
     /// Accepts on `listeners` (TCP or Unix), which must be listening already, and passes each
-    /// connection that proves `token` to `on_connection`, blocking and with Nagle's algorithm off.
+    /// connection that is [admitted](Admission) to `on_connection`, blocking, with Nagle's algorithm
+    /// off and keepalive probes on.
     ///
     /// `on_connection` runs on the acceptor's thread: while it runs, nobody else is let in.
     pub fn start(
         listeners: Vec<Socket>,
-        token: Token,
-        on_connection: impl FnMut(Socket, Introduction) + Send + 'static,
-    ) -> io::Result<Acceptor> {
-        Acceptor::start_with(Limits::default(), listeners, token, on_connection)
-    }
-
-    /// [`Acceptor::start`] with other limits.
-    pub fn start_with(
-        limits: Limits,
-        listeners: Vec<Socket>,
-        token: Token,
-        on_connection: impl FnMut(Socket, Introduction) + Send + 'static,
+        admission: Admission,
+        on_connection: impl FnMut(Connection, Introduction) + Send + 'static,
     ) -> io::Result<Acceptor> {
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        let door = Door::new(limits, listeners, token, stop.try_clone()?, on_connection)?;
+        let door = Door::new(listeners, admission, stop.try_clone()?, on_connection)?;
         let thread =
             std::thread::Builder::new().name("unisono-accept".into()).spawn(move || door.run())?;
         Ok(Acceptor { stop, thread: Some(thread) })
@@ -105,8 +121,7 @@ const OUT_OF_RESOURCES_PAUSE: Duration = Duration::from_millis(100);
 
 /// The state of the acceptor's thread.
 struct Door<F> {
-    limits: Limits,
-    token: Token,
+    admission: Admission,
     epoll: OwnedFd,
     stop: OwnedFd,
     listeners: Vec<Socket>,
@@ -135,11 +150,10 @@ enum Fate {
     Dropped(Reason),
 }
 
-impl<F: FnMut(Socket, Introduction)> Door<F> {
+impl<F: FnMut(Connection, Introduction)> Door<F> {
     fn new(
-        limits: Limits,
         listeners: Vec<Socket>,
-        token: Token,
+        admission: Admission,
         stop: OwnedFd,
         on_connection: F,
     ) -> io::Result<Door<F>> {
@@ -152,11 +166,9 @@ impl<F: FnMut(Socket, Introduction)> Door<F> {
             watch(&epoll, listener, next_key)?;
             next_key += 1;
         }
-        let limits = Limits { half_done: limits.half_done.max(1), ..limits };
         Ok(Door {
-            half_done: Vec::with_capacity(limits.half_done),
-            limits,
-            token,
+            half_done: Vec::with_capacity(admission.limits.half_done),
+            admission,
             epoll,
             stop,
             listeners,
@@ -200,7 +212,7 @@ impl<F: FnMut(Socket, Introduction)> Door<F> {
     /// Accepts what waits at a listener.
     fn accept_all(&mut self, listener: usize) {
         // As many as there are slots, so that the handshakes under way get their turn.
-        for _ in 0..self.limits.half_done {
+        for _ in 0..self.admission.limits.half_done {
             let no_fork = fork::hold_off();
             let accepted = self.listeners[listener].accept();
             if let Ok((socket, _)) = &accepted {
@@ -232,13 +244,15 @@ impl<F: FnMut(Socket, Introduction)> Door<F> {
             socket.set_nonblocking(true)?;
             if address.domain() != Domain::UNIX {
                 socket.set_tcp_nodelay(true)?;
+                keep_alive(&socket, SILENCE)?;
             }
             watch(&self.epoll, &socket, key)?;
-            Ok(Responder::new(&self.token, random_nonce()?))
+            let Admission { token, purposes, .. } = &self.admission;
+            Ok(Responder::new(token, purposes, random_nonce()?))
         };
         match prepared() {
             Ok(responder) => {
-                let deadline = Instant::now() + self.limits.patience;
+                let deadline = Instant::now() + self.admission.limits.patience;
                 let challenged = false;
                 let half_done = HalfDone { key, socket, peer, responder, challenged, deadline };
                 self.half_done.push(half_done);
@@ -249,7 +263,7 @@ impl<F: FnMut(Socket, Introduction)> Door<F> {
 
     /// Frees a slot if all are taken.
     fn make_room(&mut self) {
-        while self.half_done.len() == self.limits.half_done {
+        while self.half_done.len() == self.admission.limits.half_done {
             let candidate = self.half_done.iter().position(|half_done| !half_done.challenged);
             let index = candidate.unwrap_or(0);
             let (key, challenged) = (self.half_done[index].key, self.half_done[index].challenged);
@@ -274,7 +288,7 @@ impl<F: FnMut(Socket, Introduction)> Door<F> {
             Fate::Accepted(introduction) => {
                 let done = self.half_done.remove(index);
                 match self.release(&done.socket) {
-                    Ok(()) => (self.on_connection)(done.socket, introduction),
+                    Ok(()) => (self.on_connection)(done.socket.into(), introduction),
                     Err(error) => {
                         self.refusals.note(&done.peer, &Reason::Failed(error), Instant::now());
                     }

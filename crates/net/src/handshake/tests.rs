@@ -4,12 +4,15 @@ use proptest::prelude::*;
 
 use super::wire::{CHALLENGE_LEN, HELLO_LEN, VERDICT_LEN};
 use super::*;
+use crate::TokenError;
 
 const TOKEN: Token = Token::from_bytes([7; 32]);
 
+const PURPOSES: &[Purpose] = &[Purpose::new(*b"data"), Purpose::new(*b"ctrl"), ANY];
+
 fn introduction(seed: u32) -> Introduction {
     Introduction {
-        purpose: Purpose::ALL[seed as usize % Purpose::ALL.len()],
+        purpose: PURPOSES[seed as usize % PURPOSES.len()],
         epoch: u64::from(seed) << 33,
         group: u64::from(seed).wrapping_mul(0x9e37_79b9_7f4a_7c15),
         from: seed,
@@ -82,7 +85,7 @@ fn converse(
 }
 
 fn pair(theirs: &Token, ours: &Token, seed: u32) -> (Initiator, Responder) {
-    (Initiator::new(theirs, &introduction(seed), [1; 32]), Responder::new(ours, [2; 32]))
+    (Initiator::new(theirs, &introduction(seed), [1; 32]), Responder::new(ours, PURPOSES, [2; 32]))
 }
 
 proptest! {
@@ -149,7 +152,7 @@ fn garbage_neither_panics_nor_convinces() {
         assert!(fuzz_responder(&TOKEN, [4; 32], bytes) <= HELLO_LEN + 32);
         assert!(fuzz_initiator(&TOKEN, [4; 32], bytes) <= CHALLENGE_LEN + VERDICT_LEN);
 
-        let mut responder = Responder::new(&TOKEN, [4; 32]);
+        let mut responder = Responder::new(&TOKEN, PURPOSES, [4; 32]);
         let (taken, _) = responder.feed(bytes);
         let (_, step) = responder.feed(&bytes[taken..]);
         assert!(!matches!(step, Step::Accepted { .. }));
@@ -158,7 +161,7 @@ fn garbage_neither_panics_nor_convinces() {
 
 #[test]
 fn strangers_are_told_apart() {
-    let refusal = |bytes: &[u8]| match Responder::new(&TOKEN, [2; 32]).feed(bytes).1 {
+    let refusal = |bytes: &[u8]| match Responder::new(&TOKEN, PURPOSES, [2; 32]).feed(bytes).1 {
         Step::Refused { refusal, reply } => Some((refusal, reply.as_ref().len())),
         _ => None,
     };
@@ -173,8 +176,13 @@ fn strangers_are_told_apart() {
     assert_eq!(refusal(&hello), Some((Refusal::OtherJob, 12)));
 
     let mut hello = Initiator::new(&TOKEN, &introduction(1), [1; 32]).hello();
-    hello[60] = 0xff;
+    hello[10] = 1;
     assert_eq!(refusal(&hello), Some((Refusal::Malformed, 12)));
+
+    let mut hello = Initiator::new(&TOKEN, &introduction(1), [1; 32]).hello();
+    hello[60..64].copy_from_slice(b"else");
+    let theirs = Purpose::new(*b"else");
+    assert_eq!(refusal(&hello), Some((Refusal::OtherPurpose { theirs }, 12)));
 }
 
 #[test]
@@ -194,7 +202,7 @@ fn the_initiator_learns_why_it_was_refused() {
 #[test]
 fn reflected_proofs_are_refused() {
     let victim = Initiator::new(&TOKEN, &introduction(1), [1; 32]);
-    let mut as_responder = Responder::new(&TOKEN, [1; 32]);
+    let mut as_responder = Responder::new(&TOKEN, PURPOSES, [1; 32]);
     let (_, step) = as_responder.feed(&victim.hello());
     let Step::Send(challenge) = step else { panic!("the hello is correct") };
     let (_, step) = as_responder.feed(&challenge.as_ref()[CHALLENGE_LEN - 32..]);

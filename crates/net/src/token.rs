@@ -6,8 +6,7 @@ use std::str::FromStr;
 
 use zerocopy::IntoBytes;
 
-use super::Nonce;
-use super::wire::{Hello, JobId};
+use crate::handshake::{Hello, JobId, Nonce, random_nonce};
 
 /// The secret of a job. Whoever holds it may join.
 ///
@@ -19,7 +18,7 @@ pub struct Token([u8; 32]);
 impl Token {
     /// A new secret from the operating system.
     pub fn random() -> io::Result<Token> {
-        super::random_nonce().map(Token)
+        random_nonce().map(Token)
     }
 
     /// The token of a job that has no secret: anyone who knows the job's name can derive it.
@@ -48,7 +47,7 @@ impl Token {
     }
 
     /// A name for the job that does not give the token away.
-    pub(super) fn job_id(&self) -> JobId {
+    pub(crate) fn job_id(&self) -> JobId {
         let key = blake3::derive_key("unisono handshake v1: job id of a token", &self.0);
         let mut id = [0; 16];
         id.copy_from_slice(&key[..16]);
@@ -58,7 +57,7 @@ impl Token {
     /// What `role` must present to prove that it holds the token.
     ///
     /// `blake3::Hash` compares in constant time.
-    pub(super) fn proof(&self, role: Role, hello: &Hello, responder: &Nonce) -> blake3::Hash {
+    pub(crate) fn proof(&self, role: Role, hello: &Hello, responder: &Nonce) -> blake3::Hash {
         let mut hasher = blake3::Hasher::new_keyed(&self.0);
         hasher.update(role.label());
         hasher.update(&hello.nonce);
@@ -90,7 +89,7 @@ pub struct TokenError;
 
 /// Who makes a proof. Labels have equal length, so that what is hashed has one reading.
 #[derive(Clone, Copy)]
-pub(super) enum Role {
+pub(crate) enum Role {
     Initiator,
     Responder,
 }

@@ -2,16 +2,17 @@
 
 use zerocopy::IntoBytes;
 
-use super::token::{Role, Token};
 use super::wire::{
     ACCEPTED, ANSWER_LEN, Answer, CHALLENGE_LEN, Challenge, HELLO_LEN, Hello, Inbox, MAGIC,
     PREFIX_LEN, Prefix, VERSION, Verdict,
 };
-use super::{Introduction, Nonce, Refusal};
+use super::{Introduction, Nonce, Purpose, Refusal};
+use crate::token::{Role, Token};
 
 /// One handshake, seen from the side that accepted the connection.
 pub struct Responder {
     token: Token,
+    purposes: &'static [Purpose],
     nonce: Nonce,
     state: State,
     inbox: Inbox<HELLO_LEN>,
@@ -52,9 +53,11 @@ pub struct Reply {
 }
 
 impl Responder {
-    /// A responder of the job that holds `token`. The nonce must be fresh.
-    pub fn new(token: &Token, nonce: Nonce) -> Responder {
-        Responder { token: token.clone(), nonce, state: State::AwaitHello, inbox: Inbox::new() }
+    /// A responder of the job that holds `token`, who accepts connections for these purposes. The
+    /// nonce must be fresh.
+    pub fn new(token: &Token, purposes: &'static [Purpose], nonce: Nonce) -> Responder {
+        let (state, inbox) = (State::AwaitHello, Inbox::new());
+        Responder { token: token.clone(), purposes, nonce, state, inbox }
     }
 
     /// How many bytes the next message still lacks: read no more than this from the connection,
@@ -106,9 +109,13 @@ impl Responder {
         if hello.job != self.token.job_id() {
             return self.refuse(Refusal::OtherJob);
         }
-        let (ACCEPTED, Some(introduction)) = (prefix.status.get(), hello.introduction()) else {
+        if prefix.status != ACCEPTED {
             return self.refuse(Refusal::Malformed);
-        };
+        }
+        let introduction = hello.introduction();
+        if !self.purposes.contains(&introduction.purpose) {
+            return self.refuse(Refusal::OtherPurpose { theirs: introduction.purpose });
+        }
         self.inbox.clear();
         self.state = State::AwaitAnswer { hello, introduction };
         let proof = self.token.proof(Role::Responder, &hello, &self.nonce);

@@ -3,11 +3,11 @@
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::token::Token;
 use super::{Introduction, Nonce, Purpose};
+use crate::token::Token;
 
 /// The version of the handshake and of everything that follows it on a connection.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 
 /// The first bytes of a connection. The last two are no text, so that nothing typed or converted
 /// between line endings passes for them.
@@ -23,7 +23,7 @@ pub(super) const CHALLENGE_LEN: usize = size_of::<Challenge>();
 pub(super) const ANSWER_LEN: usize = size_of::<Answer>();
 pub(super) const VERDICT_LEN: usize = size_of::<Verdict>();
 
-pub(super) type JobId = [u8; 16];
+pub(crate) type JobId = [u8; 16];
 
 /// How hello, challenge and verdict begin, in every version.
 #[derive(Clone, Copy, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
@@ -43,11 +43,11 @@ impl Prefix {
 
 #[derive(Clone, Copy, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
-pub(super) struct Hello {
-    pub prefix: Prefix,
+pub(crate) struct Hello {
+    pub(super) prefix: Prefix,
     pub job: JobId,
     pub nonce: Nonce,
-    purpose: U32,
+    purpose: [u8; 4],
     from: U32,
     to: U32,
     channel: U32,
@@ -61,7 +61,7 @@ impl Hello {
             prefix: Prefix::new(ACCEPTED),
             job: token.job_id(),
             nonce,
-            purpose: (introduction.purpose as u32).into(),
+            purpose: introduction.purpose.0,
             from: introduction.from.into(),
             to: introduction.to.into(),
             channel: introduction.channel.into(),
@@ -70,16 +70,15 @@ impl Hello {
         }
     }
 
-    /// The introduction, if its purpose is one this version knows.
-    pub fn introduction(&self) -> Option<Introduction> {
-        Some(Introduction {
-            purpose: Purpose::from_code(self.purpose.get())?,
+    pub fn introduction(&self) -> Introduction {
+        Introduction {
+            purpose: Purpose(self.purpose),
             epoch: self.epoch.get(),
             group: self.group.get(),
             from: self.from.get(),
             to: self.to.get(),
             channel: self.channel.get(),
-        })
+        }
     }
 }
 

@@ -26,23 +26,22 @@
 //!
 //! [`Initiator`] and [`Responder`] are state machines: bytes in, bytes and decisions out. They own
 //! no socket, no clock and no source of randomness, accept bytes in pieces of any size, allocate
-//! nothing, and never take a byte past the end of the handshake. [`initiate`] runs the initiator
-//! on a blocking socket; the [`acceptor`](crate::acceptor) runs responders.
+//! nothing, and never take a byte past the end of the handshake. The [dialer](crate::dial) runs
+//! initiators, the [`acceptor`](crate::acceptor) responders.
 
 mod initiator;
 mod responder;
-mod stream;
-mod token;
 mod wire;
 
-pub use initiator::{Initiated, Initiator, initiate};
+pub use initiator::{Initiated, Initiator};
 pub use responder::{Reply, Responder, Step};
-pub use stream::TimedStream;
-pub(crate) use stream::timespec;
-pub use token::{Token, TokenError};
 pub use wire::VERSION;
+pub(crate) use wire::{Hello, JobId};
 
+use std::fmt;
 use std::io;
+
+use crate::token::Token;
 
 /// A number used once: 32 fresh random bytes chosen by one side of one handshake.
 pub type Nonce = [u8; 32];
@@ -63,7 +62,7 @@ pub struct Introduction {
     pub epoch: u64,
     /// The group the connection belongs to.
     pub group: u64,
-    /// The initiator: a rank, or a node for [`Purpose::Launcher`].
+    /// The initiator, as those of this purpose number each other.
     pub from: u32,
     /// Whom the initiator believes to have reached.
     pub to: u32,
@@ -71,42 +70,20 @@ pub struct Introduction {
     pub channel: u32,
 }
 
-/// What a connection will carry once it is accepted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(u32)]
-#[non_exhaustive]
-pub enum Purpose {
-    /// Frames of collective operations.
-    Data = 1,
-    /// Heartbeats, aborts and other small messages beside the data.
-    Control = 2,
-    /// Descriptors of shared memory, over a Unix socket.
-    Memory = 3,
-    /// A rank that looks for its peers.
-    Rendezvous = 4,
-    /// A launcher that joins the launcher of node 0.
-    Launcher = 5,
-    /// A worker that talks to a parameter server.
-    Server = 6,
-    /// A worker that averages with another.
-    Gossip = 7,
-}
+/// What a connection will carry once it is accepted: a tag that the crate which speaks on it defines.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Purpose([u8; 4]);
 
 impl Purpose {
-    /// Every purpose.
-    pub const ALL: [Purpose; 7] = [
-        Purpose::Data,
-        Purpose::Control,
-        Purpose::Memory,
-        Purpose::Rendezvous,
-        Purpose::Launcher,
-        Purpose::Server,
-        Purpose::Gossip,
-    ];
+    /// The purpose of this name, which no other crate of the job may use.
+    pub const fn new(name: [u8; 4]) -> Purpose {
+        Purpose(name)
+    }
+}
 
-    /// The purpose with this wire code.
-    pub fn from_code(code: u32) -> Option<Purpose> {
-        Purpose::ALL.into_iter().find(|purpose| *purpose as u32 == code)
+impl fmt::Debug for Purpose {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "\"{}\"", self.0.escape_ascii())
     }
 }
 
@@ -132,6 +109,12 @@ pub enum Refusal {
     /// The proof does not fit: the initiator does not hold the token.
     #[error("failed to prove the job's token")]
     BadProof,
+    /// The connection is for something that is not done here.
+    #[error("asks for {theirs:?}, which is not done here")]
+    OtherPurpose {
+        /// The purpose the initiator named.
+        theirs: Purpose,
+    },
 }
 
 impl Refusal {
@@ -143,6 +126,7 @@ impl Refusal {
             Refusal::OtherJob => 3,
             Refusal::Malformed => 4,
             Refusal::BadProof => 5,
+            Refusal::OtherPurpose { .. } => 6,
         }
     }
 }
@@ -169,6 +153,9 @@ pub enum HandshakeError {
     /// The other side did not accept this side's proof: the tokens differ.
     #[error("the other side did not accept the proof of the job's token")]
     ProofRejected,
+    /// The other side does something else than what this connection is for: probably the wrong port.
+    #[error("the other side does not do what the connection is for")]
+    OtherPurpose,
     /// The other side sent, or says it received, something no correct peer sends.
     #[error("a handshake message is malformed")]
     Malformed,
@@ -183,17 +170,37 @@ pub enum HandshakeError {
     Io(io::Error),
 }
 
-impl From<io::Error> for HandshakeError {
-    fn from(error: io::Error) -> HandshakeError {
-        HandshakeError::Io(error)
+impl HandshakeError {
+    /// Whether the same attempt, made again later, cannot succeed: the other side is there, and is not
+    /// whom this side looks for.
+    pub fn is_final(&self) -> bool {
+        use HandshakeError::*;
+        !matches!(self, Truncated | TimedOut | Io(_))
     }
 }
+
+impl From<io::Error> for HandshakeError {
+    fn from(error: io::Error) -> HandshakeError {
+        use io::ErrorKind::*;
+        match error.kind() {
+            TimedOut => HandshakeError::TimedOut,
+            ConnectionReset | BrokenPipe | ConnectionAborted | UnexpectedEof => {
+                HandshakeError::Truncated
+            }
+            _ => HandshakeError::Io(error),
+        }
+    }
+}
+
+/// The purpose of connections that fuzzers make.
+#[doc(hidden)]
+pub const ANY: Purpose = Purpose::new(*b"fuzz");
 
 /// Runs one whole handshake over `bytes`, read as what a stranger sends to a responder, and says
 /// how many of them were taken. For fuzzers: it must return, whatever the bytes.
 #[doc(hidden)]
 pub fn fuzz_responder(token: &Token, nonce: Nonce, bytes: &[u8]) -> usize {
-    let mut responder = Responder::new(token, nonce);
+    let mut responder = Responder::new(token, &[ANY], nonce);
     let mut taken = 0;
     loop {
         let (consumed, step) = responder.feed(&bytes[taken..]);
@@ -210,7 +217,7 @@ pub fn fuzz_responder(token: &Token, nonce: Nonce, bytes: &[u8]) -> usize {
 #[doc(hidden)]
 pub fn fuzz_initiator(token: &Token, nonce: Nonce, bytes: &[u8]) -> usize {
     let introduction =
-        Introduction { purpose: Purpose::Data, epoch: 0, group: 0, from: 0, to: 1, channel: 0 };
+        Introduction { purpose: ANY, epoch: 0, group: 0, from: 0, to: 1, channel: 0 };
     let mut initiator = Initiator::new(token, &introduction, nonce);
     let mut taken = 0;
     while let (consumed, Ok(Initiated::Send(_))) = initiator.feed(&bytes[taken..]) {

@@ -1,11 +1,11 @@
-//! Notices that a TCP connection no longer carries anything, while the peer is alive.
+//! Notices that a TCP connection no longer carries anything.
 //!
-//! A firewall or a translator of addresses that has forgotten a flow drops its packets and tells
-//! nobody. The heartbeats travel on another connection and are fine, and TCP itself retransmits for
-//! a quarter of an hour. Keepalive probes find out about it while the connection is idle; they also
-//! keep the flow in memory on the way. While data is on its way there are no probes: then the monitor
-//! looks whether any of it was acknowledged. `TCP_USER_TIMEOUT` would do that, but it also ends a
-//! connection whose receiver answers and has no room, because its rank computes.
+//! A machine that loses its power says no goodbye, and a firewall or a translator of addresses that has
+//! forgotten a flow drops its packets in silence; TCP itself retransmits for a quarter of an hour.
+//! Keepalive probes find out about it while the connection is idle; they also keep the flow in memory on
+//! the way. While data is on its way there are no probes: then the owner of a [`Flow`] looks whether any
+//! of it was acknowledged. `TCP_USER_TIMEOUT` would do that, but it also ends a connection whose receiver
+//! answers and has no room, because its process computes.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -18,12 +18,20 @@ use socket2::{Domain, Socket, TcpKeepalive};
 /// forgotten the flow. Shorter: more packets.
 const IDLE: Duration = Duration::from_secs(15);
 
+/// After how long a connection that carries nothing breaks, unless its owner says otherwise. Longer: a
+/// machine that lost its power is noticed later. Shorter: a network that recovers from a cut by itself is
+/// given up.
+pub const SILENCE: Duration = Duration::from_secs(60);
+
 /// Probes that must go unanswered.
 const PROBES: u32 = 5;
 
 /// Lets the kernel probe a TCP connection while it is idle, so that it breaks about `timeout` after
-/// it stops carrying packets. The kernel counts whole seconds.
+/// it stops carrying packets. The kernel counts whole seconds. Sockets of one host need no probes.
 pub fn keep_alive(socket: &Socket, timeout: Duration) -> io::Result<()> {
+    if !is_tcp(socket) {
+        return Ok(());
+    }
     let second = Duration::from_secs(1);
     let longest = Duration::from_secs(i16::MAX as u64);
     let idle = (timeout / 2).clamp(second, IDLE);
@@ -32,9 +40,8 @@ pub fn keep_alive(socket: &Socket, timeout: Duration) -> io::Result<()> {
     socket.set_tcp_keepalive(&settings)
 }
 
-/// A TCP connection that carries data to a peer.
+/// A TCP connection that carries data.
 pub struct Flow {
-    pub peer: usize,
     socket: Arc<Socket>,
     /// Since when nothing was acknowledged that was sent more than once.
     since: Option<Instant>,
@@ -42,10 +49,8 @@ pub struct Flow {
 
 impl Flow {
     /// The connection; `None` if it is no TCP connection.
-    pub fn new(peer: usize, socket: Arc<Socket>) -> Option<Flow> {
-        let domain = socket.domain().ok()?;
-        (domain == Domain::IPV4 || domain == Domain::IPV6).then_some(())?;
-        Some(Flow { peer, socket, since: None })
+    pub fn new(socket: Arc<Socket>) -> Option<Flow> {
+        is_tcp(&socket).then_some(Flow { socket, since: None })
     }
 
     /// For how long the peer's host has acknowledged nothing although it should have; to be asked now
@@ -64,6 +69,11 @@ impl Flow {
         }
         Some(silence)
     }
+}
+
+/// Whether a socket is one of TCP.
+pub fn is_tcp(socket: &Socket) -> bool {
+    matches!(socket.domain(), Ok(Domain::IPV4 | Domain::IPV6))
 }
 
 fn tcp_info(socket: &Socket) -> Option<libc::tcp_info> {

@@ -1,0 +1,28 @@
+//! Bytes between processes that trust each other.
+//!
+//! Every connection of a job is made here: the [`dial`]er connects and proves the job's [`Token`] in the
+//! [`handshake`], the [`acceptor`] lets in who has proven it, and both hand out a [`Connection`]. What it
+//! is for, its [`Purpose`], is a tag that the crates above define; nothing here knows them. Above the
+//! bytes there is one kind of [`frame`] for control messages. Processes of one host also share
+//! [`memory`], whose descriptor travels over a Unix socket. [`keepalive`] notices connections that carry
+//! nothing any more, [`fork`] keeps forked children from holding them open, and [`interface`] chooses
+//! the address to listen on.
+
+pub mod acceptor;
+mod connection;
+pub mod dial;
+pub mod fork;
+pub mod frame;
+pub mod handshake;
+pub mod interface;
+pub mod keepalive;
+pub mod memory;
+mod timed;
+mod token;
+
+pub use acceptor::{Acceptor, Admission, Limits};
+pub use connection::{Connection, Receiver, Sender};
+pub use dial::{AbortHandle, Dialer, Target, new_socket};
+pub use handshake::{HandshakeError, Introduction, Purpose, Refusal};
+pub use timed::{TimedStream, timespec};
+pub use token::{Token, TokenError};

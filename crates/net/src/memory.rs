@@ -1,0 +1,191 @@
+//! Memory that processes of one host share, and descriptors that travel over Unix sockets.
+//!
+//! Shared memory is *sealed*: its file can neither shrink nor grow, so that no access can fail once it is
+//! mapped. Whoever else has it mapped may write to it at any time, so it is never lent as a slice: its
+//! bytes are [copied](Memory::read), or accessed as atomics through [`Memory::as_ptr`].
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+#[cfg(not(target_arch = "x86_64"))]
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use memmap2::{MmapOptions, MmapRaw};
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
+};
+use socket2::Socket;
+
+/// Sealed memory, mapped into this process.
+pub struct Memory {
+    map: MmapRaw,
+    /// The file of memory that this process made. A mapping needs none, and descriptors are few.
+    file: Option<OwnedFd>,
+}
+
+impl Memory {
+    /// Makes memory of so many bytes. They are reserved now, so that a lack of memory is an error here
+    /// and not a signal later.
+    pub fn create(bytes: usize) -> io::Result<Memory> {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let file = rustix::fs::memfd_create("unisono", flags)?;
+        rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, bytes as u64)?;
+        let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+        rustix::fs::fcntl_add_seals(&file, seals)?;
+        let memory = Memory::open(&file, bytes)?;
+        Ok(Memory { file: Some(file), ..memory })
+    }
+
+    /// Maps so many bytes of memory that another process made.
+    ///
+    /// # Errors
+    ///
+    /// If the file is shorter, or may still be cut: then an access would end this process with SIGBUS.
+    pub fn open(file: impl AsFd, bytes: usize) -> io::Result<Memory> {
+        let file = file.as_fd();
+        let is_sealed = rustix::fs::fcntl_get_seals(file)?.contains(SealFlags::SHRINK);
+        let length = u64::try_from(rustix::fs::fstat(file)?.st_size).unwrap_or(0);
+        if !is_sealed || length < bytes as u64 {
+            let what = "the other process's memory is too small or not sealed";
+            return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+        }
+        Ok(Memory { map: MmapOptions::new().len(bytes).map_raw(&file)?, file: None })
+    }
+
+    /// The file of memory that this process made, to hand it to others.
+    pub fn file(&self) -> Option<BorrowedFd<'_>> {
+        self.file.as_ref().map(AsFd::as_fd)
+    }
+
+    /// Where it is mapped, aligned to pages.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.map.as_mut_ptr()
+    }
+
+    /// Writes bytes at a place.
+    ///
+    /// # Panics
+    ///
+    /// If they do not fit.
+    pub fn write(&mut self, at: usize, bytes: &[u8]) {
+        assert!(at.checked_add(bytes.len()).is_some_and(|end| end <= self.map.len()));
+        // SAFETY: they fit, as checked above. No reference to the mapping exists in this process, and
+        // nothing here depends on what another process does to it.
+        unsafe {
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.as_ptr().add(at), bytes.len());
+        }
+    }
+
+    /// Copies bytes from a place, reading each once, so that what is checked is what is used.
+    ///
+    /// # Panics
+    ///
+    /// If they reach beyond the end, or if place or length are no multiples of eight.
+    pub fn read(&self, at: usize, into: &mut [u8]) {
+        assert!(at.checked_add(into.len()).is_some_and(|end| end <= self.map.len()));
+        assert!(at.is_multiple_of(8) && into.len().is_multiple_of(8));
+        // SAFETY: within the mapping, which can be read and written and is sealed against shrinking, and
+        // aligned, as checked above.
+        unsafe { copy(self.as_ptr().add(at), into) };
+    }
+}
+
+/// Copies memory that another process may write to meanwhile, reading each byte once. What is copied is
+/// then anything, but it is one thing.
+///
+/// # Safety
+/// `from` is valid for reads and writes of the length of `into`, which is a multiple of eight, and aligned
+/// to eight bytes.
+unsafe fn copy(from: *mut u8, into: &mut [u8]) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: the caller's promise. To the compiler these are reads of foreign memory, of which it assumes
+    // nothing; the direction flag is clear, as it always is between instructions of Rust.
+    unsafe {
+        std::arch::asm!(
+            "rep movsb",
+            inout("rcx") into.len() => _,
+            inout("rdi") into.as_mut_ptr() => _,
+            inout("rsi") from => _,
+            options(nostack, preserves_flags)
+        );
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    for (word, into) in into.chunks_exact_mut(8).enumerate() {
+        // SAFETY: the caller's promise.
+        let word = unsafe { AtomicU64::from_ptr(from.cast::<u64>().add(word)) };
+        into.copy_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes());
+    }
+}
+
+/// Sends bytes over a Unix socket, and a descriptor with them. A fresh connection has room for a few
+/// hundred bytes; without, this is an error.
+pub fn send_with(
+    socket: &Socket,
+    bytes: &[u8],
+    descriptor: Option<BorrowedFd<'_>>,
+) -> rustix::io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let descriptors;
+    if let Some(descriptor) = descriptor {
+        descriptors = [descriptor];
+        let fits = control.push(SendAncillaryMessage::ScmRights(&descriptors));
+        debug_assert!(fits, "there is room for one descriptor");
+    }
+    let slices = [IoSlice::new(bytes)];
+    let sent = rustix::net::sendmsg(socket, &slices, &mut control, SendFlags::NOSIGNAL)?;
+    if sent == bytes.len() { Ok(()) } else { Err(rustix::io::Errno::AGAIN) }
+}
+
+/// Receives some bytes, and a descriptor if one comes with them.
+pub fn receive_with(
+    socket: &Socket,
+    into: &mut [u8],
+    descriptor: &mut Option<OwnedFd>,
+) -> rustix::io::Result<usize> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut slices = [IoSliceMut::new(into)];
+    let flags = RecvFlags::CMSG_CLOEXEC;
+    let message = rustix::net::recvmsg(socket, &mut slices, &mut control, flags)?;
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(descriptors) = message {
+            *descriptor = descriptors.last();
+        }
+    }
+    Ok(message.bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use socket2::{Domain, Type};
+
+    #[test]
+    fn memory_is_shared_over_a_socket() {
+        let (here, there) = Socket::pair(Domain::UNIX, Type::STREAM, None).unwrap();
+        let mut mine = Memory::create(8192).unwrap();
+        mine.write(4096, b"written before");
+        send_with(&here, b"take it", mine.file()).unwrap();
+        let (mut bytes, mut file) = ([0; 7], None);
+        assert_eq!(receive_with(&there, &mut bytes, &mut file), Ok(7));
+        assert_eq!(&bytes, b"take it");
+        let theirs = Memory::open(file.unwrap(), 8192).unwrap();
+        let mut read = [0; 16];
+        theirs.read(4096, &mut read);
+        assert_eq!(&read[..14], b"written before");
+        assert!(theirs.file().is_none());
+    }
+
+    #[test]
+    fn memory_that_could_shrink_or_is_short_is_refused() {
+        let file = rustix::fs::memfd_create("t", MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, 8192).unwrap();
+        assert!(Memory::open(&file, 8192).is_err());
+        let short = Memory::create(4096).unwrap();
+        assert!(Memory::open(short.file().unwrap(), 8192).is_err());
+        assert!(Memory::open(short.file().unwrap(), 4096).is_ok());
+    }
+}
