@@ -39,6 +39,11 @@ impl Buffers<'_> {
         self.column_bytes().next_multiple_of(64)
     }
 
+    /// Bytes of scratch for all segments in flight.
+    pub fn scratch_bytes(&self) -> usize {
+        self.depth * self.cells * self.cell_bytes()
+    }
+
     /// The address and number of elements of block `block`, the `i`-th of those that start at
     /// `place`, in `segment`.
     pub fn block(&self, place: Place, segment: usize, block: u32, i: u32) -> (*mut u8, usize) {

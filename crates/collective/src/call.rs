@@ -34,11 +34,19 @@ pub struct Call {
 }
 
 impl Call {
-    /// The place of a group's first call, or of its exchange of lengths.
-    pub const FIRST: u32 = 2;
-
     /// The place of what a group runs to measure itself.
     pub const MEASURING: u32 = 1;
+
+    /// The number of the call after the one with this number; 0 comes before the first. After the
+    /// last, numbers begin again at 1.
+    pub(crate) fn after(number: u32) -> u32 {
+        if number >= u32::MAX / 2 { 1 } else { number + 1 }
+    }
+
+    /// The place of a call with this number, and, before it, of its exchange of lengths.
+    pub(crate) fn places(number: u32) -> [u32; 2] {
+        [2 * number + 1, 2 * number]
+    }
 
     /// A hash in which two different calls differ, but for one chance in 2⁶⁴.
     pub fn fingerprint(&self) -> u64 {

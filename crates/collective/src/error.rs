@@ -62,7 +62,7 @@ pub enum Error {
         /// What that one called.
         peer_call: Call,
         /// From which lines of their programs, in the order of the ranks above, where their callers say
-        /// so ([`crate::Request::place`]).
+        /// so ([`crate::Request::with_place`]).
         places: Box<[Option<String>; 2]>,
     },
     /// Ranks wait for each other in calls of different groups, because they make them in different
@@ -196,6 +196,24 @@ pub enum InvalidCall {
     UnsupportedAlgorithm {
         /// The algorithm that was asked for.
         algorithm: crate::schedule::Algorithm,
+        /// The operation.
+        op: &'static str,
+    },
+    /// Blocks that lie apart, but not by whole elements.
+    #[error("the blocks lie apart by a part of an element of {dtype}")]
+    Distance {
+        /// The type.
+        dtype: crate::Dtype,
+    },
+    /// Memory that the group's engine does not reach.
+    #[error("the group does not reach the memory of the call: {memory:?}; copy it to the host")]
+    Memory {
+        /// Where it is.
+        memory: crate::engine::Memory,
+    },
+    /// Canonical bits were promised, and the group's engine would not give them.
+    #[error("{op} would not be canonical; allow that, or force an algorithm")]
+    NotCanonical {
         /// The operation.
         op: &'static str,
     },

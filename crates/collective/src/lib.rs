@@ -16,7 +16,7 @@
 //! # Ok::<(), unisono_collective::FormError>(())
 //! ```
 //!
-//! From the caller to the wire: [`Group`] queues calls, its engine chooses an algorithm by
+//! From the caller to the wire: [`Group`] queues calls, its [`engine`] chooses an algorithm by
 //! [`cost`], the algorithm's [`schedule`] says what to do, and `window` (shared memory) and
 //! `link` (sockets) do it with the [`kernel`]s. Beside them, `side` watches over the peers, and
 //! [`fabric`] makes the connections, each of which proves the job's token ([`unisono_net::handshake`]).
@@ -26,6 +26,7 @@ pub mod call;
 mod control;
 pub mod cost;
 pub mod dtype;
+pub mod engine;
 pub mod error;
 pub mod fabric;
 pub mod folder;
@@ -36,6 +37,7 @@ mod link;
 mod memory;
 pub mod options;
 mod places;
+mod request;
 pub mod schedule;
 mod side;
 mod state;
@@ -47,9 +49,11 @@ mod work;
 
 pub use call::Call;
 pub use dtype::{Dtype, Element, Reduction, Unit};
+pub use engine::{Engine, Explanation};
 pub use error::{CircleWait, Error, FormError, InvalidCall, Loss};
-pub use group::{AbortHandle, Explanation, Group, Request, Separate, Unequal};
+pub use group::{AbortHandle, Group};
 pub use options::{BadSetting, Options, Transport};
+pub use request::{Address, Checked, Request};
 pub use schedule::{Algorithm, Op};
 pub use state::Epoch;
 pub use traffic::Traffic;

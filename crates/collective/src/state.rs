@@ -5,8 +5,6 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use socket2::Socket;
-
 use crate::call::Call;
 use crate::error::{Error, Loss};
 use crate::history::History;
@@ -99,6 +97,9 @@ impl Epoch {
 /// Says whether a call that waits should give up.
 pub type Stop = Box<dyn Fn() -> bool + Send + Sync>;
 
+/// Wakes an engine whose group has failed.
+type Waker = Box<dyn FnOnce() + Send>;
+
 /// A call that waits, and the ranks that have not arrived.
 #[derive(Default)]
 struct Wait {
@@ -131,7 +132,7 @@ fn this_thread() -> u64 {
 struct Users {
     /// The thread that made the last call, or formed the group: the next call is its to make.
     caller: AtomicU64,
-    /// Calls made, also those that wait in line.
+    /// The number of the last call, also of one that waits in line.
     made: AtomicU32,
     /// The thread that runs the calls that were submitted.
     progress: AtomicU64,
@@ -150,9 +151,8 @@ pub struct GroupState {
     failure: Mutex<Option<Error>>,
     /// For each peer, the number of the first call it takes no part in; [`PRESENT`] until it leaves.
     left: Vec<AtomicU64>,
-    /// Sockets whose shutdown wakes whoever waits for them. Nothing here keeps a descriptor open: who
-    /// has a handle may keep it for longer than there is a group.
-    sockets: Mutex<Vec<Weak<Socket>>>,
+    /// What wakes the engine, which may wait for other ranks.
+    wakers: Mutex<Vec<Waker>>,
     /// Wakes the monitor, which tells the other ranks.
     monitor: OnceLock<Weak<OwnedFd>>,
     /// The epoch it belongs to.
@@ -184,7 +184,7 @@ pub struct GroupState {
 
 impl GroupState {
     /// The state of a new group with this number and these ranks, as the job numbers them.
-    pub fn new(
+    pub(crate) fn new(
         rank: usize,
         id: u64,
         members: Vec<usize>,
@@ -198,7 +198,7 @@ impl GroupState {
             over: AtomicBool::new(false),
             failure: Mutex::new(None),
             left: (0..world).map(|_| AtomicU64::new(PRESENT)).collect(),
-            sockets: Mutex::default(),
+            wakers: Mutex::default(),
             monitor: OnceLock::new(),
             epoch: OnceLock::new(),
             stall_after,
@@ -226,14 +226,17 @@ impl GroupState {
         &self.meter
     }
 
-    /// Hands over sockets to shut down when the group fails.
-    pub fn shut_down_on_failure(&self, sockets: impl Iterator<Item = Arc<Socket>>) {
-        let sockets = sockets.map(|socket| Arc::downgrade(&socket));
-        self.sockets.lock().expect("no panic while locked").extend(sockets);
+    /// Calls `wake` when the group fails, on any thread, so that a call that waits returns; at once if
+    /// it has failed. It may be kept for longer than there is a group.
+    pub fn on_failure(&self, wake: impl FnOnce() + Send + 'static) {
+        self.wakers.lock().expect("no panic while locked").push(Box::new(wake));
+        if self.is_over() {
+            self.wake_engine();
+        }
     }
 
     /// Registers the eventfd on which the monitor sleeps.
-    pub fn wake_on_failure(&self, monitor: &Arc<OwnedFd>) {
+    pub(crate) fn wake_on_failure(&self, monitor: &Arc<OwnedFd>) {
         let registered = self.monitor.set(Arc::downgrade(monitor));
         debug_assert!(registered.is_ok(), "a group has one monitor");
     }
@@ -253,7 +256,7 @@ impl GroupState {
 
     /// Ends the group, unless it has failed before; whether this was the first failure. A circle of ranks
     /// that wait for each other ends all groups in which they wait.
-    pub fn fail(&self, error: Error) -> bool {
+    pub(crate) fn fail(&self, error: Error) -> bool {
         // Before anybody is woken: who is told of one group may use another next, in which its peers
         // wait in another call.
         let mut others = self.others_in_circle(&error);
@@ -291,21 +294,29 @@ impl GroupState {
     /// Wakes whoever waits in a group that has failed.
     fn wake(&self) {
         self.wake_monitor();
-        let sockets = std::mem::take(&mut *self.sockets.lock().expect("no panic while locked"));
-        for socket in sockets.iter().filter_map(Weak::upgrade) {
-            // A socket that is closed already needs no shutdown.
-            let _ = socket.shutdown(std::net::Shutdown::Both);
-        }
+        self.wake_engine();
+    }
+
+    fn wake_engine(&self) {
+        let wakers = std::mem::take(&mut *self.wakers.lock().expect("no panic while locked"));
+        wakers.into_iter().for_each(|wake| wake());
+    }
+
+    /// A call failed: the group has failed, for this reason or for an earlier one.
+    pub(crate) fn fail_in(&self, call: &Call, error: Error) -> Error {
+        // Who notices first takes the group down; the monitor tells the other ranks.
+        self.fail(error);
+        self.settled_error(Some(*call))
     }
 
     /// Ends the group because this rank gives up.
-    pub fn abort(&self, reason: &str) {
+    pub(crate) fn abort(&self, reason: &str) {
         self.fail(Error::Aborted { peer: self.rank, reason: reason.into() });
     }
 
     /// Another rank said that the epoch has ended: so have all groups of this rank, also those
     /// that the other rank is not in.
-    pub fn end_epoch(&self) {
+    pub(crate) fn end_epoch(&self) {
         if let Some(epoch) = self.epoch.get().and_then(Weak::upgrade) {
             epoch.end();
         }
@@ -328,7 +339,7 @@ impl GroupState {
     }
 
     /// Why the group failed, if it has or is about to.
-    pub fn verdict(&self) -> Option<Error> {
+    pub(crate) fn verdict(&self) -> Option<Error> {
         let deadline = Instant::now() + VERDICT;
         while !self.is_over() && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
@@ -338,7 +349,7 @@ impl GroupState {
 
     /// As [`GroupState::error`], once the ranks that disagree have told where they made their calls.
     /// Not for the monitor, which hears of it.
-    pub fn settled_error(&self, during: Option<Call>) -> Error {
+    pub(crate) fn settled_error(&self, during: Option<Call>) -> Error {
         if let Error::Mismatch { rank, call, peer, peer_call, .. } = self.error(None) {
             let deadline = Instant::now() + places::PATIENCE;
             let callers = [(rank, call.number()), (peer, peer_call.number())];
@@ -365,54 +376,54 @@ impl GroupState {
     }
 
     /// Registers what says whether a call that waits should give up; the first counts.
-    pub fn stop_waiting_if(&self, stop: Stop) {
+    pub(crate) fn stop_waiting_if(&self, stop: Stop) {
         let _ = self.stop.set(stop);
     }
 
     /// To be called now and then by whoever waits: ends the group if the wait should be given up.
-    pub fn ask_to_stop(&self) {
+    pub(crate) fn ask_to_stop(&self) {
         if !self.is_over() && self.stop.get().is_some_and(|stop| stop()) {
             self.abort("interrupted while it waited for other ranks");
         }
     }
 
     /// The call that waits, and the ranks that have not arrived there.
-    pub fn waits_for(&self) -> (Option<Call>, Vec<usize>) {
+    pub(crate) fn waits_for(&self) -> (Option<Call>, Vec<usize>) {
         let wait = self.wait.lock().expect("no panic while locked");
         (wait.call, wait.missing.clone())
     }
 
     /// Notes that a peer takes part only in calls before `seq`.
-    pub fn note_left(&self, peer: usize, seq: u32) {
+    pub(crate) fn note_left(&self, peer: usize, seq: u32) {
         self.left[peer].store(seq.into(), Ordering::SeqCst);
     }
 
     /// Whether a peer takes no part in call `seq`. Numbers begin again at 0 after the last: of two,
     /// the one from which it is less far to the other comes first.
-    pub fn has_left(&self, peer: usize, seq: u32) -> bool {
+    pub(crate) fn has_left(&self, peer: usize, seq: u32) -> bool {
         let left = self.left[peer].load(Ordering::SeqCst);
         left != PRESENT && seq.wrapping_sub(left as u32) as i32 >= 0
     }
 
     /// Notes why a peer left.
-    pub fn note_parting(&self, peer: usize, reason: String) {
+    pub(crate) fn note_parting(&self, peer: usize, reason: String) {
         self.partings.lock().expect("no panic while locked").push((peer, reason));
     }
 
     /// How a peer that left was lost.
-    pub fn parting_of(&self, peer: usize) -> Loss {
+    pub(crate) fn parting_of(&self, peer: usize) -> Loss {
         let partings = self.partings.lock().expect("no panic while locked");
         let said = partings.iter().find(|(rank, _)| *rank == peer);
         said.map_or(Loss::Left, |(_, reason)| Loss::Failed(reason.clone()))
     }
 
     /// Notes why this rank is about to leave; the first reason counts.
-    pub fn leave_because(&self, reason: &str) {
+    pub(crate) fn leave_because(&self, reason: &str) {
         let _ = self.parting.set(reason.into());
     }
 
     /// Why this rank leaves, if not because it is done.
-    pub fn parting(&self) -> Option<&str> {
+    pub(crate) fn parting(&self) -> Option<&str> {
         self.parting.get().map(String::as_str)
     }
 
@@ -422,23 +433,36 @@ impl GroupState {
     }
 
     /// Where calls were made.
-    pub fn places(&self) -> &Places {
+    pub(crate) fn places(&self) -> &Places {
         &self.places
     }
 
-    /// Notes that this thread makes a call.
-    pub fn note_caller(&self) {
+    /// The number of the call that this thread makes now; for one thread at a time.
+    pub(crate) fn number_call(&self) -> u32 {
+        let number = Call::after(self.calls());
         self.users.caller.store(this_thread(), Ordering::Relaxed);
-        self.users.made.fetch_add(1, Ordering::Relaxed);
+        self.users.made.store(number, Ordering::Relaxed);
+        number
+    }
+
+    /// The number of the last call that was made, also of one that waits in line; 0 before the first.
+    pub(crate) fn calls(&self) -> u32 {
+        self.users.made.load(Ordering::Relaxed)
+    }
+
+    /// The calls that were made so far had numbers up to this.
+    #[cfg(test)]
+    pub fn skip_to(&self, number: u32) {
+        self.users.made.store(number, Ordering::Relaxed);
     }
 
     /// Notes that this thread runs the calls that were submitted.
-    pub fn note_progress(&self) {
+    pub(crate) fn note_progress(&self) {
         self.users.progress.store(this_thread(), Ordering::Relaxed);
     }
 
     /// Notes that this thread does nothing but wait for a call that was submitted.
-    pub fn wait_here(self: &Arc<Self>, work: &Work) -> Waiting {
+    pub(crate) fn wait_here(self: &Arc<Self>, work: &Work) -> Waiting {
         let thread = this_thread();
         self.users.waiting.lock().expect("no panic while locked").push((thread, work.clone()));
         Waiting { state: self.clone(), thread }
@@ -463,7 +487,7 @@ impl GroupState {
             let own = group.members[group.rank] == self.members[self.rank];
             own && (group.users.caller.load(Ordering::Relaxed) == thread || group.id == self.id)
         });
-        let next = |group: &GroupState| group.users.made.load(Ordering::Relaxed).wrapping_add(1);
+        let next = |group: &GroupState| Call::after(group.calls());
         let held = groups.iter().filter(|g| g.users.caller.load(Ordering::Relaxed) == thread);
         let statement = Statement {
             rank: self.members[self.rank],
@@ -485,12 +509,12 @@ impl GroupState {
     }
 
     /// What to tell the others about threads that wait.
-    pub fn take_statements(&self) -> Vec<Statement> {
+    pub(crate) fn take_statements(&self) -> Vec<Statement> {
         std::mem::take(&mut *self.statements.lock().expect("no panic while locked"))
     }
 
     /// A peer says that a thread of it waits. It speaks for itself alone.
-    pub fn hear(&self, peer: usize, statement: Statement) {
+    pub(crate) fn hear(&self, peer: usize, statement: Statement) {
         if statement.rank == self.members[peer]
             && let Some(epoch) = self.epoch.get().and_then(Weak::upgrade)
         {
@@ -500,7 +524,7 @@ impl GroupState {
 
     /// Says in the log that `what` has waited since `since` for the ranks `missing`, if that is
     /// long enough; whether it was.
-    pub fn report_stall(
+    pub(crate) fn report_stall(
         &self,
         since: Instant,
         what: &dyn std::fmt::Display,
@@ -516,7 +540,7 @@ impl GroupState {
     }
 
     /// What this rank called lately.
-    pub fn history(&self) -> &History {
+    pub(crate) fn history(&self) -> &History {
         &self.history
     }
 
@@ -534,18 +558,18 @@ impl GroupState {
     }
 
     /// Whether a link broke since the last time this was asked.
-    pub fn take_suspicion(&self) -> bool {
+    pub(crate) fn take_suspicion(&self) -> bool {
         self.suspicion.swap(false, Ordering::SeqCst)
     }
 
     /// The call to tell the others about, once.
-    pub fn take_stuck(&self) -> Option<Call> {
+    pub(crate) fn take_stuck(&self) -> Option<Call> {
         self.stuck.lock().expect("no panic while locked").take()
     }
 
     /// A peer says that it waits in a call: the group fails if this rank made another in its
     /// place. `false` if this rank has not come there yet.
-    pub fn compare(&self, peer: usize, peer_call: &Call) -> bool {
+    pub(crate) fn compare(&self, peer: usize, peer_call: &Call) -> bool {
         let Some(call) = self.history.counterpart(peer_call) else { return false };
         if call != *peer_call {
             self.fail(Error::mismatch(self.rank, call, peer, *peer_call));

@@ -22,7 +22,7 @@ impl Traffic {
 
 /// A [`Traffic`] that is being counted.
 #[derive(Default)]
-pub(crate) struct Meter {
+pub struct Meter {
     sockets: AtomicU64,
     shared: AtomicU64,
     /// Whether folds are timed.
@@ -31,10 +31,12 @@ pub(crate) struct Meter {
 }
 
 impl Meter {
+    /// Bytes were written to sockets.
     pub fn count_sockets(&self, bytes: usize) {
         self.sockets.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
+    /// Bytes were written to shared memory.
     pub fn count_shared(&self, bytes: usize) {
         self.shared.fetch_add(bytes as u64, Ordering::Relaxed);
     }
@@ -50,15 +52,15 @@ impl Meter {
         result
     }
 
-    pub fn time_folds(&self) {
+    pub(crate) fn time_folds(&self) {
         self.timing.store(true, Ordering::Relaxed);
     }
 
-    pub fn folding(&self) -> Duration {
+    pub(crate) fn folding(&self) -> Duration {
         Duration::from_nanos(self.folding.load(Ordering::Relaxed))
     }
 
-    pub fn read(&self) -> Traffic {
+    pub(crate) fn read(&self) -> Traffic {
         Traffic {
             sockets: self.sockets.load(Ordering::Relaxed),
             shared: self.shared.load(Ordering::Relaxed),

@@ -4,7 +4,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::Instant;
 
 use crate::error::Error;
-use crate::state::GroupState;
+use crate::state::{ASK_EVERY, GroupState};
 
 type Outcome = Result<(), Error>;
 type Callback = Box<dyn FnOnce(&Outcome) + Send>;
@@ -27,6 +27,8 @@ struct Shared {
 
 #[derive(Default)]
 struct Progress {
+    /// The number of the call, if it is one.
+    number: Option<u32>,
     outcome: Option<Outcome>,
     /// Whose message was received.
     source: Option<usize>,
@@ -34,16 +36,23 @@ struct Progress {
 }
 
 impl Work {
-    /// Waits until the operation has ended.
+    /// Waits until the operation has ended. If it is a call, asks now and then whether to
+    /// [stop waiting](crate::Group::stop_waiting_if).
     pub fn wait(&self) -> Outcome {
         let _waits = self.waits_here();
-        let mut progress = self.lock();
         loop {
-            if let Some(outcome) = &progress.outcome {
-                return outcome.clone();
+            if let Some(outcome) = self.wait_until(Instant::now() + ASK_EVERY) {
+                return outcome;
             }
-            progress = self.shared.done.wait(progress).expect("no panic while locked");
+            if let Some(group) = &self.shared.group {
+                group.ask_to_stop();
+            }
         }
+    }
+
+    /// The number of the call in its group, from 1; `None` if it is a message or a task.
+    pub fn number(&self) -> Option<u32> {
+        self.lock().number
     }
 
     /// Says that this thread does nothing but wait for the operation, until what this returns is
@@ -121,8 +130,8 @@ impl Work {
         Arc::strong_count(&self.shared) == 1
     }
 
-    fn reset(&self) {
-        *self.lock() = Progress::default();
+    fn reset(&self, number: Option<u32>) {
+        *self.lock() = Progress { number, ..Progress::default() };
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Progress> {
@@ -174,8 +183,8 @@ impl WorkPool {
         WorkPool { group: Some(group), ..WorkPool::default() }
     }
 
-    /// A handle nobody uses.
-    pub fn take(&mut self) -> Work {
+    /// A handle nobody uses, for the call with this number.
+    pub fn take(&mut self, number: Option<u32>) -> Work {
         let new = || Work::new(self.group.clone());
         if self.handles.is_empty() {
             self.handles.reserve(Self::KEPT);
@@ -187,11 +196,12 @@ impl WorkPool {
             self.next = (self.next + 1) % self.handles.len();
             let handle = &self.handles[self.next];
             if handle.is_unshared() {
-                handle.reset();
+                handle.reset(number);
                 return handle.clone();
             }
         }
         let handle = new();
+        handle.reset(number);
         if self.handles.len() < Self::KEPT {
             self.handles.push(handle.clone());
         }

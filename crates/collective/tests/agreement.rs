@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use common::{Kind, meet, on_all};
 use unisono_collective::{
-    Algorithm, Error, FormError, Group, InvalidCall, Loss, Op, Options, Reduction, Request,
+    Algorithm, Dtype, Error, FormError, Group, InvalidCall, Loss, Op, Options, Reduction, Request,
     Transport,
 };
 
@@ -115,12 +115,7 @@ fn counts_that_wrap_are_refused() {
             refused(group.all_to_all_unequal(&input, &counts, &mut output, &counts));
             let counts = if me == 0 { [6, usize::MAX] } else { [usize::MAX, 6] };
             refused(group.all_gather_unequal(&[7i32; 6], &mut [0i32; 5], &counts));
-            let request = Request::new::<f32>(
-                Op::AllReduce,
-                std::ptr::null(),
-                std::ptr::null_mut(),
-                usize::MAX / 2,
-            );
+            let request = Request::sized(Op::AllReduce, Dtype::F32, usize::MAX / 2);
             let unexplained = group.explain(&request).map(drop);
             assert!(matches!(unexplained, Err(Error::InvalidCall(_))), "{unexplained:?}");
             assert_eq!(output, vec![0; 100]);
@@ -174,16 +169,15 @@ fn a_call_on_a_group_that_ended_is_named() {
 fn a_barrier_that_cannot_be_done_is_called_a_barrier() {
     let hosts = [0, 1];
     let groups = Group::local_on_hosts(&hosts, &Options::default()).unwrap();
-    let request = Request { algorithm: Some(Algorithm::Window), ..Request::barrier() };
-    // SAFETY: no memory is involved.
-    let error = unsafe { groups[0].run(request) }.unwrap_err();
+    let request = Request::barrier().with_algorithm(Algorithm::Window);
+    let error = groups[0].run(request).unwrap_err();
     assert!(error.to_string().contains("cannot do barrier"), "{error}");
 }
 
 #[test]
 fn an_explanation_names_every_algorithm_that_could() {
     let names = |groups: &[Group], op: Op| {
-        let request = Request::new::<f32>(op, std::ptr::null(), std::ptr::null_mut(), 1000);
+        let request = Request::sized(op, Dtype::F32, 1000);
         let explanation = groups[0].explain(&request).unwrap();
         let list = |predictions: &[unisono_collective::cost::Prediction]| {
             assert!(predictions.windows(2).all(|pair| pair[0].seconds <= pair[1].seconds));

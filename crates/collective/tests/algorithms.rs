@@ -5,7 +5,9 @@ mod common;
 
 use common::{Kind, Sample, on_all, reference};
 use half::bf16;
-use unisono_collective::{Algorithm, Error, Group, InvalidCall, Op, Options, Reduction, Request};
+use unisono_collective::{
+    Algorithm, Dtype, Error, Group, InvalidCall, Op, Options, Reduction, Request,
+};
 
 /// One operation with the inputs and the expected outputs of all ranks; an output of a rank that
 /// gets none is empty.
@@ -81,10 +83,9 @@ impl<T: Sample> Case<T> {
             }
             _ => (input.as_ptr(), output.as_mut_ptr()),
         };
-        let request = Request::new(self.op, from, into, count);
-        let request = Request { reduction: self.reduction, algorithm: Some(algorithm), ..request };
         // SAFETY: the vectors have the lengths the operation needs and outlive the call.
-        unsafe { group.run(request) }?;
+        let request = unsafe { Request::raw(self.op, T::DTYPE, count, from, into) }?;
+        group.run(request.with_reduction(self.reduction).with_algorithm(algorithm))?;
         Ok(match self.op {
             Op::Broadcast { .. } => input,
             Op::Reduce { root } if in_place && root != rank => Vec::new(),
@@ -240,12 +241,7 @@ fn an_algorithm_forced_for_the_group_is_used_where_it_can_be() {
         options.algorithm = Some(algorithm);
         let groups = Kind::Local.start(3, &options);
         on_all(&groups, |group| {
-            let request = Request::all_reduce::<f32>(
-                std::ptr::null(),
-                std::ptr::null_mut(),
-                1000,
-                Reduction::Sum,
-            );
+            let request = Request::sized(Op::AllReduce, Dtype::F32, 1000);
             assert_eq!(group.explain(&request).unwrap().chosen, algorithm);
             let mut buffer = vec![group.rank() as i32; 1000];
             group.all_reduce(&mut buffer, Reduction::Sum).unwrap();
@@ -264,8 +260,7 @@ fn the_model_chooses_canonical_algorithms_for_floats() {
     for kind in [Kind::Local, Kind::LocalHosts, Kind::Tcp] {
         let groups = kind.start(4, &Options::default());
         for count in [1, 1000, 1 << 20, 1 << 26] {
-            let (input, output) = (std::ptr::null::<f32>(), std::ptr::null_mut());
-            let request = Request::all_reduce(input, output, count, Reduction::Sum);
+            let request = Request::sized(Op::AllReduce, Dtype::F32, count);
             let explanation = groups[0].explain(&request).unwrap();
             assert!(explanation.chosen.is_canonical());
             assert!(explanation.candidates.iter().all(|c| c.algorithm.is_canonical()));

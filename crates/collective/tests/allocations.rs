@@ -170,10 +170,8 @@ const OPERATIONS: [Operation; 13] = [
     ("barrier", |g, _| g.barrier().unwrap()),
     ("submit and wait", |g, b| {
         let submit = |buffer: &mut [f32]| {
-            let (address, count) = (buffer.as_mut_ptr(), buffer.len());
-            let request = Request::all_reduce(address, address, count, Reduction::Max);
             // SAFETY: the buffers are borrowed until after the waits.
-            unsafe { g.submit(request) }.unwrap()
+            unsafe { g.submit(Request::all_reduce(buffer, Reduction::Max)) }.unwrap()
         };
         let works = [submit(&mut b.short), submit(&mut b.long), submit(&mut b.other)];
         works.iter().for_each(|work| work.wait().unwrap());
@@ -207,11 +205,8 @@ fn steady_state_allocates_nothing(kind: Kind, world: usize) {
             continue;
         }
         let count = allocations(&groups, |group, buffers| {
-            let (address, count) = (buffers.long.as_mut_ptr(), buffers.long.len());
-            let request = Request::all_reduce(address, address, count, Reduction::Mean);
-            let request = Request { algorithm: Some(algorithm), ..request };
-            // SAFETY: the buffer is borrowed for as long as the call lasts.
-            unsafe { group.run(request) }.unwrap();
+            let request = Request::all_reduce(&mut buffers.long, Reduction::Mean);
+            group.run(request.with_algorithm(algorithm)).unwrap();
         });
         assert_eq!(count, 0, "{algorithm} over {kind:?} allocates");
     }
@@ -220,11 +215,8 @@ fn steady_state_allocates_nothing(kind: Kind, world: usize) {
 fn hosts_of_one_rank_allocate_nothing() {
     let groups = Group::local_on_hosts(&[0, 0, 1], &Options::default()).unwrap();
     let count = allocations(&groups, |group, buffers| {
-        let (address, count) = (buffers.long.as_mut_ptr(), buffers.long.len());
-        let request = Request::all_reduce(address, address, count, Reduction::Mean);
-        let request = Request { algorithm: Some(Algorithm::Hierarchical), ..request };
-        // SAFETY: the buffer is borrowed for as long as the call lasts.
-        unsafe { group.run(request) }.unwrap();
+        let request = Request::all_reduce(&mut buffers.long, Reduction::Mean);
+        group.run(request.with_algorithm(Algorithm::Hierarchical)).unwrap();
     });
     assert_eq!(count, 0, "a hierarchy with a rank alone on its host allocates");
 }

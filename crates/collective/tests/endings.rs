@@ -27,7 +27,7 @@ fn an_aborted_group_says_who_gave_up_and_others_go_on() {
                 .map(|rank| {
                     let group = &groups[rank];
                     scope.spawn(move || {
-                        let received = group.submit_receive_any_owned(vec![0u8; 4], 9).unwrap();
+                        let received = group.submit_receive_owned(vec![0u8; 4], None, 9).unwrap();
                         let reduced = group.all_reduce(&mut [1f32; 10], Reduction::Sum);
                         (reduced, received.wait().map(drop))
                     })

@@ -6,25 +6,21 @@ use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use common::{Kind, on_all};
-use unisono_collective::{Algorithm, Error, Group, Loss, Op, Options, Reduction, Request, Unit};
+use unisono_collective::{Algorithm, Error, Group, Loss, Options, Reduction, Request, Unit};
 
 /// An all-reduce of four floats that says where it was made.
 fn all_reduce(group: &Group, place: &str) -> Result<(), Error> {
     let mut buffer = [1f32; 4];
-    let (input, output) = (buffer.as_ptr(), buffer.as_mut_ptr());
-    let request = Request::all_reduce(input, output, buffer.len(), Reduction::Sum);
-    // SAFETY: the buffer outlives the call.
-    unsafe { group.run(Request { place: Some(place.into()), ..request }) }
+    let request = Request::all_reduce(&mut buffer, Reduction::Sum);
+    group.run(request.with_place(Some(place.into()))).map(drop)
 }
 
 /// A broadcast of four floats, as bytes, that says where it was made.
 fn broadcast(group: &Group, place: &str) -> Result<(), Error> {
     let mut buffer = [1u8; 16];
-    let (input, output) = (buffer.as_ptr(), buffer.as_mut_ptr());
-    let request = Request::new(Op::Broadcast { root: 0 }, input, output, buffer.len());
     let unit = Unit::named("float32").unwrap();
-    // SAFETY: the buffer outlives the call.
-    unsafe { group.run(Request { place: Some(place.into()), unit, ..request }) }
+    let request = Request::broadcast(&mut buffer, 0).with_unit(unit);
+    group.run(request.with_place(Some(place.into()))).map(drop)
 }
 
 #[test]
@@ -74,12 +70,10 @@ fn every_rank_is_told_both_lines_whoever_differs() {
 fn a_rank_that_does_not_wait_tells_its_line() {
     for kind in [Kind::Shm, Kind::Tcp] {
         let groups = kind.start(2, &Options::default());
-        let mut buffer = vec![1f32; 4];
-        let request = Request {
-            place: Some("started.py:7".into()),
-            ..Request::new(Op::AllGather, buffer.as_ptr(), buffer.as_mut_ptr(), 2)
-        };
-        // SAFETY: the buffer outlives the group.
+        let (input, mut output) = ([1f32; 2], [0f32; 4]);
+        let request = Request::all_gather(&input, &mut output);
+        let request = request.with_place(Some("started.py:7".into()));
+        // SAFETY: the buffers outlive the call.
         let started = unsafe { groups[1].submit(request) }.unwrap();
         let error = all_reduce(&groups[0], "waited.py:3").unwrap_err().to_string();
         assert!(error.contains("all_gather #1 of 2 f32 per rank at started.py:7"), "{error}");
@@ -93,11 +87,9 @@ fn calls_that_differ_in_what_their_texts_hide_show_it() {
     let groups = Kind::Tcp.start(2, &Options::default());
     let errors = on_all(&groups, |group| {
         let mut buffer = [1f32; 4];
-        let (input, output) = (buffer.as_ptr(), buffer.as_mut_ptr());
         let algorithm = if group.rank() == 0 { Algorithm::Tree } else { Algorithm::Pairwise };
-        let request = Request::all_reduce(input, output, buffer.len(), Reduction::Sum);
-        // SAFETY: the buffer outlives the call.
-        unsafe { group.run(Request { algorithm: Some(algorithm), ..request }) }.unwrap_err()
+        let request = Request::all_reduce(&mut buffer, Reduction::Sum);
+        group.run(request.with_algorithm(algorithm)).unwrap_err()
     });
     for error in errors {
         let text = error.to_string();

@@ -226,7 +226,7 @@ fn a_receive_of_anybody_learns_who_sent() {
             // A named receive is not disturbed by one of anybody that comes later.
             let mut named = [0i32; 2];
             group.receive(&mut named, 2, 6).unwrap();
-            let other = group.submit_receive_any_owned(vec![0i32; 2], 6).unwrap();
+            let other = group.submit_receive_owned(vec![0i32; 2], None, 6).unwrap();
             let work = other.work().clone();
             assert_eq!((named, other.wait().unwrap()), ([20, 20], vec![10, 10]));
             assert_eq!(work.source(), Some(1));
@@ -248,7 +248,7 @@ fn receives_of_anybody_and_of_a_rank_keep_their_order() {
             }
             let (mut first, mut third) = ([9u8], [9u8]);
             let first_work = receive(group, &mut first, 1, 1).unwrap();
-            let second = group.submit_receive_any_owned(vec![9u8], 1).unwrap();
+            let second = group.submit_receive_owned(vec![9u8], None, 1).unwrap();
             let third_work = receive(group, &mut third, 1, 1).unwrap();
             group.barrier().unwrap();
             assert_eq!((outcome(&first_work), outcome(&third_work)), (Ok(()), Ok(())));
@@ -264,8 +264,8 @@ fn a_receive_of_anybody_ends_when_everybody_has_left() {
         let mut groups = groups.into_iter();
         let (stays, second, third) =
             (groups.next().unwrap(), groups.next().unwrap(), groups.next().unwrap());
-        let waiting = stays.submit_receive_any_owned(vec![0u8; 3], 0).unwrap();
-        let late = stays.submit_receive_any_owned(vec![0u8; 3], 1).unwrap();
+        let waiting = stays.submit_receive_owned(vec![0u8; 3], None, 0).unwrap();
+        let late = stays.submit_receive_owned(vec![0u8; 3], None, 1).unwrap();
         drop(second);
         third.send(&[7u8; 3], 0, 0).unwrap();
         let work = waiting.work().clone();

@@ -2,10 +2,10 @@
 //! where it is promised, no deadlock, no race; and proof that the check notices when a schedule
 //! is wrong.
 
+mod interpret;
+
+use interpret::{Call, Expression, Fault, Floats, Sizes, Symbol, Symbols, interpret};
 use proptest::prelude::*;
-use unisono_collective::schedule::interpret::{
-    Call, Expression, Fault, Floats, Sizes, Symbol, Symbols, interpret,
-};
 use unisono_collective::schedule::{
     Algorithm, Fold, Op, Phase, Place, Problem, Round, Schedule, Topology, Window, build,
 };

@@ -3,8 +3,9 @@
 mod common;
 
 use common::{Kind, on_all};
-use unisono_collective::{Algorithm, Error, Group, InvalidCall, Op, Options, Reduction};
-use unisono_collective::{Request, Separate};
+use unisono_collective::{
+    Address, Algorithm, Dtype, Error, Group, InvalidCall, Op, Options, Request,
+};
 
 const OPS: [Op; 5] = [
     Op::AllGather,
@@ -54,15 +55,18 @@ fn exchange(group: &Group, op: Op, algorithm: Option<Algorithm>) -> bool {
         Op::AllToAll => (many, spread(&|_| 0)),
         _ => (many, vec![0; EACH]),
     };
-    let has_many = |buffer: &[i32]| (buffer.len() > EACH).then(|| starts.clone());
-    let separate = Separate { input: has_many(&input), output: has_many(&output) };
-    let request = Request::new(op, input.as_ptr(), output.as_mut_ptr(), EACH);
-    let request = Request { separate, algorithm, reduction: Reduction::Sum, ..request };
+    let located = |buffer: *mut i32, length: usize| match length > EACH {
+        true => Address::Apart(starts.iter().map(|&s| buffer.wrapping_add(s).cast()).collect()),
+        false => buffer.into(),
+    };
+    let from = located(input.as_ptr().cast_mut(), input.len());
+    let into = located(output.as_mut_ptr(), output.len());
     // SAFETY: both buffers are as long as the blocks need, and live until the call has ended.
-    match unsafe { group.run(request) } {
+    let request = unsafe { Request::raw(op, Dtype::I32, EACH, from, into) }.unwrap();
+    match group.run(request.with_algorithm(algorithm)) {
         Err(Error::InvalidCall(InvalidCall::UnsupportedAlgorithm { .. })) => return false,
         outcome => outcome.unwrap(),
-    }
+    };
     let expected = match op {
         Op::AllGather => spread(&|from| value(from, 0)),
         Op::Gather { root } if me == root => spread(&|from| value(from, 0)),
@@ -80,11 +84,18 @@ fn there_is_one_block_per_rank() {
     let groups = Kind::Local.start(2, &Options::default());
     on_all(&groups, |group| {
         let mut buffer = [0u8; 8];
-        let request = Request::new(Op::AllToAll, buffer.as_ptr(), buffer.as_mut_ptr(), 2);
-        let separate = Separate { input: Some(vec![0, 2, 4]), output: None };
+        let start = buffer.as_mut_ptr();
+        let apart = |starts: &[usize]| {
+            Address::Apart(starts.iter().map(|&at| start.wrapping_add(at)).collect())
+        };
         // SAFETY: the buffer outlives the call, which is refused.
-        let outcome = unsafe { group.run(Request { separate, ..request }) };
+        let request = unsafe { Request::raw(Op::AllToAll, Dtype::U8, 2, apart(&[0, 2, 4]), start) };
+        let outcome = group.run(request.unwrap());
         assert!(matches!(outcome, Err(Error::InvalidCall(InvalidCall::Length { .. }))));
+        // SAFETY: as above.
+        let uneven = unsafe { Request::raw(Op::AllToAll, Dtype::F32, 1, apart(&[0, 6]), start) };
+        let refusal = InvalidCall::Distance { dtype: Dtype::F32 };
+        assert_eq!(uneven.map(drop), Err(Error::InvalidCall(refusal)));
         group.barrier().unwrap();
     });
 }

@@ -89,9 +89,9 @@ impl Group {
     }
 
     /// Waits for `call`, at most `seconds`, without the interpreter's lock.
-    fn within<C>(&self, py: Python<'_>, seconds: f64, site: Site, call: C) -> PyResult<()>
+    fn within<C>(&self, py: Python<'_>, seconds: f64, site: Site, call: C) -> PyResult<u32>
     where
-        C: FnOnce() -> Result<(), Error> + Send,
+        C: FnOnce() -> Result<u32, Error> + Send,
     {
         let limit = deadline::limit(seconds);
         let (outcome, interruption) = py.detach(|| {
@@ -122,34 +122,29 @@ impl Group {
 
 #[pymethods]
 impl Group {
-    /// Runs a call and waits for it, at most `seconds`. The caller keeps its memory alive, and away
-    /// from others, meanwhile.
-    fn run(&self, py: Python<'_>, call: Call, origin: &Origin, seconds: f64) -> PyResult<()> {
+    /// Runs a call and waits for it, at most `seconds`; its number. The caller keeps its memory alive,
+    /// and away from others, meanwhile.
+    fn run(&self, py: Python<'_>, call: &Call, origin: &Origin, seconds: f64) -> PyResult<u32> {
         let site = self.site(Operation::Collective(call.name()));
-        let request = call.request(self.size).map_err(|text| site.invalid(py, text))?;
-        let request = origin.of(request);
+        // SAFETY: the caller keeps the memory valid and to itself until this returns.
+        let request = unsafe { call.request(origin) }.map_err(|error| site.failed(py, &error))?;
         let group = self.open(py, site)?;
-        self.within(py, seconds, site, move || {
-            // SAFETY: the caller keeps the memory valid and to itself until this returns.
-            unsafe { group.run(request) }
-        })
+        self.within(py, seconds, site, move || group.run(request))
     }
 
     /// Starts a call on memory that `keep` owns. Nobody else uses it until the call has ended.
     fn submit(
         &self,
         py: Python<'_>,
-        call: Call,
+        call: &Call,
         origin: &Origin,
         keep: Py<PyAny>,
     ) -> PyResult<Work> {
         let site = self.site(Operation::Collective(call.name()));
-        let request = call.request(self.size).map_err(|text| site.invalid(py, text))?;
-        let request = origin.of(request);
         let group = self.open(py, site)?;
         // SAFETY: `keep` owns the memory and is kept until the call has ended; the caller leaves it
         // alone until then.
-        let work = unsafe { group.submit(request) };
+        let work = unsafe { call.request(origin).and_then(|request| group.submit(request)) };
         self.started(py, site, work, keep)
     }
 
@@ -184,15 +179,9 @@ impl Group {
     ) -> PyResult<Work> {
         let site = self.site(Operation::Receive { from, tag });
         let group = self.open(py, site)?;
-        let address = address as *mut u8;
         // SAFETY: `keep` owns the memory and is kept until the work is done; the caller leaves it
         // alone until then.
-        let work = unsafe {
-            match from {
-                Some(from) => group.submit_receive(address, length, from, tag),
-                None => group.submit_receive_any(address, length, tag),
-            }
-        };
+        let work = unsafe { group.submit_receive(address as *mut u8, length, from, tag) };
         self.started(py, site, work, keep)
     }
 
@@ -202,6 +191,12 @@ impl Group {
         let group = self.open(py, site)?;
         let formed = py.detach(|| group.subgroup(&members));
         Ok(Group::new(formed.map_err(|error| site.not_formed(py, &error))?))
+    }
+
+    /// The number of the last call of this rank, also of one that waits in line; 0 before the first.
+    fn calls(&self) -> u32 {
+        let group = self.group.lock().expect("no panic while locked");
+        group.as_ref().map_or(0, |group| group.calls())
     }
 
     /// Bytes that this rank's collective calls in this group have handed to others so far, by sockets

@@ -31,7 +31,7 @@ mod _native {
     #[pymodule_export]
     use super::insight::{Stamp, write_report};
     #[pymodule_export]
-    use super::request::Origin;
+    use super::request::{Call, Origin};
     #[pymodule_export]
     use super::server::{ServerClient, ServerShard};
     #[pymodule_export]

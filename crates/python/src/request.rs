@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use unisono_collective::{Dtype, Op, Reduction, Request, Separate, Unequal, Unit};
+use unisono_collective::{Address, Dtype, Error, Op, Reduction, Request, Unit};
 
 /// Where a call comes from, in its caller's words: for errors. One serves all calls from one line.
 #[pyclass(frozen)]
@@ -22,22 +23,31 @@ impl Origin {
     }
 }
 
-impl Origin {
-    /// A request that says where it comes from.
-    pub fn of(&self, request: Request) -> Request {
-        Request { place: self.place.clone(), unit: self.unit, ..request }
-    }
+/// A collective call: what to do, and with which memory. `unisono/torch/_backend/codes.py` has the
+/// codes.
+#[pyclass(frozen)]
+pub struct Call {
+    kind: Kind,
 }
 
-/// What to do, in the form that fits the operation. `unisono/torch/_backend/codes.py` has the codes.
-#[derive(FromPyObject)]
-pub enum Call {
-    /// Operation, type and reduction by their codes; input, output and count as in [`Request`]; the
-    /// root, for the operations that have one.
-    Plain(u8, u8, u8, Blocks, Blocks, usize, Option<usize>),
-    /// An all-to-all of blocks of different lengths: the input and the bytes for each rank, the
-    /// output and the bytes from each.
-    Unequal(usize, Vec<usize>, usize, Vec<usize>),
+enum Kind {
+    /// Input, output and count as in [`Request::raw`].
+    Plain {
+        op: Op,
+        dtype: Dtype,
+        reduction: Reduction,
+        input: Blocks,
+        output: Blocks,
+        count: usize,
+    },
+    /// An all-to-all of blocks of different lengths, in bytes.
+    Unequal {
+        input: usize,
+        sent: Vec<usize>,
+        output: usize,
+        received: Vec<usize>,
+    },
+    Barrier,
 }
 
 /// Where an input or output is: one address, or that of each rank's block.
@@ -47,82 +57,95 @@ pub enum Blocks {
     Apart(Vec<usize>),
 }
 
-/// The code of a barrier, which to the engine is an all-reduce of nothing.
-const BARRIER: u8 = 8;
+#[pymethods]
+impl Call {
+    /// Moves `count` bytes, of the buffer or of a block; with a root, if the operation has one.
+    /// Where there is no memory, the address is 0.
+    #[staticmethod]
+    #[pyo3(signature = (op, input, output, count, root=None))]
+    fn moving(
+        op: u8,
+        input: Blocks,
+        output: Blocks,
+        count: usize,
+        root: Option<usize>,
+    ) -> PyResult<Call> {
+        Call::reducing(op, Dtype::U8 as u8, Reduction::Sum as u8, input, output, count, root)
+    }
+
+    /// Reduces `count` elements, of the buffer or of a block.
+    #[staticmethod]
+    #[pyo3(signature = (op, dtype, reduction, input, output, count, root=None))]
+    fn reducing(
+        op: u8,
+        dtype: u8,
+        reduction: u8,
+        input: Blocks,
+        output: Blocks,
+        count: usize,
+        root: Option<usize>,
+    ) -> PyResult<Call> {
+        let invalid = || PyValueError::new_err("no such operation, type or reduction, or no root");
+        let op = Op::from_code(op, root.unwrap_or(0)).ok_or_else(invalid)?;
+        if op.root().is_some() && root.is_none() {
+            return Err(invalid());
+        }
+        let dtype = Dtype::from_code(dtype).ok_or_else(invalid)?;
+        let reduction = Reduction::from_code(reduction).ok_or_else(invalid)?;
+        Ok(Call { kind: Kind::Plain { op, dtype, reduction, input, output, count } })
+    }
+
+    /// Gives each rank its block of everybody's input: so many bytes to and from each.
+    #[staticmethod]
+    fn unequal(input: usize, sent: Vec<usize>, output: usize, received: Vec<usize>) -> Call {
+        Call { kind: Kind::Unequal { input, sent, output, received } }
+    }
+
+    /// Waits for all ranks.
+    #[staticmethod]
+    fn barrier() -> Call {
+        Call { kind: Kind::Barrier }
+    }
+}
 
 impl Call {
     /// The operation's name, for errors.
     pub fn name(&self) -> &'static str {
-        match self {
-            Call::Plain(BARRIER, ..) => "barrier",
-            Call::Plain(code, ..) => {
-                Op::from_code(*code, 0).map_or("an unknown operation", Op::function)
-            }
-            Call::Unequal(..) => Op::AllToAll.function(),
+        match &self.kind {
+            Kind::Plain { op, .. } => op.function(),
+            Kind::Unequal { .. } => Op::AllToAll.function(),
+            Kind::Barrier => "barrier",
         }
     }
 
-    /// What the engine is asked for in a group of `size` ranks, or what is wrong with the call.
-    pub fn request(&self, size: usize) -> Result<Request, &'static str> {
-        match self {
-            Call::Plain(BARRIER, ..) => Ok(Request::barrier()),
-            Call::Plain(code, dtype, reduction, input, output, count, root) => {
-                let op = Op::from_code(*code, root.unwrap_or(0)).ok_or("no such operation")?;
-                if op.root().is_some() && root.is_none() {
-                    return Err("the operation needs a root");
-                }
-                let dtype = Dtype::from_code(*dtype).ok_or("no such type")?;
-                let reduction = Reduction::from_code(*reduction).ok_or("no such reduction")?;
-                let (input, inputs) = input.located(dtype.size())?;
-                let (output, outputs) = output.located(dtype.size())?;
-                let separate = Separate { input: inputs, output: outputs };
-                Ok(Request { dtype, reduction, separate, ..moving(op, input, output, *count) })
+    /// What the engine is asked for, or what is wrong with the call.
+    ///
+    /// # Safety
+    /// As of [`Request::raw`].
+    pub unsafe fn request<'a>(&self, origin: &Origin) -> Result<Request<'a>, Error> {
+        let request = match &self.kind {
+            Kind::Plain { op, dtype, reduction, input, output, count } => {
+                let (input, output) = (input.address(), output.address());
+                // SAFETY: passed on from the caller.
+                unsafe { Request::raw(*op, *dtype, *count, input, output) }?
+                    .with_reduction(*reduction)
             }
-            Call::Unequal(input, sent, output, received) => {
-                if sent.len() != size || received.len() != size {
-                    return Err("there must be one block for each rank, and one from each");
-                }
-                let (from, into) = (offsets(sent)?, offsets(received)?);
-                let unequal = Unequal { input: from, output: into, longest: None, shape: 0 };
-                let request = moving(Op::AllToAll, *input, *output, 0);
-                Ok(Request { unequal: Some(unequal), ..request })
+            Kind::Unequal { input, sent, output, received } => {
+                let (input, output) = (*input as *const u8, *output as *mut u8);
+                // SAFETY: passed on from the caller.
+                unsafe { Request::raw_all_to_all_unequal(input, sent, output, received) }?
             }
-        }
+            Kind::Barrier => Request::barrier(),
+        };
+        Ok(request.with_place(origin.place.clone()).with_unit(origin.unit))
     }
 }
 
 impl Blocks {
-    /// The address, and where the blocks start from there if they lie apart: then the address is
-    /// the lowest of theirs, so that all are ahead of it.
-    fn located(&self, size: usize) -> Result<(usize, Option<Vec<usize>>), &'static str> {
-        let addresses = match self {
-            Blocks::Together(address) => return Ok((*address, None)),
-            Blocks::Apart(addresses) => addresses,
-        };
-        let lowest = addresses.iter().copied().min().unwrap_or(0);
-        let start = |address: &usize| {
-            let distance = address - lowest;
-            distance.is_multiple_of(size).then_some(distance / size)
-        };
-        let starts: Option<Vec<usize>> = addresses.iter().map(start).collect();
-        let starts = starts.ok_or("the blocks lie apart by a part of an element")?;
-        Ok((lowest, Some(starts)))
+    fn address(&self) -> Address {
+        match self {
+            Blocks::Together(address) => Address::Together(*address as *mut u8),
+            Blocks::Apart(all) => Address::Apart(all.iter().map(|at| *at as *mut u8).collect()),
+        }
     }
-}
-
-/// A call that moves bytes.
-fn moving(op: Op, input: usize, output: usize, count: usize) -> Request {
-    Request::new(op, input as *const u8, output as *mut u8, count)
-}
-
-/// Where blocks of these lengths start, one after the other, and where the last one ends.
-fn offsets(lengths: &[usize]) -> Result<Vec<usize>, &'static str> {
-    let mut offsets = vec![0];
-    let mut end = 0usize;
-    for length in lengths {
-        let next = end.checked_add(*length).filter(|end| isize::try_from(*end).is_ok());
-        end = next.ok_or("the blocks add up to more than there can be")?;
-        offsets.push(end);
-    }
-    Ok(offsets)
 }

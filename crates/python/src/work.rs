@@ -95,6 +95,11 @@ impl Work {
         self.work.on_completion(move |_| drop(noted));
     }
 
+    /// The number of the call in its group; none of a message.
+    fn number(&self) -> Option<u32> {
+        self.work.number()
+    }
+
     /// Whose message this is, if it is one that was received.
     fn source(&self) -> Option<usize> {
         self.work.source()

@@ -6,16 +6,17 @@
 //! folds them in the order of the tree, and all gather the blocks. That is pairwise exchange with
 //! several leaves per rank.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use unisono_collective::tree::{self, Tree};
-use unisono_collective::{Element, Error, Group, Op, Reduction, Request, Unequal, kernel};
+use unisono_collective::{Element, Error, Group, Reduction, Request, kernel};
 
 use crate::shards::Shards;
 
 /// Sums what the workers of a group hold.
 pub struct Combiner {
-    group: Group,
+    group: Arc<Group>,
     exchange: Option<Exchange>,
 }
 
@@ -25,7 +26,7 @@ impl Combiner {
         group.time_folds();
         let workers = group.size();
         let exchange = (!is_all_reduce(shards, workers)).then(|| Exchange::new(shards, workers));
-        Combiner { group, exchange }
+        Combiner { group: Arc::new(group), exchange }
     }
 
     /// Replaces the first of a worker's subtrees by the sum of all subtrees of all workers. All have
@@ -38,7 +39,7 @@ impl Combiner {
     }
 
     /// The workers.
-    pub fn group(&self) -> &Group {
+    pub fn group(&self) -> &Arc<Group> {
         &self.group
     }
 
@@ -146,9 +147,6 @@ pub fn fold_leaves<T: Element>(
 }
 
 /// An all-to-all of blocks whose lengths all ranks know, so that none needs to be asked.
-///
-/// # Panics
-/// If the lengths are not those of the buffers.
 pub fn all_to_all<T: Element>(
     group: &Group,
     outgoing: &[T],
@@ -157,21 +155,8 @@ pub fn all_to_all<T: Element>(
     received: &[usize],
     longest: usize,
 ) -> Result<(), Error> {
-    let offsets = |counts: &[usize]| -> Vec<usize> {
-        let mut end = 0;
-        let ends = counts.iter().map(|count| {
-            end += count;
-            end
-        });
-        std::iter::once(0).chain(ends).collect()
-    };
-    let (input, output) = (offsets(sent), offsets(received));
-    let unequal = Unequal { input, output, longest: Some(longest), shape: 0 };
-    assert_eq!(unequal.input.last(), Some(&outgoing.len()), "all of the input is sent");
-    assert_eq!(unequal.output.last(), Some(&incoming.len()), "all of the output is received");
-    let request = Request::new(Op::AllToAll, outgoing.as_ptr(), incoming.as_mut_ptr(), 0);
-    // SAFETY: both buffers are as long as the offsets say, and borrowed for the call.
-    unsafe { group.run(Request { unequal: Some(unequal), ..request }) }
+    let longest = Some(longest);
+    group.run(Request::all_to_all_unequal(outgoing, sent, incoming, received, longest)).map(drop)
 }
 
 /// Memory for elements of any type, kept from call to call.

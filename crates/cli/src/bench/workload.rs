@@ -78,7 +78,7 @@ pub trait Workload {
     /// Steps after which the values must be filled in anew, so that they stay finite.
     fn endurance(&self) -> usize;
     /// The call, to ask what it would cost.
-    fn request(&mut self) -> Request;
+    fn request(&mut self) -> Request<'_>;
 }
 
 /// Makes the workload of an operation on a buffer of about `bytes`.
@@ -212,9 +212,7 @@ impl<T: Number> Workload for Buffers<T> {
     }
 
     fn step(&mut self, group: &Group) -> Result<(), unisono::Error> {
-        let request = self.request();
-        // SAFETY: the buffers have the sizes the operation needs and live in `self`.
-        unsafe { group.run(request) }
+        group.run(self.request()).map(drop)
     }
 
     fn verify(&self, group: &Group) -> anyhow::Result<()> {
@@ -241,14 +239,20 @@ impl<T: Number> Workload for Buffers<T> {
         }
     }
 
-    fn request(&mut self) -> Request {
-        let input = self.input.as_mut_ptr();
-        let output = if self.output.is_empty() { input } else { self.output.as_mut_ptr() };
-        if self.operation == Operation::Barrier {
-            return Request { algorithm: self.algorithm, ..Request::barrier() };
-        }
-        let request = Request::new(self.operation.op(), input.cast_const(), output, self.count);
-        Request { reduction: Reduction::Sum, algorithm: self.algorithm, ..request }
+    fn request(&mut self) -> Request<'_> {
+        let (input, output, sum, root) = (&mut self.input, &mut self.output, Reduction::Sum, 0);
+        let request = match self.operation {
+            Operation::AllReduce => Request::all_reduce(input, sum),
+            Operation::ReduceScatter => Request::reduce_scatter(input, output, sum),
+            Operation::AllGather => Request::all_gather(input, output),
+            Operation::Broadcast => Request::broadcast(input, root),
+            Operation::Reduce => Request::reduce(input, Some(output), sum, root),
+            Operation::Gather => Request::gather(input, Some(output), root),
+            Operation::Scatter => Request::scatter(Some(input), output, root),
+            Operation::AllToAll => Request::all_to_all(input, output, self.world),
+            Operation::Barrier => Request::barrier(),
+        };
+        request.with_algorithm(self.algorithm)
     }
 }
 

@@ -1,13 +1,11 @@
 //! A group of ranks: the public face of this crate.
 
 mod abort;
-mod engine;
+mod calls;
 mod ops;
 mod queue;
-mod request;
 mod subgroup;
 mod submit;
-mod tune;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -15,6 +13,7 @@ use std::sync::{Arc, Mutex};
 use unisono_net::keepalive::Flow;
 
 use crate::cost::Costs;
+use crate::engine::{HostEngine, MakeEngine, Memory};
 use crate::error::{Error, FormError};
 use crate::fabric::{Connector, Fabric, LocalHub, Plan};
 use crate::link::Links;
@@ -24,11 +23,10 @@ use crate::side::Side;
 use crate::state::{Epoch, GroupState};
 use crate::traffic::Traffic;
 use crate::window::{Patience, WindowMemory};
-use engine::Engine;
+use calls::Calls;
 use queue::Queue;
 
 pub use abort::AbortHandle;
-pub use engine::{Explanation, Request, Separate, Unequal};
 
 /// Ordered ranks of one epoch, with connections and an operation counter of their own.
 ///
@@ -48,6 +46,10 @@ struct Inner {
     epoch: Arc<Epoch>,
     state: Arc<GroupState>,
     topology: Topology,
+    costs: Costs,
+    make_engine: Arc<MakeEngine>,
+    /// The memory that the engine reaches.
+    reach: Vec<Memory>,
     queue: Queue,
     side: Mutex<Side>,
     /// Splits made so far, to number them.
@@ -86,9 +88,22 @@ impl Group {
         world: usize,
         options: Options,
     ) -> Result<Group, FormError> {
+        let host = |host| Ok(Box::new(host) as Box<_>);
+        Group::with_engine(connector, epoch, rank, world, options, Arc::new(host))
+    }
+
+    /// As [`Group::world`], with an engine of the caller's making, for this group and those made of it.
+    pub fn with_engine(
+        connector: Arc<dyn Connector>,
+        epoch: Arc<Epoch>,
+        rank: usize,
+        world: usize,
+        options: Options,
+        make_engine: Arc<MakeEngine>,
+    ) -> Result<Group, FormError> {
         let members = (0..world).collect();
         let plan = Plan { id: 0, epoch: epoch.number(), members, me: rank, options };
-        Group::form(connector, epoch, plan, None)
+        Group::form(connector, epoch, plan, None, make_engine)
     }
 
     /// This rank.
@@ -118,7 +133,13 @@ impl Group {
 
     /// What was measured when the group, or the one it is part of, formed.
     pub fn costs(&self) -> Costs {
-        self.inner.queue.with_engine(|engine| *engine.costs())
+        self.inner.costs
+    }
+
+    /// The number of the last collective call that was made on this rank, also of one that waits in
+    /// line; 0 before the first.
+    pub fn calls(&self) -> u32 {
+        self.inner.state.calls()
     }
 
     /// What this rank has handed to others so far.
@@ -147,6 +168,7 @@ impl Group {
         epoch: Arc<Epoch>,
         plan: Plan,
         inherited: Option<Costs>,
+        make_engine: Arc<MakeEngine>,
     ) -> Result<Group, FormError> {
         if epoch.has_ended() {
             return Err(FormError::EpochEnded { epoch: epoch.number() });
@@ -163,27 +185,48 @@ impl Group {
         let links = Links::new(data, patience.for_links()).map_err(failed("preparing links"))?;
         let flow = |(peer, socket)| Some((peer, Flow::new(socket)?));
         let flows = links.handles().filter_map(flow).collect();
-        state.shut_down_on_failure(links.handles().map(|(_, socket)| socket));
         let window = (!regions.is_empty()).then(|| {
             let me = here.iter().position(|&m| m == plan.me).expect("a rank is on its own host");
             WindowMemory::new(regions, crate::fabric::STAGING_BUFFERS, here, me, patience)
         });
-        let side = Side::start(side, flows, plan.me, plan.options.timeout, state.clone());
+        let (options, costs) = (plan.options.clone(), inherited.unwrap_or_default());
+        let mut host = HostEngine::new(
+            plan.me,
+            topology.clone(),
+            options.clone(),
+            links,
+            window,
+            costs,
+            state.clone(),
+        );
+        let side = Side::start(side, flows, plan.me, options.timeout, state.clone());
         let side = side.map_err(failed("starting the monitor"))?;
         epoch.enter(&state);
 
-        let options = plan.options.clone();
-        let costs = inherited.unwrap_or_default();
-        let mut engine =
-            Engine::new(plan.me, topology.clone(), options, links, window, costs, state.clone());
         if inherited.is_none() && world > 1 {
-            tune::measure(&mut engine, crowd)?;
+            host.measure(crowd)?;
         }
-        engine.start_counting();
-        let queue = Queue::new(engine, plan.me);
+        let costs = *host.costs();
+        let engine = make_engine(host)?;
+        let reach = engine.reaches();
+        let calls = Calls::new(engine, state.clone(), topology.clone(), &options);
+        let queue = Queue::new(calls, state.clone());
         let (children, lists) = Default::default();
         let side = Mutex::new(side);
-        let inner = Inner { plan, connector, epoch, state, topology, queue, side, children, lists };
+        let inner = Inner {
+            plan,
+            connector,
+            epoch,
+            state,
+            topology,
+            costs,
+            make_engine,
+            reach,
+            queue,
+            side,
+            children,
+            lists,
+        };
         Ok(Group { inner: Arc::new(inner) })
     }
 }

@@ -5,11 +5,13 @@
 //! manage memory themselves.
 
 use crate::dtype::{Element, Reduction};
+use crate::engine::Explanation;
 use crate::error::{Error, InvalidCall};
+use crate::request::{Checked, Request};
 use crate::side::Transfer;
 use crate::work::Work;
 
-use super::{Explanation, Group, Request};
+use super::Group;
 
 impl Group {
     /// Replaces every rank's buffer by the reduction of all.
@@ -18,9 +20,7 @@ impl Group {
         buffer: &mut [T],
         reduction: Reduction,
     ) -> Result<(), Error> {
-        let request = self.all_reduce_request(buffer, reduction);
-        // SAFETY: the buffer is borrowed for as long as the call lasts.
-        unsafe { self.run(request) }
+        self.run(Request::all_reduce(buffer, reduction)).map(drop)
     }
 
     /// The reduction of all inputs; the input stays as it is, whatever happens.
@@ -30,9 +30,7 @@ impl Group {
         output: &mut [T],
         reduction: Reduction,
     ) -> Result<(), Error> {
-        let request = self.all_reduce_into_request(input, output, reduction)?;
-        // SAFETY: the buffers are borrowed for as long as the call lasts.
-        unsafe { self.run(request) }
+        self.run(Request::all_reduce_into(input, output, reduction)).map(drop)
     }
 
     /// Rank `r` gets block `r` of the reduction of all inputs, which have one block per rank.
@@ -42,9 +40,7 @@ impl Group {
         output: &mut [T],
         reduction: Reduction,
     ) -> Result<(), Error> {
-        let request = self.reduce_scatter_request(input, output, reduction)?;
-        // SAFETY: the buffers are borrowed for as long as the call lasts.
-        unsafe { self.run(request) }
+        self.run(Request::reduce_scatter(input, output, reduction)).map(drop)
     }
 
     /// As [`Group::reduce_scatter`]; the result replaces this rank's block of the buffer, the
@@ -54,23 +50,17 @@ impl Group {
         buffer: &mut [T],
         reduction: Reduction,
     ) -> Result<(), Error> {
-        let request = self.reduce_scatter_in_place_request(buffer, reduction)?;
-        // SAFETY: the buffer is borrowed for as long as the call lasts.
-        unsafe { self.run(request) }
+        self.run(Request::reduce_scatter_in_place(buffer, reduction, self.me())).map(drop)
     }
 
     /// Everybody gets everybody's input, in rank order.
     pub fn all_gather<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<(), Error> {
-        let request = self.all_gather_request(input, output)?;
-        // SAFETY: the buffers are borrowed for as long as the call lasts.
-        unsafe { self.run(request) }
+        self.run(Request::all_gather(input, output)).map(drop)
     }
 
     /// As [`Group::all_gather`]; this rank's block of the buffer is the input.
     pub fn all_gather_in_place<T: Element>(&self, buffer: &mut [T]) -> Result<(), Error> {
-        let request = self.all_gather_in_place_request(buffer)?;
-        // SAFETY: the buffer is borrowed for as long as the call lasts.
-        unsafe { self.run(request) }
+        self.run(Request::all_gather_in_place(buffer, self.me())).map(drop)
     }
 
     /// As [`Group::all_gather`] with inputs of different lengths: `counts[r]` elements of rank
@@ -81,16 +71,12 @@ impl Group {
         output: &mut [T],
         counts: &[usize],
     ) -> Result<(), Error> {
-        let request = self.all_gather_unequal_request(input, output, counts)?;
-        // SAFETY: the buffers are borrowed for as long as the call lasts.
-        unsafe { self.run(request) }
+        self.run(Request::all_gather_unequal(input, output, counts)).map(drop)
     }
 
     /// Everybody gets the root's buffer.
     pub fn broadcast<T: Element>(&self, buffer: &mut [T], root: usize) -> Result<(), Error> {
-        let request = self.broadcast_request(buffer, root);
-        // SAFETY: the buffer is borrowed for as long as the call lasts.
-        unsafe { self.run(request) }
+        self.run(Request::broadcast(buffer, root)).map(drop)
     }
 
     /// The root gets the reduction of all inputs; the others pass no output.
@@ -101,9 +87,7 @@ impl Group {
         reduction: Reduction,
         root: usize,
     ) -> Result<(), Error> {
-        let request = self.reduce_request(input, output, reduction, root)?;
-        // SAFETY: the buffers are borrowed for as long as the call lasts.
-        unsafe { self.run(request) }
+        self.run(Request::reduce(input, output, reduction, root)).map(drop)
     }
 
     /// As [`Group::reduce`]; the result replaces the root's buffer.
@@ -113,9 +97,7 @@ impl Group {
         reduction: Reduction,
         root: usize,
     ) -> Result<(), Error> {
-        let request = self.reduce_in_place_request(buffer, reduction, root);
-        // SAFETY: the buffer is borrowed for as long as the call lasts.
-        unsafe { self.run(request) }
+        self.run(Request::reduce_in_place(buffer, reduction, root)).map(drop)
     }
 
     /// The root gets everybody's input, in rank order; the others pass no output.
@@ -125,9 +107,7 @@ impl Group {
         output: Option<&mut [T]>,
         root: usize,
     ) -> Result<(), Error> {
-        let request = self.gather_request(input, output, root)?;
-        // SAFETY: the buffers are borrowed for as long as the call lasts.
-        unsafe { self.run(request) }
+        self.run(Request::gather(input, output, root)).map(drop)
     }
 
     /// Rank `r` gets block `r` of the root's input; the others pass no input.
@@ -137,23 +117,17 @@ impl Group {
         output: &mut [T],
         root: usize,
     ) -> Result<(), Error> {
-        let request = self.scatter_request(input, output, root)?;
-        // SAFETY: the buffers are borrowed for as long as the call lasts.
-        unsafe { self.run(request) }
+        self.run(Request::scatter(input, output, root)).map(drop)
     }
 
     /// Rank `r` gets block `r` of everybody's input, in rank order.
     pub fn all_to_all<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<(), Error> {
-        let request = self.all_to_all_request(input, output)?;
-        // SAFETY: the buffers are borrowed for as long as the call lasts.
-        unsafe { self.run(request) }
+        self.run(Request::all_to_all(input, output, self.size())).map(drop)
     }
 
     /// As [`Group::all_to_all`]; the received blocks replace the sent ones.
     pub fn all_to_all_in_place<T: Element>(&self, buffer: &mut [T]) -> Result<(), Error> {
-        let request = self.all_to_all_in_place_request(buffer)?;
-        // SAFETY: the buffer is borrowed for as long as the call lasts.
-        unsafe { self.run(request) }
+        self.run(Request::all_to_all_in_place(buffer, self.size())).map(drop)
     }
 
     /// As [`Group::all_to_all`] with blocks of different lengths: `sent[r]` elements go to rank
@@ -165,22 +139,19 @@ impl Group {
         output: &mut [T],
         received: &[usize],
     ) -> Result<(), Error> {
-        let request = self.all_to_all_unequal_request(input, sent, output, received)?;
-        // SAFETY: the buffers are borrowed for as long as the call lasts.
-        unsafe { self.run(request) }
+        self.run(Request::all_to_all_unequal(input, sent, output, received, None)).map(drop)
     }
 
     /// Waits until all ranks have come here.
     pub fn barrier(&self) -> Result<(), Error> {
-        // SAFETY: no memory is involved.
-        unsafe { self.run(Request::barrier()) }
+        self.run(Request::barrier()).map(drop)
     }
 
     /// Sends a buffer to another rank, which receives it with the same tag. Returns when the
     /// buffer may be used again.
     pub fn send<T: Element>(&self, buffer: &[T], to: usize, tag: u32) -> Result<(), Error> {
         let address = buffer.as_ptr().cast_mut().cast();
-        // SAFETY: the buffer is borrowed for as long as the call lasts; a send only reads it.
+        // SAFETY: the buffer is borrowed until the wait is over, and only read.
         unsafe { self.submit_send(address, size_of_val(buffer), to, tag) }?.wait()
     }
 
@@ -191,16 +162,23 @@ impl Group {
         from: usize,
         tag: u32,
     ) -> Result<(), Error> {
-        let (address, length) = (buffer.as_mut_ptr().cast(), size_of_val(buffer));
-        // SAFETY: the buffer is borrowed for as long as the call lasts.
-        unsafe { self.submit_receive(address, length, from, tag) }?.wait()
+        self.receive_from(buffer, Some(from), tag).map(drop)
     }
 
-    /// Receives a buffer of whoever sends one first with the same tag; who did.
+    /// Receives a buffer of the rank that sends one first with the same tag; which it was.
     pub fn receive_any<T: Element>(&self, buffer: &mut [T], tag: u32) -> Result<usize, Error> {
+        self.receive_from(buffer, None, tag)
+    }
+
+    fn receive_from<T: Element>(
+        &self,
+        buffer: &mut [T],
+        from: Option<usize>,
+        tag: u32,
+    ) -> Result<usize, Error> {
         let (address, length) = (buffer.as_mut_ptr().cast(), size_of_val(buffer));
-        // SAFETY: the buffer is borrowed for as long as the call lasts.
-        let work = unsafe { self.submit_receive_any(address, length, tag) }?;
+        // SAFETY: the buffer is borrowed until the wait is over.
+        let work = unsafe { self.submit_receive(address, length, from, tag) }?;
         work.wait()?;
         Ok(work.source().expect("a receive that ended well has a source"))
     }
@@ -216,14 +194,15 @@ impl Group {
         to: usize,
         tag: u32,
     ) -> Result<Work, Error> {
-        self.check_peer(to)?;
+        self.check_peer(Some(to))?;
         let mut side = self.inner.side.lock().expect("no panic while locked");
         let work = side.work();
         side.send(to, Transfer { tag, address, length, work: work.clone() });
         Ok(work)
     }
 
-    /// Starts to receive `length` bytes; [`Group::submit_receive_owned`] is the safe way.
+    /// Starts to receive `length` bytes of a rank, or of the one that sends them first with this tag:
+    /// [`Work::source`] says which it was. [`Group::submit_receive_owned`] is the safe way.
     ///
     /// # Safety
     /// The memory stays valid, and nobody else uses it, until the work is done.
@@ -231,60 +210,68 @@ impl Group {
         &self,
         address: *mut u8,
         length: usize,
-        from: usize,
+        from: impl Into<Option<usize>>,
         tag: u32,
     ) -> Result<Work, Error> {
+        let from = from.into();
         self.check_peer(from)?;
         let mut side = self.inner.side.lock().expect("no panic while locked");
         let work = side.work();
-        side.receive(Some(from), Transfer { tag, address, length, work: work.clone() });
+        side.receive(from, Transfer { tag, address, length, work: work.clone() });
         Ok(work)
     }
 
-    /// Starts to receive `length` bytes of whoever sends them first with this tag; the work's
-    /// [`Work::source`] says who did. [`Group::submit_receive_any_owned`] is the safe way.
-    ///
-    /// # Safety
-    /// The memory stays valid, and nobody else uses it, until the work is done.
-    pub unsafe fn submit_receive_any(
-        &self,
-        address: *mut u8,
-        length: usize,
-        tag: u32,
-    ) -> Result<Work, Error> {
-        if self.size() == 1 {
-            return Err(InvalidCall::ToSelf { rank: self.rank() }.into());
-        }
-        let mut side = self.inner.side.lock().expect("no panic while locked");
-        let work = side.work();
-        side.receive(None, Transfer { tag, address, length, work: work.clone() });
-        Ok(work)
-    }
-
-    /// Runs a collective call and waits for it; on the caller's thread if the group is idle.
-    ///
-    /// # Safety
-    /// The request's memory is valid for the operation, and nobody else uses it meanwhile.
-    pub unsafe fn run(&self, request: Request) -> Result<(), Error> {
-        self.check(&request)?;
-        // SAFETY: passed on from the caller.
-        unsafe { self.inner.queue.run(request) }
+    /// Runs a collective call and waits for it, on the caller's thread if the group is idle; its
+    /// number in the group, from 1.
+    pub fn run(&self, request: Request<'_>) -> Result<u32, Error> {
+        self.inner.queue.run(self.check(request)?)
     }
 
     /// Starts a collective call. Calls of a group end in the order in which they were started.
     ///
     /// # Safety
-    /// The request's memory is valid for the operation, and nobody else uses it, until the work
-    /// is done.
-    pub unsafe fn submit(&self, request: Request) -> Result<Work, Error> {
-        self.check(&request)?;
+    /// The request's memory stays valid, and nobody else uses it, until the work is done, also if what
+    /// lent it is gone by then.
+    pub unsafe fn submit(&self, request: Request<'_>) -> Result<Work, Error> {
         // SAFETY: passed on from the caller.
-        Ok(unsafe { self.inner.queue.submit(request) })
+        Ok(self.inner.queue.submit(unsafe { self.check(request)?.outlive() }))
+    }
+
+    /// Runs `task` on the thread that makes progress with calls, after those that were started
+    /// before. Calls of this group that the task makes do not wait in line; they must not be
+    /// submitted and waited for. Between the start of a task and its end, other threads make no calls
+    /// in this group, or ranks may see different orders.
+    pub fn submit_task(&self, task: impl FnOnce() + Send + 'static) -> Work {
+        self.inner.queue.submit_task(Box::new(task))
     }
 
     /// What a call of this kind and size would do, and what it would cost.
-    pub fn explain(&self, request: &Request) -> Result<Explanation, Error> {
-        self.check(request)?;
-        self.inner.queue.with_engine(|engine| engine.explain(request))
+    pub fn explain(&self, request: &Request<'_>) -> Result<Explanation, Error> {
+        request.check_kind(&self.inner.topology)?;
+        self.inner.queue.with_calls(|calls| calls.explain(request))
+    }
+
+    /// This rank, and the number of ranks.
+    pub(super) fn me(&self) -> (usize, usize) {
+        (self.rank(), self.size())
+    }
+
+    fn check<'a>(&self, request: Request<'a>) -> Result<Checked<'a>, Error> {
+        let memory = request.memory();
+        if !self.inner.reach.contains(&memory) {
+            return Err(InvalidCall::Memory { memory }.into());
+        }
+        request.check(self.rank(), &self.inner.topology)
+    }
+
+    /// Refuses a message from or to a rank that there is not, or that is this one.
+    fn check_peer(&self, peer: Option<usize>) -> Result<(), Error> {
+        let (me, world) = self.me();
+        match peer {
+            Some(rank) if rank >= world => Err(InvalidCall::NoSuchRank { rank, world }.into()),
+            None if world == 1 => Err(InvalidCall::ToSelf { rank: me }.into()),
+            Some(rank) if rank == me => Err(InvalidCall::ToSelf { rank }.into()),
+            _ => Ok(()),
+        }
     }
 }

@@ -5,99 +5,99 @@
 //! with the first submission.
 
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::thread::JoinHandle;
-use std::time::Instant;
+use std::thread::{JoinHandle, ThreadId};
 
-use super::engine::{Engine, Request};
+use super::calls::Calls;
+use crate::call::Call;
 use crate::error::Error;
-use crate::state::{ASK_EVERY, GroupState};
+use crate::request::Checked;
+use crate::state::GroupState;
 use crate::work::{Work, WorkPool};
+
+/// What the progress thread does between calls.
+type Task = Box<dyn FnOnce() + Send>;
 
 /// The queue of one rank of a group.
 pub struct Queue {
     shared: Arc<Shared>,
     thread: Mutex<Option<JoinHandle<()>>>,
-    rank: usize,
-    state: Arc<GroupState>,
 }
 
 struct Shared {
     line: Mutex<Line>,
-    /// Signals the progress thread and whoever waits for the engine.
+    /// Signals the progress thread.
     change: Condvar,
-    /// Used by whoever has set `Line::busy`.
-    engine: Mutex<Engine>,
+    /// Used by the thread that has set `Line::busy`.
+    calls: Mutex<Calls>,
+    state: Arc<GroupState>,
 }
 
 struct Line {
-    requests: VecDeque<(Request, Work)>,
-    /// Whether a call is running.
+    entries: VecDeque<(Entry, Work)>,
+    /// Whether a call or a task is running.
     busy: bool,
+    /// The thread that runs a task, whose calls do not wait in line.
+    in_task: Option<ThreadId>,
     closed: bool,
     pool: WorkPool,
 }
 
+#[expect(clippy::large_enum_variant, reason = "submitting a call allocates nothing")]
+enum Entry {
+    Call(u32, Checked<'static>),
+    Task(Task),
+}
+
 impl Queue {
-    pub fn new(engine: Engine, rank: usize) -> Queue {
-        let state = engine.state.clone();
-        let requests = VecDeque::with_capacity(64);
+    pub fn new(calls: Calls, state: Arc<GroupState>) -> Queue {
+        let entries = VecDeque::with_capacity(64);
         let pool = WorkPool::of(state.clone());
-        let line = Line { requests, busy: false, closed: false, pool };
-        let shared =
-            Shared { line: Mutex::new(line), change: Condvar::new(), engine: Mutex::new(engine) };
-        Queue { shared: Arc::new(shared), thread: Mutex::default(), rank, state }
+        let line = Line { entries, busy: false, in_task: None, closed: false, pool };
+        let (line, calls) = (Mutex::new(line), Mutex::new(calls));
+        let shared = Shared { line, change: Condvar::new(), calls, state };
+        Queue { shared: Arc::new(shared), thread: Mutex::default() }
     }
 
-    /// Runs a call after all earlier ones and waits for it.
-    ///
-    /// # Safety
-    /// The request's memory is valid for its layouts, and nobody else uses it meanwhile.
-    pub unsafe fn run(&self, request: Request) -> Result<(), Error> {
-        self.state.note_caller();
+    /// Runs a call after all earlier ones and waits for it; its number.
+    pub fn run(&self, mut request: Checked<'_>) -> Result<u32, Error> {
         let mut line = self.shared.lock();
-        if line.busy || !line.requests.is_empty() {
-            drop(line);
-            let work = self.enqueue(request);
-            let _waits = self.state.wait_here(&work);
-            loop {
-                if let Some(outcome) = work.wait_until(Instant::now() + ASK_EVERY) {
-                    return outcome;
-                }
-                self.state.ask_to_stop();
-            }
+        let number = self.shared.state.number_call();
+        let in_task = line.in_task.is_some_and(|thread| thread == std::thread::current().id());
+        if !in_task && (line.busy || !line.entries.is_empty()) {
+            self.start_thread();
+            // SAFETY: the memory is borrowed until the wait is over.
+            let request = unsafe { request.outlive() };
+            let work = self.shared.push(line, Some(number), Entry::Call(number, request));
+            return work.wait().map(|()| number);
         }
         line.busy = true;
         drop(line);
-        // SAFETY: passed on from the caller.
-        let outcome = unsafe { self.shared.engine().execute(&request) };
-        self.shared.release();
-        outcome
+        let outcome = self.shared.calls().make(number, &mut request);
+        if !in_task {
+            self.shared.release();
+        }
+        outcome.map(|()| number)
     }
 
     /// Queues a call.
-    ///
-    /// # Safety
-    /// The request's memory is valid for its layouts, and nobody else uses it, until the work is
-    /// done.
-    pub unsafe fn submit(&self, request: Request) -> Work {
-        self.state.note_caller();
-        self.enqueue(request)
+    pub fn submit(&self, request: Checked<'static>) -> Work {
+        self.start_thread();
+        let line = self.shared.lock();
+        let number = self.shared.state.number_call();
+        self.shared.push(line, Some(number), Entry::Call(number, request))
     }
 
-    fn enqueue(&self, request: Request) -> Work {
+    /// Queues a task.
+    pub fn submit_task(&self, task: Task) -> Work {
         self.start_thread();
-        let mut line = self.shared.lock();
-        let work = line.pool.take();
-        line.requests.push_back((request, work.clone()));
-        drop(line);
-        self.shared.change.notify_all();
-        work
+        self.shared.push(self.shared.lock(), None, Entry::Task(task))
     }
 
     /// Uses the engine between calls.
-    pub fn with_engine<R>(&self, action: impl FnOnce(&mut Engine) -> R) -> R {
-        action(&mut self.shared.engine())
+    pub fn with_calls<R>(&self, action: impl FnOnce(&mut Calls) -> R) -> R {
+        action(&mut self.shared.calls())
     }
 
     /// What is left to do when the group is dropped.
@@ -111,10 +111,10 @@ impl Queue {
         if thread.is_some() {
             return;
         }
-        let (shared, state) = (self.shared.clone(), self.state.clone());
-        let name = format!("unisono-progress-{}", self.rank);
+        let shared = self.shared.clone();
+        let name = format!("unisono-progress-{}", shared.state.rank());
         let spawned = std::thread::Builder::new().name(name).spawn(move || {
-            state.note_progress();
+            shared.state.note_progress();
             shared.serve();
         });
         *thread = Some(spawned.expect("the system can start one more thread"));
@@ -133,7 +133,8 @@ impl Closing {
         self.thread.as_ref().is_some_and(|t| t.thread().id() == std::thread::current().id())
     }
 
-    /// Runs what is queued, then ends the progress thread; the number of calls made.
+    /// Runs what is queued, then ends the progress thread; the place of the first call that was not
+    /// made.
     pub fn finish(self) -> u32 {
         self.shared.lock().closed = true;
         self.shared.change.notify_all();
@@ -142,7 +143,8 @@ impl Closing {
         {
             log::error!("the progress thread of a group panicked");
         }
-        self.shared.engine().seq()
+        let [_, first] = Call::places(Call::after(self.shared.state.calls()));
+        first
     }
 }
 
@@ -151,15 +153,23 @@ impl Shared {
         self.line.lock().expect("no panic while locked")
     }
 
-    fn engine(&self) -> MutexGuard<'_, Engine> {
-        self.engine.lock().expect("calls do not panic")
+    fn calls(&self) -> MutexGuard<'_, Calls> {
+        self.calls.lock().expect("calls do not panic")
+    }
+
+    fn push(&self, mut line: MutexGuard<'_, Line>, number: Option<u32>, entry: Entry) -> Work {
+        let work = line.pool.take(number);
+        line.entries.push_back((entry, work.clone()));
+        drop(line);
+        self.change.notify_all();
+        work
     }
 
     /// The engine is free again.
     fn release(&self) {
         let mut line = self.lock();
         line.busy = false;
-        if !line.requests.is_empty() {
+        if !line.entries.is_empty() {
             self.change.notify_all();
         }
     }
@@ -168,23 +178,30 @@ impl Shared {
     fn serve(&self) {
         let mut line = self.lock();
         loop {
-            if line.busy || line.requests.is_empty() {
-                if line.closed && line.requests.is_empty() {
+            if line.busy || line.entries.is_empty() {
+                if line.closed && line.entries.is_empty() {
                     return;
                 }
                 line = self.change.wait(line).expect("no panic while locked");
                 continue;
             }
-            let (request, work) = line.requests.pop_front().expect("checked above");
+            let (entry, work) = line.entries.pop_front().expect("checked above");
             line.busy = true;
+            if let Entry::Task(_) = entry {
+                line.in_task = Some(std::thread::current().id());
+            }
             drop(line);
-            // SAFETY: whoever submitted the request keeps its memory valid until the work is
-            // done.
-            let outcome = unsafe { self.engine().execute(&request) };
+            let outcome = match entry {
+                Entry::Call(number, mut request) => self.calls().make(number, &mut request),
+                Entry::Task(task) => catch_unwind(AssertUnwindSafe(task)).map_err(|_| {
+                    let reason = "it panicked".into();
+                    Error::System { what: "a task", reason }
+                }),
+            };
             // The end of this call is seen before the group is seen idle, so that no later call
             // ends first; and the group is idle for whoever was woken by the end.
             line = self.lock();
-            line.busy = false;
+            (line.busy, line.in_task) = (false, None);
             let ended = work.end(outcome);
             drop(line);
             ended.notify();

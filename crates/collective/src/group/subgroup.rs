@@ -70,7 +70,9 @@ impl Group {
             options: inner.plan.options.clone(),
         };
         let (connector, epoch) = (inner.connector.clone(), inner.epoch.clone());
-        Group::form(connector, epoch, plan, Some(self.costs())).map_err(|error| match error {
+        let formed =
+            Group::form(connector, epoch, plan, Some(inner.costs), inner.make_engine.clone());
+        formed.map_err(|error| match error {
             // Who is missed here is about to be missed in this group, which tells its caller more.
             FormError::Peer { .. } | FormError::Missing { .. } => {
                 inner.state.verdict().map_or(error, FormError::from)

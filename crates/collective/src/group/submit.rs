@@ -9,7 +9,9 @@ use crate::dtype::{Element, Reduction};
 use crate::error::Error;
 use crate::work::{Pending, Work};
 
-use super::{Group, Request};
+use crate::request::Request;
+
+use super::Group;
 
 /// An operation under way with its buffers, or what is wrong with the call.
 type Submitted<B> = Result<Pending<B>, Error>;
@@ -18,141 +20,139 @@ impl Group {
     /// Starts an all-reduce of a buffer.
     pub fn submit_all_reduce<T: Element>(
         &self,
-        mut buffer: Vec<T>,
+        buffer: Vec<T>,
         reduction: Reduction,
     ) -> Submitted<Vec<T>> {
-        let request = self.all_reduce_request(&mut buffer, reduction);
-        self.submit_with(request, buffer)
+        self.submit_with(buffer, |buffer| Request::all_reduce(buffer, reduction))
     }
 
     /// Starts [`Group::all_reduce_into`]: input and output.
     pub fn submit_all_reduce_into<T: Element>(
         &self,
         input: Vec<T>,
-        mut output: Vec<T>,
+        output: Vec<T>,
         reduction: Reduction,
     ) -> Submitted<(Vec<T>, Vec<T>)> {
-        let request = self.all_reduce_into_request(&input, &mut output, reduction)?;
-        self.submit_with(request, (input, output))
+        self.submit_with((input, output), |(input, output)| {
+            Request::all_reduce_into(input, output, reduction)
+        })
     }
 
     /// Starts [`Group::reduce_scatter`]: input and output.
     pub fn submit_reduce_scatter<T: Element>(
         &self,
         input: Vec<T>,
-        mut output: Vec<T>,
+        output: Vec<T>,
         reduction: Reduction,
     ) -> Submitted<(Vec<T>, Vec<T>)> {
-        let request = self.reduce_scatter_request(&input, &mut output, reduction)?;
-        self.submit_with(request, (input, output))
+        self.submit_with((input, output), |(input, output)| {
+            Request::reduce_scatter(input, output, reduction)
+        })
     }
 
     /// Starts [`Group::reduce_scatter_in_place`].
     pub fn submit_reduce_scatter_in_place<T: Element>(
         &self,
-        mut buffer: Vec<T>,
+        buffer: Vec<T>,
         reduction: Reduction,
     ) -> Submitted<Vec<T>> {
-        let request = self.reduce_scatter_in_place_request(&mut buffer, reduction)?;
-        self.submit_with(request, buffer)
+        self.submit_with(buffer, |buffer| {
+            Request::reduce_scatter_in_place(buffer, reduction, self.me())
+        })
     }
 
     /// Starts [`Group::all_gather`]: input and output.
     pub fn submit_all_gather<T: Element>(
         &self,
         input: Vec<T>,
-        mut output: Vec<T>,
+        output: Vec<T>,
     ) -> Submitted<(Vec<T>, Vec<T>)> {
-        let request = self.all_gather_request(&input, &mut output)?;
-        self.submit_with(request, (input, output))
+        self.submit_with((input, output), |(input, output)| Request::all_gather(input, output))
     }
 
     /// Starts [`Group::all_gather_in_place`].
-    pub fn submit_all_gather_in_place<T: Element>(&self, mut buffer: Vec<T>) -> Submitted<Vec<T>> {
-        let request = self.all_gather_in_place_request(&mut buffer)?;
-        self.submit_with(request, buffer)
+    pub fn submit_all_gather_in_place<T: Element>(&self, buffer: Vec<T>) -> Submitted<Vec<T>> {
+        self.submit_with(buffer, |buffer| Request::all_gather_in_place(buffer, self.me()))
     }
 
     /// Starts [`Group::all_gather_unequal`]: input and output.
     pub fn submit_all_gather_unequal<T: Element>(
         &self,
         input: Vec<T>,
-        mut output: Vec<T>,
+        output: Vec<T>,
         counts: &[usize],
     ) -> Submitted<(Vec<T>, Vec<T>)> {
-        let request = self.all_gather_unequal_request(&input, &mut output, counts)?;
-        self.submit_with(request, (input, output))
+        self.submit_with((input, output), |(input, output)| {
+            Request::all_gather_unequal(input, output, counts)
+        })
     }
 
     /// Starts [`Group::broadcast`].
-    pub fn submit_broadcast<T: Element>(
-        &self,
-        mut buffer: Vec<T>,
-        root: usize,
-    ) -> Submitted<Vec<T>> {
-        let request = self.broadcast_request(&mut buffer, root);
-        self.submit_with(request, buffer)
+    pub fn submit_broadcast<T: Element>(&self, buffer: Vec<T>, root: usize) -> Submitted<Vec<T>> {
+        self.submit_with(buffer, |buffer| Request::broadcast(buffer, root))
     }
 
     /// Starts [`Group::reduce`]: input, and output at the root.
     pub fn submit_reduce<T: Element>(
         &self,
         input: Vec<T>,
-        mut output: Option<Vec<T>>,
+        output: Option<Vec<T>>,
         reduction: Reduction,
         root: usize,
     ) -> Submitted<(Vec<T>, Option<Vec<T>>)> {
-        let request = self.reduce_request(&input, output.as_deref_mut(), reduction, root)?;
-        self.submit_with(request, (input, output))
+        self.submit_with((input, output), |(input, output)| {
+            Request::reduce(input, output.as_deref_mut(), reduction, root)
+        })
     }
 
     /// Starts [`Group::reduce_in_place`].
     pub fn submit_reduce_in_place<T: Element>(
         &self,
-        mut buffer: Vec<T>,
+        buffer: Vec<T>,
         reduction: Reduction,
         root: usize,
     ) -> Submitted<Vec<T>> {
-        let request = self.reduce_in_place_request(&mut buffer, reduction, root);
-        self.submit_with(request, buffer)
+        self.submit_with(buffer, |buffer| Request::reduce_in_place(buffer, reduction, root))
     }
 
     /// Starts [`Group::gather`]: input, and output at the root.
     pub fn submit_gather<T: Element>(
         &self,
         input: Vec<T>,
-        mut output: Option<Vec<T>>,
+        output: Option<Vec<T>>,
         root: usize,
     ) -> Submitted<(Vec<T>, Option<Vec<T>>)> {
-        let request = self.gather_request(&input, output.as_deref_mut(), root)?;
-        self.submit_with(request, (input, output))
+        self.submit_with((input, output), |(input, output)| {
+            Request::gather(input, output.as_deref_mut(), root)
+        })
     }
 
     /// Starts [`Group::scatter`]: input at the root, and output.
     pub fn submit_scatter<T: Element>(
         &self,
         input: Option<Vec<T>>,
-        mut output: Vec<T>,
+        output: Vec<T>,
         root: usize,
     ) -> Submitted<(Option<Vec<T>>, Vec<T>)> {
-        let request = self.scatter_request(input.as_deref(), &mut output, root)?;
-        self.submit_with(request, (input, output))
+        self.submit_with((input, output), |(input, output)| {
+            Request::scatter(input.as_deref(), output, root)
+        })
     }
 
     /// Starts [`Group::all_to_all`]: input and output.
     pub fn submit_all_to_all<T: Element>(
         &self,
         input: Vec<T>,
-        mut output: Vec<T>,
+        output: Vec<T>,
     ) -> Submitted<(Vec<T>, Vec<T>)> {
-        let request = self.all_to_all_request(&input, &mut output)?;
-        self.submit_with(request, (input, output))
+        self.submit_with((input, output), |(input, output)| {
+            Request::all_to_all(input, output, self.size())
+        })
     }
 
     /// Starts [`Group::all_to_all_in_place`].
-    pub fn submit_all_to_all_in_place<T: Element>(&self, mut buffer: Vec<T>) -> Submitted<Vec<T>> {
-        let request = self.all_to_all_in_place_request(&mut buffer)?;
-        self.submit_with(request, buffer)
+    pub fn submit_all_to_all_in_place<T: Element>(&self, buffer: Vec<T>) -> Submitted<Vec<T>> {
+        self.submit_with(buffer, |buffer| Request::all_to_all_in_place(buffer, self.size()))
     }
 
     /// Starts [`Group::all_to_all_unequal`]: input and output. The ranks compare the lengths as the
@@ -161,11 +161,12 @@ impl Group {
         &self,
         input: Vec<T>,
         sent: &[usize],
-        mut output: Vec<T>,
+        output: Vec<T>,
         received: &[usize],
     ) -> Submitted<(Vec<T>, Vec<T>)> {
-        let request = self.all_to_all_unequal_request(&input, sent, &mut output, received)?;
-        self.submit_with(request, (input, output))
+        self.submit_with((input, output), |(input, output)| {
+            Request::all_to_all_unequal(input, sent, output, received, None)
+        })
     }
 
     /// Starts [`Group::barrier`]: done when all ranks have come here.
@@ -187,11 +188,12 @@ impl Group {
         Ok(Pending::new(work, buffer))
     }
 
-    /// Starts [`Group::receive`], of a message as long as the buffer.
+    /// Starts [`Group::receive`], or without a rank [`Group::receive_any`], of a message as long as the
+    /// buffer.
     pub fn submit_receive_owned<T: Element>(
         &self,
         mut buffer: Vec<T>,
-        from: usize,
+        from: impl Into<Option<usize>>,
         tag: u32,
     ) -> Submitted<Vec<T>> {
         let (address, length) = (buffer.as_mut_ptr().cast(), size_of_val(&buffer[..]));
@@ -200,23 +202,16 @@ impl Group {
         Ok(Pending::new(work, buffer))
     }
 
-    /// Starts [`Group::receive_any`], of a message as long as the buffer.
-    pub fn submit_receive_any_owned<T: Element>(
-        &self,
-        mut buffer: Vec<T>,
-        tag: u32,
-    ) -> Submitted<Vec<T>> {
-        let (address, length) = (buffer.as_mut_ptr().cast(), size_of_val(&buffer[..]));
-        // SAFETY: the vector's memory lives in the handle until the work is done.
-        let work = unsafe { self.submit_receive_any(address, length, tag) }?;
-        Ok(Pending::new(work, buffer))
-    }
-
     /// Submits a request on the memory of `buffers`: vectors, whose memory stays where it is when
     /// they move.
-    fn submit_with<B>(&self, request: Request, buffers: B) -> Submitted<B> {
+    fn submit_with<B>(
+        &self,
+        mut buffers: B,
+        request: impl FnOnce(&mut B) -> Request<'_>,
+    ) -> Submitted<B> {
         // SAFETY: the memory lives in the handle until the call is done, and even a handle that is
         // forgotten never frees it.
-        Ok(Pending::new(unsafe { self.submit(request) }?, buffers))
+        let work = unsafe { self.submit(request(&mut buffers)) }?;
+        Ok(Pending::new(work, buffers))
     }
 }

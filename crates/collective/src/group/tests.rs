@@ -17,8 +17,11 @@ use crate::options::Transport;
 /// After this long, what has not happened never will.
 const HUNG: Duration = Duration::from_secs(60);
 
-/// Ranks that meet over TCP, whether they have called or not.
-fn over_tcp(world: usize, options: &Options) -> Vec<Group> {
+/// A rank's connections for data, each with its peer.
+type DataSockets = Vec<(usize, Arc<Socket>)>;
+
+/// Ranks that meet over TCP, whether they have called or not, and their connections for data.
+fn over_tcp(world: usize, options: &Options) -> (Vec<Group>, Vec<DataSockets>) {
     let token = Token::random().unwrap();
     let local = IpAddr::V4(Ipv4Addr::LOCALHOST);
     let endpoints: Vec<Endpoint> = (0..world).map(|_| Endpoint::bind(local).unwrap()).collect();
@@ -29,10 +32,19 @@ fn over_tcp(world: usize, options: &Options) -> Vec<Group> {
         let form = |(rank, endpoint): (usize, Endpoint)| {
             let connector = endpoint.open(rank, token.clone(), roster.clone()).unwrap();
             let options = options.clone();
-            scope.spawn(move || Group::world(connector, Epoch::new(0), rank, world, options))
+            scope.spawn(move || {
+                let (tell, told) = std::sync::mpsc::channel();
+                let tapped = move |host: HostEngine| {
+                    tell.send(host.links.handles().collect()).unwrap();
+                    Ok(Box::new(host) as Box<_>)
+                };
+                let (epoch, tapped) = (Epoch::new(0), Arc::new(tapped));
+                let group = Group::with_engine(connector, epoch, rank, world, options, tapped);
+                (group.unwrap(), told.recv().unwrap())
+            })
         };
         let ranks: Vec<_> = endpoints.into_iter().enumerate().map(form).collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap().unwrap()).collect()
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
 }
 
@@ -43,10 +55,6 @@ fn on_all(groups: &[Group], body: impl Fn(&Group) + Sync) {
             scope.spawn(move || body(group));
         }
     });
-}
-
-fn data_sockets(group: &Group) -> Vec<(usize, Arc<Socket>)> {
-    group.inner.queue.with_engine(|engine| engine.links.handles().collect())
 }
 
 /// From now on, the kernel drops whatever arrives for this socket, as if it had been lost on the way.
@@ -81,7 +89,7 @@ fn every_tcp_connection_is_kept_alive() {
     };
     // Tests of one binary run in processes of their own, or this counts others' connections as well,
     // which are kept alive, too.
-    let groups = over_tcp(3, &Options::default());
+    let (groups, _) = over_tcp(3, &Options::default());
     let mut seen = 0;
     for socket in tcp_sockets() {
         assert_eq!(sockopt::socket_keepalive(socket), Ok(true));
@@ -101,9 +109,9 @@ fn every_tcp_connection_is_kept_alive() {
 #[test]
 fn a_flow_that_is_dropped_while_it_is_idle_is_noticed() {
     let options = Options { timeout: Duration::from_secs(2), ..Options::default() };
-    let groups = over_tcp(2, &options);
-    for (_, socket) in groups.iter().flat_map(data_sockets) {
-        deafen(&socket);
+    let (groups, data) = over_tcp(2, &options);
+    for (_, socket) in data.iter().flatten() {
+        deafen(socket);
     }
     // Nobody sends: whoever waits finds out by the probes.
     let error = groups[0].broadcast(&mut [0u8; 1000], 1).unwrap_err();
@@ -114,11 +122,11 @@ fn a_flow_that_is_dropped_while_it_is_idle_is_noticed() {
 #[test]
 fn a_flow_that_is_dropped_while_data_is_on_its_way_is_noticed() {
     let options = Options { timeout: Duration::from_secs(2), ..Options::default() };
-    let groups = over_tcp(2, &options);
-    for (_, socket) in groups.iter().flat_map(data_sockets) {
+    let (groups, data) = over_tcp(2, &options);
+    for (_, socket) in data.iter().flatten() {
         // Without the probes, which would find it out if they came before the data.
         socket.set_keepalive(false).unwrap();
-        deafen(&socket);
+        deafen(socket);
     }
     on_all(&groups, |group| {
         let error = group.all_reduce(&mut [1f32; 1000], Reduction::Sum).unwrap_err();
@@ -134,12 +142,12 @@ fn a_flow_that_is_dropped_while_data_is_on_its_way_is_noticed() {
 #[test]
 fn a_rank_that_has_no_room_is_not_lost() {
     let options = Options { timeout: Duration::from_millis(500), ..Options::default() };
-    let groups = over_tcp(2, &options);
+    let (groups, data) = over_tcp(2, &options);
     // More than the buffers of the connection hold.
     let mut sent = vec![7u8; 64 << 20];
     std::thread::scope(|scope| {
         let root = scope.spawn(|| groups[0].broadcast(&mut sent, 0));
-        let (_, socket) = &data_sockets(&groups[1])[0];
+        let (_, socket) = &data[1][0];
         // Full, and then for several timeouts: what the test is about takes time.
         let queued = || rustix::io::ioctl_fionread(socket).unwrap();
         let deadline = Instant::now() + HUNG;
@@ -167,7 +175,7 @@ fn a_rank_that_has_no_room_is_not_lost() {
 fn calls_go_on_after_the_last_number() {
     let groups = Group::local_on_hosts(&[0, 0, 1], &Options::default()).unwrap();
     for group in &groups {
-        group.inner.queue.with_engine(|engine| engine.seq = u32::MAX - 7);
+        group.inner.state.skip_to(u32::MAX / 2 - 4);
     }
     let waits = Arc::new(AtomicUsize::new(0));
     let asked = waits.clone();

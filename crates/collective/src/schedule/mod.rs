@@ -21,7 +21,6 @@ mod direct;
 mod double_tree;
 mod halving_doubling;
 mod hierarchical;
-pub mod interpret;
 mod layout;
 mod pairwise;
 mod ring;
@@ -285,7 +284,7 @@ impl Op {
 
 impl Place {
     /// The place of the blocks that follow the first `blocks` of a range at this place.
-    fn skip(self, blocks: u32) -> Place {
+    pub fn skip(self, blocks: u32) -> Place {
         match self {
             Place::Scratch(cell) => Place::Scratch(cell + blocks),
             buffer => buffer,

@@ -118,7 +118,7 @@ impl Side {
 
     /// A handle for the next transfer.
     pub fn work(&mut self) -> Work {
-        self.pool.take()
+        self.pool.take(None)
     }
 
     /// Submits a send to another rank.

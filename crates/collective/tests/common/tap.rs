@@ -81,9 +81,8 @@ impl Tapped {
     ) -> Outcomes {
         let mut buffer = vec![1.5f32; COUNT];
         let (mut received, mut sent) = ([0; MESSAGE], [7; MESSAGE]);
-        let address = buffer.as_mut_ptr();
-        let request = Request::all_reduce(address, address, COUNT, Reduction::Sum);
-        let request = Request { algorithm: Some(Algorithm::Direct), ..request };
+        let request = Request::all_reduce(&mut buffer, Reduction::Sum);
+        let request = request.with_algorithm(Algorithm::Direct);
         // SAFETY: the buffers outlive the waits below.
         let [all_reduce, receive, send] = unsafe {
             [

@@ -3,12 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypedDict
 
-# As in `unisono.torch._backend.codes`.
+# Where an input or output is, 0 where there is none; or where the block of each rank is.
 _Address = int | list[int]
-_Call = (
-    tuple[int, int, int, _Address, _Address, int, int | None]
-    | tuple[int, list[int], int, list[int]]
-)
 
 # Where the 32-bit floats of a parameter are: address and count.
 _Place = tuple[int, int]
@@ -65,10 +61,13 @@ class Group:
     def size(self) -> int:
         """Ranks in the group."""
 
-    def run(self, call: _Call, origin: Origin, seconds: float) -> None:
-        """Runs a call and waits for it. The caller keeps its memory to itself meanwhile."""
+    def run(self, call: Call, origin: Origin, seconds: float) -> int:
+        """Runs a call and waits for it. The caller keeps its memory to itself meanwhile.
 
-    def submit(self, call: _Call, origin: Origin, keep: object) -> Work:
+        Returns the number of the call in the group.
+        """
+
+    def submit(self, call: Call, origin: Origin, keep: object) -> Work:
         """Starts a call on memory that `keep` owns."""
 
     def send(self, address: int, length: int, to: int, tag: int, keep: object) -> Work:
@@ -81,6 +80,9 @@ class Group:
 
     def subgroup(self, members: Sequence[int]) -> Group:
         """The group of these ranks, in this order. Only they call it, all with the same list."""
+
+    def calls(self) -> int:
+        """The number of the last call, also of one that waits in line; 0 before the first."""
 
     def has_ended(self) -> bool:
         """Whether the group has ended, by a failure or because it was closed."""
@@ -96,6 +98,35 @@ class Group:
 
         Ranks that still need this one are told the reason, if there is one.
         """
+
+class Call:
+    """A collective call: what to do, by the codes of `unisono.torch._backend.codes`, and with what."""
+
+    @staticmethod
+    def moving(
+        op: int, input: _Address, output: _Address, count: int, root: int | None = None
+    ) -> Call:
+        """Moves `count` bytes, of the buffer or of a block."""
+
+    @staticmethod
+    def reducing(
+        op: int,
+        dtype: int,
+        reduction: int,
+        input: _Address,
+        output: _Address,
+        count: int,
+        root: int | None = None,
+    ) -> Call:
+        """Reduces `count` elements, of the buffer or of a block."""
+
+    @staticmethod
+    def unequal(input: int, sent: list[int], output: int, received: list[int]) -> Call:
+        """Gives each rank its block of everybody's input: so many bytes to and from each."""
+
+    @staticmethod
+    def barrier() -> Call:
+        """Waits for all ranks."""
 
 class Origin:
     """Where a call comes from, in its caller's words."""
@@ -303,6 +334,9 @@ class Work:
 
     def end_within(self, seconds: float) -> None:
         """Ends the group if the operation has not ended within `seconds` from now."""
+
+    def number(self) -> int | None:
+        """The number of the call in its group; None of a message."""
 
     def source(self) -> int | None:
         """Whose message this is, if it is one that was received."""

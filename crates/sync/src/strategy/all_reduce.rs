@@ -1,8 +1,9 @@
 //! All workers wait for all: the mean of every bucket, the same bits everywhere.
 
+use std::sync::Arc;
 use std::time::Instant;
 
-use unisono_collective::{AbortHandle, Group};
+use unisono_collective::Group;
 
 use super::{Exchange, Gradients};
 use crate::combine::Combiner;
@@ -35,11 +36,7 @@ impl Exchange for AllReduce {
         Ok(())
     }
 
-    fn sent(&self) -> u64 {
-        self.combiner.sent()
-    }
-
-    fn abort_handle(&self) -> AbortHandle {
-        self.combiner.group().abort_handle()
+    fn group(&self) -> &Arc<Group> {
+        self.combiner.group()
     }
 }

@@ -1,25 +1,22 @@
-//! Exchanges buckets on a thread of its own.
+//! Exchanges buckets while the caller goes on.
 //!
-//! The thread has a group of its own and takes the buckets in order, so that the order of calls is
-//! the order of submission, whatever else the ranks say to each other meanwhile.
+//! The buckets are tasks of a group that serves nothing else: its progress thread takes them in order,
+//! so that the order of calls is the order of submission, whatever else the ranks say to each other
+//! meanwhile.
 
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use unisono_collective::{AbortHandle, Group};
+use unisono_collective::{AbortHandle, Group, Work};
 
 use super::{Find, Gradients, Save, Strategy};
 use crate::advice::Advice;
 use crate::bucket::Layout;
 use crate::error::SyncError;
 use crate::times::StepTimes;
-
-/// How often a wait for a bucket asks whether to go on. Longer: Ctrl-C is answered later. Shorter:
-/// more of nothing.
-const ASK_EVERY: Duration = Duration::from_millis(100);
 
 /// What makes one mean of a bucket of all ranks, one bucket after the other.
 pub trait Exchange: Send + 'static {
@@ -35,11 +32,8 @@ pub trait Exchange: Send + 'static {
     /// Replaces the first slot by the mean over all shards of all ranks.
     fn exchange(&mut self, gradients: &mut Gradients) -> Result<(), SyncError>;
 
-    /// As [`Strategy::sent`].
-    fn sent(&self) -> u64;
-
-    /// As [`Strategy::abort_handle`].
-    fn abort_handle(&self) -> AbortHandle;
+    /// The ranks, over which nothing else is exchanged.
+    fn group(&self) -> &Arc<Group>;
 
     /// As [`Strategy::is_settled`].
     fn is_settled(&self) -> bool {
@@ -75,36 +69,20 @@ type Outcome = Result<Gradients, SyncError>;
 /// An exchange as a strategy.
 pub struct Background<E> {
     exchange: Arc<Mutex<E>>,
-    to: Option<Sender<Gradients>>,
-    from: Receiver<Outcome>,
-    thread: Option<JoinHandle<()>>,
+    group: Arc<Group>,
+    /// The buckets that were not collected.
+    pending: VecDeque<Work>,
+    outcomes: (Sender<Outcome>, Receiver<Outcome>),
     sent: Arc<AtomicU64>,
-    abort: AbortHandle,
 }
 
 impl<E: Exchange> Background<E> {
-    /// Starts the thread.
+    /// For buckets in any number.
     pub fn new(exchange: E) -> Background<E> {
-        let (to, requests) = channel();
-        let (outcomes, from) = channel();
-        let sent = Arc::new(AtomicU64::new(exchange.sent()));
-        let abort = exchange.abort_handle();
-        let exchange = Arc::new(Mutex::new(exchange));
-        let (serving, counter) = (exchange.clone(), sent.clone());
-        let serve = move || {
-            for gradients in requests {
-                let mut exchange = lock(&serving);
-                let outcome = serve_one(&mut *exchange, gradients);
-                counter.store(exchange.sent(), Ordering::Relaxed);
-                drop(exchange);
-                if outcomes.send(outcome).is_err() {
-                    return;
-                }
-            }
-        };
-        let thread = std::thread::Builder::new().name("unisono-sync".to_owned()).spawn(serve);
-        let thread = Some(thread.expect("the system can start one more thread"));
-        Background { exchange, to: Some(to), from, thread, sent, abort }
+        let group = exchange.group().clone();
+        let sent = Arc::new(AtomicU64::new(group.traffic().total()));
+        let (exchange, pending) = (Arc::new(Mutex::new(exchange)), VecDeque::new());
+        Background { exchange, group, pending, outcomes: channel(), sent }
     }
 
     /// The exchange, once it has nothing to do.
@@ -123,20 +101,21 @@ impl<E: Exchange> Strategy for Background<E> {
     }
 
     fn submit(&mut self, gradients: Gradients) {
-        let to = self.to.as_ref().expect("closed only by drop");
-        to.send(gradients).expect("the thread serves until it is closed");
+        let (exchange, sent, to) =
+            (self.exchange.clone(), self.sent.clone(), self.outcomes.0.clone());
+        self.pending.push_back(self.group.submit_task(move || {
+            let mut exchange = lock(&exchange);
+            let outcome = exchange_one(&mut *exchange, gradients);
+            sent.store(exchange.group().traffic().total(), Ordering::Relaxed);
+            to.send(outcome).expect("the receiver waits for its tasks");
+        }));
     }
 
     fn collect(&mut self) -> Result<Gradients, SyncError> {
-        loop {
-            match self.from.recv_timeout(ASK_EVERY) {
-                Ok(outcome) => return outcome,
-                // The thread that exchanges is not that of the caller, who alone can tell. If the
-                // group ends, so does the exchange, and its error comes here.
-                Err(RecvTimeoutError::Timeout) => self.abort.ask_to_stop(),
-                Err(RecvTimeoutError::Disconnected) => panic!("every bucket is answered"),
-            }
-        }
+        let work = self.pending.pop_front().expect("only what was submitted is collected");
+        // An exchange that fails has an outcome of its own, and one that panics has none.
+        let _ = work.wait();
+        self.outcomes.1.try_recv().expect("every bucket is answered")
     }
 
     fn sent(&self) -> u64 {
@@ -144,7 +123,7 @@ impl<E: Exchange> Strategy for Background<E> {
     }
 
     fn abort_handle(&self) -> Option<AbortHandle> {
-        Some(self.abort.clone())
+        Some(self.group.abort_handle())
     }
 
     fn is_settled(&self) -> bool {
@@ -160,7 +139,7 @@ impl<E: Exchange> Strategy for Background<E> {
         let mut exchange = self.exchange();
         let advice = exchange.observe(step, layout, times);
         // What it took to decide was sent in this step.
-        self.sent.store(exchange.sent(), Ordering::Relaxed);
+        self.sent.store(self.group.traffic().total(), Ordering::Relaxed);
         advice
     }
 
@@ -174,16 +153,13 @@ impl<E: Exchange> Strategy for Background<E> {
 }
 
 impl<E> Drop for Background<E> {
+    /// The other ranks count on what was submitted.
     fn drop(&mut self) {
-        self.to = None;
-        if let Some(thread) = self.thread.take() {
-            // A panic there was already seen by whoever waited for a bucket.
-            let _ = thread.join();
-        }
+        self.pending.drain(..).for_each(|work| drop(work.wait()));
     }
 }
 
-fn serve_one(exchange: &mut impl Exchange, mut gradients: Gradients) -> Outcome {
+fn exchange_one(exchange: &mut impl Exchange, mut gradients: Gradients) -> Outcome {
     gradients.started = Instant::now();
     exchange.exchange(&mut gradients)?;
     gradients.ended = Instant::now();

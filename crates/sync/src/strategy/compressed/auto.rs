@@ -5,12 +5,11 @@
 //! put the same numbers into the same [prediction](crate::advice), so that all choose the same. From
 //! then on the choice is part of the run's state: a resumed run does not choose anew.
 
-use std::ptr::{null, null_mut};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use unisono_codec::{CodecSpec, Rules};
-use unisono_collective::{Error, Group, Op, Reduction, Request};
+use unisono_collective::{Dtype, Error, Group, Op, Reduction, Request};
 
 use super::calls::Calls;
 use super::machine::{cpu_time, processors};
@@ -365,8 +364,7 @@ fn dearest_byte(group: &Group, elements: usize) -> Result<f64, Error> {
         return Ok(f64::INFINITY);
     }
     let elements = elements.max(LEAST_PRICED);
-    let request = Request::new(Op::AllReduce, null::<f32>(), null_mut(), elements);
-    let explained = group.explain(&request)?;
+    let explained = group.explain(&Request::sized(Op::AllReduce, Dtype::F32, elements))?;
     let priced = explained.candidates.iter().chain(&explained.others);
     let chosen = priced.into_iter().find(|priced| priced.algorithm == explained.chosen);
     let bytes = 8.0 * elements as f64 * (1.0 - 1.0 / group.size() as f64);

@@ -8,7 +8,6 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
-use std::ptr::{null, null_mut};
 
 use unisono_collective::schedule::{Phase, Problem, Schedule, build};
 use unisono_collective::{Algorithm, Dtype, Error, Group, Op, Request};
@@ -49,8 +48,7 @@ impl<'a> Calls<'a> {
     /// What a call sends. `count` is that of a [`Request`]: elements of the whole buffer, or of a
     /// block. The same on all ranks.
     pub fn sent(&self, op: Op, dtype: Dtype, count: usize) -> Result<Sent, Error> {
-        let request = Request { dtype, ..Request::new(op, null::<f32>(), null_mut(), count) };
-        let algorithm = self.group.explain(&request)?.chosen;
+        let algorithm = self.group.explain(&Request::sized(op, dtype, count))?.chosen;
         let columns = *self
             .known
             .borrow_mut()

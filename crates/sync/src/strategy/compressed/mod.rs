@@ -27,7 +27,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use unisono_codec::{Codec, CodecSpec, Passage, Rules, Task};
-use unisono_collective::{AbortHandle, Group};
+use unisono_collective::Group;
 
 use super::{Exchange, Find, Gradients, Save};
 use crate::advice::Advice;
@@ -337,12 +337,8 @@ impl Exchange for Compressed {
         Ok(())
     }
 
-    fn sent(&self) -> u64 {
-        self.combiner.sent()
-    }
-
-    fn abort_handle(&self) -> AbortHandle {
-        self.combiner.group().abort_handle()
+    fn group(&self) -> &Arc<Group> {
+        self.combiner.group()
     }
 
     fn is_settled(&self) -> bool {

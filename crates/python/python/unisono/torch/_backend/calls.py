@@ -99,7 +99,7 @@ class Calls(Collectives):
         pass
 
     def _get_sequence_number_for_group(self):
-        return self._numbered
+        return self._native.calls()
 
     def _set_sequence_number_for_group(self):
         pass

@@ -14,19 +14,9 @@ from torch.distributed import ReduceOp
 from unisono.errors import InvalidCall
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, REDUCE = range(5)
-GATHER, SCATTER, ALL_TO_ALL, BARRIER = range(5, 9)
+GATHER, SCATTER, ALL_TO_ALL = range(5, 8)
 F32, F64, F16, BF16, I8, U8, I32, I64 = range(8)
 SUM, MEAN, MIN, MAX, PRODUCT, AND, OR, XOR = range(8)
-
-# A call: operation, type, reduction, input, output, count, root.  The engine's `Request` says what
-# the count counts; addresses are 0, and the root is None, where there is none.  Where there is one
-# block per rank, the addresses of all of them may be given.  For an all-to-all of blocks of different
-# lengths: input, bytes to each rank, output, bytes from each.
-Address = int | list[int]
-Call = (
-    tuple[int, int, int, Address, Address, int, int | None]
-    | tuple[int, list[int], int, list[int]]
-)
 
 _DTYPES = {
     torch.float32: F32,

@@ -9,20 +9,18 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions
 
+from unisono._native import Call
 from unisono.errors import InvalidCall
 from unisono.torch._backend import sparse
 from unisono.torch._backend.codes import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
-    BARRIER,
     BROADCAST,
     GATHER,
     REDUCE,
     REDUCE_SCATTER,
     SCATTER,
-    SUM,
-    U8,
     reducible,
     reduction,
 )
@@ -111,7 +109,7 @@ class Collectives(Core):
         else:
             flat, finish = place_for(tensors[0], keep=False)
         address = flat.data_ptr()
-        call = (BROADCAST, U8, SUM, address, address, byte_count(flat), root)
+        call = Call.moving(BROADCAST, address, address, byte_count(flat), root)
         return self._start(Prepared(call, opts, "broadcast", tensors, tensors, (flat,), finish))
 
     def allgather(self, outputs, inputs, opts=None):
@@ -177,7 +175,7 @@ class Collectives(Core):
         elif len(inputs) and len(inputs[0]):
             raise InvalidCall("scatter takes inputs at the root only")
         shown = inputs[0] if inputs else []
-        call = (SCATTER, U8, SUM, blocks.address, flat.data_ptr(), byte_count(flat), root)
+        call = Call.moving(SCATTER, blocks.address, flat.data_ptr(), byte_count(flat), root)
         keep = (*blocks.keep, flat)
         return self._start(Prepared(call, opts, "scatter", outputs, shown, keep, finish))
 
@@ -193,7 +191,7 @@ class Collectives(Core):
         if source.numel() % self._size:
             raise InvalidCall(f"{source.numel()} elements do not divide into {self._size} blocks")
         block = byte_count(source) // self._size
-        call = (ALL_TO_ALL, U8, SUM, source.data_ptr(), flat.data_ptr(), block, None)
+        call = Call.moving(ALL_TO_ALL, source.data_ptr(), flat.data_ptr(), block)
         keep = (source, flat)
         return self._start(Prepared(call, opts, "all_to_all", [output], [input], keep, finish))
 
@@ -223,7 +221,7 @@ class Collectives(Core):
         """Waits for all ranks."""
         timeout = getattr(opts, "timeout", None)
         seconds = max(timeout.total_seconds(), 0.0) if timeout else 0.0
-        call = (BARRIER, U8, SUM, 0, 0, 0, None)
+        call = Call.barrier()
         return self._start(Prepared(call, opts, "barrier", [], [], (), None, seconds))
 
     # What the calls above have in common.
@@ -250,7 +248,7 @@ class Collectives(Core):
         view, dtype, code = reducible(flat, reduction(opts.reduceOp))
         address = view.data_ptr()
         output = 0 if only_read else address
-        call = (op, dtype, code, address, output, view.numel(), root)
+        call = Call.reducing(op, dtype, code, address, output, view.numel(), root)
         return Prepared(call, opts, name, tensors, tensors, (flat,), finish)
 
     def _source_blocks(self, input, output) -> Blocks:
@@ -268,7 +266,8 @@ class Collectives(Core):
     def _scattered(self, output, blocks, opts, name, shown) -> Prepared:
         flat, finish = place_for(output, keep=False)
         into, dtype, code = reducible(flat, reduction(opts.reduceOp))
-        call = (REDUCE_SCATTER, dtype, code, blocks.address, into.data_ptr(), into.numel(), None)
+        source, count = blocks.address, into.numel()
+        call = Call.reducing(REDUCE_SCATTER, dtype, code, source, into.data_ptr(), count)
         return Prepared(call, opts, name, [output], shown, (*blocks.keep, flat), finish)
 
     def _gathered_list(self, outputs, input, opts, name) -> Prepared:
@@ -283,18 +282,18 @@ class Collectives(Core):
 
     def _gathered_in(self, blocks, source, opts, name, result, input) -> Prepared:
         address, count = source.data_ptr(), byte_count(source)
-        call = (ALL_GATHER, U8, SUM, address, blocks.address, count, None)
+        call = Call.moving(ALL_GATHER, address, blocks.address, count)
         return Prepared(call, opts, name, result, [input], (source, *blocks.keep), blocks.finish)
 
     def _gather(self, source, blocks, opts, result, shown):
         address, count = source.data_ptr(), byte_count(source)
-        call = (GATHER, U8, SUM, address, blocks.address, count, opts.rootRank)
+        call = Call.moving(GATHER, address, blocks.address, count, opts.rootRank)
         keep = (source, *blocks.keep)
         return self._start(Prepared(call, opts, "gather", result, shown, keep, blocks.finish))
 
     def _exchange(self, source, sent, flat, received, finish, opts, result, shown):
         """Blocks of different lengths, about which the ranks agree first."""
-        call = (source.data_ptr(), sent, flat.data_ptr(), received)
+        call = Call.unequal(source.data_ptr(), sent, flat.data_ptr(), received)
         keep = (source, flat)
         return self._start(Prepared(call, opts, "all_to_all", result, shown, keep, finish))
 

@@ -15,7 +15,6 @@ from unisono import _native
 from unisono.errors import Error, InvalidCall
 from unisono.torch import _exit
 from unisono.torch._backend import lines
-from unisono.torch._backend.codes import Call
 from unisono.torch._backend.tensors import Finish
 from unisono.torch._backend.work import Work, Works
 
@@ -23,7 +22,7 @@ from unisono.torch._backend.work import Work, Works
 class Prepared(NamedTuple):
     """A call that was checked, and can be started."""
 
-    call: Call
+    call: _native.Call
     #: Torch's options; `asyncOp` in them is false for a call that is waited for at once.
     opts: object
     #: What the profiler sees, besides `shown`; without a name, nothing.
@@ -49,8 +48,6 @@ class Core:
         self._rank = native.rank
         self._size = native.size
         self._set_timeout(timeout)
-        # Calls made so far.
-        self._numbered = 0
         self._barriers = 0
         # Whether it is the group of all ranks, which were brought together by the store.
         self._has_all = False
@@ -77,7 +74,6 @@ class Core:
         profiled = torch.autograd._profiler_enabled()
         if opts is not None and not getattr(opts, "asyncOp", True) and not profiled:
             self._native.run(call, lines.here(_dtype_of(prepared), None), seconds)
-            self._numbered += 1
             if finish is not None:
                 finish()
             return None
@@ -87,7 +83,6 @@ class Core:
         # A tensor can be given other memory, by `tensor.data = …`; its storage is the memory.
         memory = [tensor.untyped_storage() for tensor in keep]
         native = self._native.submit(call, origin, memory)
-        self._numbered += 1
         work = Work(native, result, finish, seconds)
         if profiled and name is not None:
             self._record(work, name, shown)

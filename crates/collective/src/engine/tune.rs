@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::engine::{Engine, Request};
+use super::HostEngine;
 use crate::buffers::Buffers;
 use crate::call::Call;
 use crate::cost::{Costs, LinkCost, WindowCost};
@@ -15,6 +15,7 @@ use crate::dtype::{Dtype, Reduction, Unit};
 use crate::error::Error;
 use crate::kernel;
 use crate::link::Run;
+use crate::request::Request;
 use crate::schedule::{
     Algorithm, Collect, Layout, Op, Place, Recv, Round, Rounds, Send, Source, Stage, Topology,
     Window, WindowFold,
@@ -98,14 +99,10 @@ impl Findings {
     }
 
     /// Adds up what all ranks found.
-    fn share(&mut self, engine: &mut Engine) -> Result<(), Error> {
+    fn share(&mut self, engine: &mut HostEngine) -> Result<(), Error> {
         let mut all = [self.sums, self.numbers].concat();
-        let request = Request {
-            algorithm: Some(Algorithm::Tree),
-            ..Request::all_reduce(all.as_ptr(), all.as_mut_ptr(), all.len(), Reduction::Sum)
-        };
-        // SAFETY: the vector outlives the call.
-        unsafe { engine.execute(&request) }?;
+        let request = Request::all_reduce(&mut all, Reduction::Sum);
+        engine.run_unnumbered(request.with_algorithm(Algorithm::Tree))?;
         self.sums.copy_from_slice(&all[..Finding::COUNT]);
         self.numbers.copy_from_slice(&all[Finding::COUNT..]);
         Ok(())
@@ -136,7 +133,7 @@ impl Effort {
 }
 
 /// Measures the group and tells the engine.
-pub fn measure(engine: &mut Engine, crowd: f64) -> Result<(), Error> {
+pub fn measure(engine: &mut HostEngine, crowd: f64) -> Result<(), Error> {
     let topology = engine.topology.clone();
     let (near, far) =
         (partner(&topology, engine.rank, true), partner(&topology, engine.rank, false));
@@ -244,7 +241,7 @@ fn partner(topology: &Topology, rank: usize, near: bool) -> Option<usize> {
 }
 
 /// Seconds until all ranks of the host have noticed that all have arrived.
-fn wait(engine: &mut Engine) -> Result<Option<f64>, Error> {
+fn wait(engine: &mut HostEngine) -> Result<Option<f64>, Error> {
     let schedule = Window { cells: 1, ..Window::default() };
     let call = call(0);
     let buffers = buffers(std::ptr::null_mut(), 0, 1);
@@ -263,7 +260,7 @@ fn wait(engine: &mut Engine) -> Result<Option<f64>, Error> {
 
 /// Seconds per byte to stage it and to collect it, or fold it with one of this rank's own, from
 /// the next rank of the host, while all ranks do so.
-fn through_window(engine: &mut Engine, fold: bool) -> Result<Option<f64>, Error> {
+fn through_window(engine: &mut HostEngine, fold: bool) -> Result<Option<f64>, Error> {
     let here = engine.topology.members(engine.topology.host(engine.rank));
     let place = here.iter().position(|&m| m == engine.rank).expect("a rank is on its own host");
     let next = here[(place + 1) % here.len()];
@@ -299,7 +296,7 @@ fn through_window(engine: &mut Engine, fold: bool) -> Result<Option<f64>, Error>
 
 /// Seconds that a rank and its partner take to exchange messages of `bytes`.
 fn exchange(
-    engine: &mut Engine,
+    engine: &mut HostEngine,
     partner: Option<usize>,
     bytes: usize,
     repetitions: usize,
@@ -332,13 +329,11 @@ fn exchange(
 }
 
 /// Seconds that all ranks take to send an empty message to all others.
-fn all_to_all(engine: &mut Engine) -> Result<Option<f64>, Error> {
-    let request = Request { algorithm: Some(Algorithm::Direct), ..Request::barrier() };
+fn all_to_all(engine: &mut HostEngine) -> Result<Option<f64>, Error> {
     let Effort { batches, short } = Effort::for_all(engine.topology.world());
     quickest_of(batches, || {
         for _ in 0..short {
-            // SAFETY: no memory is involved.
-            unsafe { engine.execute(&request) }?;
+            engine.run_unnumbered(Request::barrier().with_algorithm(Algorithm::Direct))?;
         }
         Ok(short)
     })

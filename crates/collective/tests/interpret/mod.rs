@@ -21,7 +21,7 @@ mod machine;
 mod shared;
 mod values;
 
-use super::{Op, Phase, Place, Schedule, Topology};
+use unisono_collective::schedule::{Op, Phase, Place, Schedule, Topology};
 
 use machine::Machine;
 

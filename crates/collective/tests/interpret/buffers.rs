@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::Call;
-use crate::schedule::{Layout, Op, Place, Schedule};
+use unisono_collective::schedule::{Layout, Op, Place, Schedule};
 
 /// How long the buffers of a call are.
 #[derive(Clone, Debug, PartialEq, Eq)]

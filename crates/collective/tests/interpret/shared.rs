@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::machine::{At, Clock, Machine, Task, join};
 use super::{Arithmetic, Fault};
-use crate::schedule::{Collect, Source, Stage, Window, WindowFold};
+use unisono_collective::schedule::{Collect, Source, Stage, Window, WindowFold};
 
 /// The staging buffers of a host for one segment of one phase.
 pub(super) struct SharedWindow<V> {

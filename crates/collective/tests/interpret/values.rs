@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use crate::tree::split;
+use unisono_collective::tree::split;
 
 /// How elements of several ranks become one.
 pub trait Arithmetic {

@@ -6,8 +6,8 @@ use std::ops::Range;
 use super::buffers::Memory;
 use super::shared::SharedWindow;
 use super::{Arithmetic, Call, Fault};
-use crate::schedule::{Blocks, Fold, Phase, Place, Recv, Round, Schedule, Topology};
-use crate::tree::{Node, Tree};
+use unisono_collective::schedule::{Blocks, Fold, Phase, Place, Recv, Round, Schedule, Topology};
+use unisono_collective::tree::{Node, Tree};
 
 /// All ranks of a call.
 pub(super) struct Machine<'a, A: Arithmetic> {

@@ -1,0 +1,312 @@
+//! The engine of host memory: chooses the algorithm, cuts the buffers, drives the phases over shared
+//! memory and sockets.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crate::buffers::Buffers;
+use crate::call::Call;
+use crate::cost::{Contest, Costs, Cut, Prediction};
+use crate::dtype::Dtype;
+use crate::error::{Error, InvalidCall};
+use crate::fabric::staging_buffer;
+use crate::link::{Links, Run};
+use crate::options::Options;
+use crate::request::{Checked, Request};
+use crate::schedule::{self, Algorithm, Op, Phase, Problem, Schedule, Topology};
+use crate::state::GroupState;
+use crate::window::WindowMemory;
+
+use super::{Engine, Explanation, Memory, Plan, tune};
+
+/// Segments in flight over links. More: more overlap of sending, receiving and folding, until the
+/// socket buffers hold them all anyway. Fewer: less scratch memory.
+const DEPTH: usize = 4;
+
+/// Bytes of a segment at most: lengths of messages travel in 32 bits.
+const LARGEST_SEGMENT: usize = 1 << 30;
+
+/// Plans remembered. A training run has a few dozen different calls.
+const REMEMBERED: usize = 4096;
+
+/// Runs calls on host memory, between ranks of one host and of several.
+pub struct HostEngine {
+    pub(super) rank: usize,
+    pub(super) topology: Topology,
+    options: Options,
+    pub(crate) links: Links,
+    pub(super) window: Option<WindowMemory>,
+    costs: Costs,
+    pub(super) state: Arc<GroupState>,
+    contests: HashMap<(Op, bool), Contest>,
+    schedules: HashMap<(Op, Algorithm), Arc<Schedule>>,
+    plans: HashMap<(Op, Dtype, usize, Option<Algorithm>), Plan>,
+}
+
+impl HostEngine {
+    pub(crate) fn new(
+        rank: usize,
+        topology: Topology,
+        options: Options,
+        links: Links,
+        window: Option<WindowMemory>,
+        costs: Costs,
+        state: Arc<GroupState>,
+    ) -> HostEngine {
+        // Nothing here keeps a descriptor open: who can end a group may be able to for longer than
+        // there is one.
+        let sockets: Vec<_> = links.handles().map(|(_, socket)| Arc::downgrade(&socket)).collect();
+        state.on_failure(move || {
+            for socket in sockets.iter().filter_map(std::sync::Weak::upgrade) {
+                // A socket that is closed already needs no shutdown.
+                let _ = socket.shutdown(std::net::Shutdown::Both);
+            }
+        });
+        HostEngine {
+            rank,
+            topology,
+            options,
+            links,
+            window,
+            costs,
+            state,
+            contests: HashMap::new(),
+            schedules: HashMap::new(),
+            plans: HashMap::new(),
+        }
+    }
+
+    /// The measured costs.
+    pub(crate) fn costs(&self) -> &Costs {
+        &self.costs
+    }
+
+    /// Replaces the costs by which algorithms are chosen; equal on all ranks.
+    pub(super) fn set_costs(&mut self, costs: Costs) {
+        self.costs = costs;
+        self.plans.clear();
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// Which ranks share a host.
+    pub fn topology(&self) -> &Topology {
+        &self.topology
+    }
+
+    /// The settings of the group.
+    pub fn options(&self) -> &Options {
+        &self.options
+    }
+
+    /// Whether the group still stands.
+    pub fn state(&self) -> &Arc<GroupState> {
+        &self.state
+    }
+
+    /// Runs a call that all ranks make while the group forms: it has no number.
+    pub fn run_unnumbered(&mut self, request: Request<'_>) -> Result<(), Error> {
+        let request = request.check(self.rank, &self.topology)?;
+        let call = request.call(Call::MEASURING, self.plan(&request)?);
+        if self.state.is_over() {
+            return Err(self.state.settled_error(Some(call)));
+        }
+        self.run(&call, &request).map_err(|error| self.state.fail_in(&call, error))
+    }
+
+    /// Measures the group, from which on calls are priced by its own costs.
+    pub(crate) fn measure(&mut self, crowd: f64) -> Result<(), Error> {
+        tune::measure(self, crowd)
+    }
+
+    /// Runs segments of a phase.
+    ///
+    /// # Safety
+    /// The buffers are valid for the call's layouts and nobody else uses them meanwhile.
+    unsafe fn run_phase(
+        &mut self,
+        phase: &Phase,
+        call: &Call,
+        buffers: &Buffers<'_>,
+        segments: std::ops::Range<usize>,
+    ) -> Result<(), Error> {
+        let divisor = self.topology.world() as u32;
+        match phase {
+            Phase::Rounds(schedule) => {
+                let (rank, state) = (self.rank, &*self.state);
+                let run = Run { call, schedule, buffers, segments, divisor, rank, state };
+                // SAFETY: passed on from the caller.
+                unsafe { self.links.run(&run) }
+            }
+            Phase::Window(schedule) => match &mut self.window {
+                // Nothing is shared, so nobody waits.
+                _ if schedule.cells == 0 => {
+                    let room = self.links.room();
+                    // SAFETY: passed on from the caller.
+                    unsafe {
+                        crate::window::run_alone(call, schedule, buffers, segments, divisor, room)
+                    };
+                    Ok(())
+                }
+                // SAFETY: passed on from the caller.
+                Some(window) => unsafe {
+                    window.run(call, schedule, buffers, segments, divisor, &self.state)
+                },
+                None => unreachable!("schedules share memory only where ranks share a host"),
+            },
+        }
+    }
+
+    fn must_be_canonical(&self, request: &Request<'_>) -> bool {
+        self.options.canonical && request.dtype().is_float()
+    }
+
+    /// All candidates, best first.
+    fn predictions(&mut self, request: &Request<'_>) -> Vec<Prediction> {
+        let canonical = self.must_be_canonical(request);
+        let key = (request.op(), canonical);
+        let contest = self.contests.remove(&key).unwrap_or_else(|| {
+            let algorithms = schedule::candidates(request.op(), &self.topology, canonical);
+            Contest::new(request.op(), &self.topology, &algorithms)
+        });
+        let predictions = contest.predict(&self.costs, |a, s| self.cut(request, s, a));
+        self.contests.insert(key, contest);
+        predictions
+    }
+
+    /// How a call is cut for a schedule.
+    fn cut(&self, request: &Request<'_>, schedule: &Schedule, algorithm: Algorithm) -> Cut {
+        let column = self.column(request, schedule, algorithm);
+        let (blocks, longest) = self.blocks(request, schedule);
+        let segments = if self.is_tiled(request) {
+            request.count().div_ceil(column * blocks).max(1)
+        } else {
+            longest.div_ceil(column).max(1)
+        };
+        let bytes = column.min(longest) * request.dtype().size();
+        Cut { column: bytes, segments, in_flight: DEPTH }
+    }
+
+    fn schedule(&mut self, op: Op, algorithm: Algorithm) -> Result<Arc<Schedule>, Error> {
+        if let Some(schedule) = self.schedules.get(&(op, algorithm)) {
+            return Ok(schedule.clone());
+        }
+        let problem = Problem { op, rank: self.rank, world: self.topology.world() };
+        let schedule = schedule::build(algorithm, &problem, &self.topology)
+            .ok_or(InvalidCall::UnsupportedAlgorithm { algorithm, op: op.name() })?;
+        let schedule = Arc::new(schedule);
+        self.schedules.insert((op, algorithm), schedule.clone());
+        Ok(schedule)
+    }
+
+    /// Whether the buffer has no blocks of its own.
+    fn is_tiled(&self, request: &Request<'_>) -> bool {
+        matches!(request.op(), Op::AllReduce | Op::Broadcast { .. } | Op::Reduce { .. })
+    }
+
+    /// The number of blocks, and the elements of the longest.
+    fn blocks(&self, request: &Request<'_>, schedule: &Schedule) -> (usize, usize) {
+        if self.is_tiled(request) {
+            let parts = schedule.parts as usize;
+            return (parts, request.count().div_ceil(parts));
+        }
+        (self.topology.world(), request.extent())
+    }
+
+    /// Elements of a column: the same on all ranks, so it depends on nothing that differs.
+    fn column(&self, request: &Request<'_>, schedule: &Schedule, algorithm: Algorithm) -> usize {
+        let line = 64 / request.dtype().size();
+        let (blocks, longest) = self.blocks(request, schedule);
+        let segment = self.options.segment.unwrap_or_else(|| self.segment(algorithm));
+        let segment = segment.min(LARGEST_SEGMENT);
+        let pieces = match algorithm {
+            // Everybody's whole segment arrives at once.
+            Algorithm::Direct => self.topology.world(),
+            _ => blocks,
+        };
+        let mut bytes = segment / pieces.max(1);
+        if schedule.staging > 0 {
+            bytes = bytes.min(staging_buffer(&self.options) / schedule.staging as usize);
+        }
+        let column = (bytes / 64 * line).max(line);
+        column.min(longest.next_multiple_of(line)).max(line)
+    }
+
+    /// Bytes of a segment, over all its blocks. Larger: the staging buffers, and what was staged
+    /// and is still to be collected, fall out of the cache. Smaller: more waiting.
+    fn segment(&self, algorithm: Algorithm) -> usize {
+        match algorithm {
+            Algorithm::Window if self.costs.crowd <= 1.0 => 512 << 10,
+            Algorithm::Window | Algorithm::WindowDirect => 256 << 10,
+            Algorithm::Hierarchical => 1 << 20,
+            _ => 512 << 10,
+        }
+    }
+}
+
+impl Engine for HostEngine {
+    fn reaches(&self) -> Vec<Memory> {
+        vec![Memory::Host]
+    }
+
+    fn plan(&mut self, request: &Request<'_>) -> Result<Plan, Error> {
+        let forced = request.algorithm().or(self.options.algorithm);
+        let key = (request.op(), request.dtype(), request.extent(), forced);
+        if let Some(plan) = self.plans.get(&key) {
+            return Ok(*plan);
+        }
+        let algorithm = match forced {
+            // An algorithm that is forced for all calls, and cannot do this operation at all, leaves
+            // the choice to the model.
+            Some(a) if a.supports(request.op(), &self.topology) => a,
+            _ => self.predictions(request).first().expect("pairwise does everything").algorithm,
+        };
+        let schedule = self.schedule(request.op(), algorithm)?;
+        let column = self.column(request, &schedule, algorithm);
+        let plan = Plan { algorithm, column, canonical: algorithm.is_canonical() };
+        if self.plans.len() >= REMEMBERED {
+            self.plans.clear();
+        }
+        self.plans.insert(key, plan);
+        Ok(plan)
+    }
+
+    fn explain(&mut self, request: &Request<'_>) -> Result<Explanation, Error> {
+        let chosen = self.plan(request)?.algorithm;
+        let candidates = self.predictions(request);
+        let canonical = self.must_be_canonical(request);
+        let mut others = schedule::able(request.op(), &self.topology, canonical);
+        // A forced algorithm may be any.
+        if !others.contains(&chosen) {
+            others.push(chosen);
+        }
+        others.retain(|a| candidates.iter().all(|candidate| candidate.algorithm != *a));
+        let contest = Contest::new(request.op(), &self.topology, &others);
+        let others = contest.predict(&self.costs, |a, s| self.cut(request, s, a));
+        Ok(Explanation { candidates, others, chosen })
+    }
+
+    fn run(&mut self, call: &Call, request: &Checked<'_>) -> Result<(), Error> {
+        assert!(
+            request.is(call, self.rank, self.topology.world()),
+            "a call runs as it was checked"
+        );
+        let schedule = self.schedule(request.op(), call.algorithm)?;
+        let (mut buffers, segments) = request.cut(&schedule, call.column as usize, DEPTH);
+        buffers.scratch = self.links.scratch.reserve(buffers.scratch_bytes());
+        if let [phase] = &schedule.phases[..] {
+            // SAFETY: the request was checked, and borrows its memory for longer than this.
+            return unsafe { self.run_phase(phase, call, &buffers, 0..segments) };
+        }
+        for segment in 0..segments {
+            for phase in &schedule.phases {
+                // SAFETY: as above.
+                unsafe { self.run_phase(phase, call, &buffers, segment..segment + 1) }?;
+            }
+        }
+        Ok(())
+    }
+}
