@@ -18,7 +18,7 @@
 //!
 //! From the caller to the wire: [`Group`] queues calls, its [`engine`] chooses an algorithm by
 //! [`cost`], the algorithm's [`schedule`] says what to do, and `window` (shared memory) and
-//! `link` (sockets) do it with the [`kernel`]s. Beside them, `side` watches over the peers, and
+//! `link` (sockets) do it with the [`kernel`]s. Beside them, `control` watches over the peers, and
 //! [`fabric`] makes the connections, each of which proves the job's token ([`unisono_net::handshake`]).
 
 mod buffers;
@@ -35,11 +35,11 @@ mod history;
 pub mod kernel;
 mod link;
 mod memory;
+mod messages;
 pub mod options;
 mod places;
 mod request;
 pub mod schedule;
-mod side;
 mod state;
 mod traffic;
 pub mod tree;
@@ -62,8 +62,8 @@ pub use work::{Pending, Work};
 /// What the tests and the fuzz targets of this crate reach, and nobody else.
 #[doc(hidden)]
 pub mod internals {
-    pub use crate::control::{news, overlay, reason};
-    pub use crate::fabric::{gathering, receive_ready};
-    pub use crate::side::frame;
+    pub use crate::control::{frame, news, overlay, reason};
+    pub use crate::fabric::gathering;
+    pub use crate::messages::frame as message_frame;
     pub use crate::window::clock;
 }

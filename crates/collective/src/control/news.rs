@@ -136,8 +136,12 @@ impl News {
         }
     }
 
-    /// There is a connection to a rank. What is known of the failure and of who left, it is told.
+    /// There is a connection to a rank. If it is the first, the rank is told what is known of the failure
+    /// and of who left.
     pub fn connect(&mut self, rank: usize) {
+        if self.neighbours.iter().any(|neighbour| neighbour.rank == rank) {
+            return;
+        }
         let failures = self.failures.iter().cloned().map(Fact::Failed);
         let left = self.left.iter().enumerate().filter_map(|(rank, left)| {
             let (seq, why) = left.clone()?;
