@@ -110,6 +110,7 @@ pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     let launch = Launch {
         nodes,
         token: token()?,
+        encrypt: unisono::Options::from_env().wrong_call()?.encrypt,
         servers,
         restarts: Restarts { limit: args.restarts },
         grace: Duration::from_secs(args.grace),

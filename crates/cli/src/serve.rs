@@ -12,6 +12,7 @@ use anyhow::{Context, bail};
 use clap::Args;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use socket2::{Domain, Socket, Type};
+use unisono::Options;
 use unisono::net::Token;
 use unisono::relaxed::server::journal::{JournalError, Lock};
 use unisono::relaxed::server::{Files, Shard, ShardOptions};
@@ -91,7 +92,10 @@ pub fn lock_journal(journal: &Path) -> anyhow::Result<Lock> {
 /// The token of the job.
 pub fn token() -> anyhow::Result<Token> {
     match std::env::var("UNISONO_TOKEN") {
-        Ok(text) if !text.is_empty() => text.parse().context("UNISONO_TOKEN").wrong_call(),
+        Ok(text) if !text.is_empty() => {
+            let token: Token = text.parse().context("UNISONO_TOKEN").wrong_call()?;
+            Ok(token.with_encryption(Options::from_env().wrong_call()?.encrypt))
+        }
         _ => refuse!(
             "UNISONO_TOKEN is not set: give all servers and workers of a job the same 64 hexadecimal \
              digits"

@@ -9,10 +9,11 @@ use std::ffi::OsString;
 const PREFIX: &str = "UNISONO_";
 
 /// Every variable that Unisono reads or sets.
-pub const KNOWN: [&str; 20] = [
+pub const KNOWN: [&str; 21] = [
     "UNISONO_ALGORITHM",
     "UNISONO_CANONICAL",
     "UNISONO_COLUMNS",
+    "UNISONO_ENCRYPT",
     "UNISONO_INTERFACE",
     "UNISONO_LAUNCH",
     "UNISONO_LIFE",

@@ -287,7 +287,7 @@ fn as_rank() {
         return;
     }
     let name = place.rank.to_string();
-    let met = connect(&place, Instant::now() + LONG)
+    let met = connect(&place, false, Instant::now() + LONG)
         .and_then(|session| session.exchange(name.as_bytes()))
         .unwrap_or_else(|error| {
             eprintln!("{error}");

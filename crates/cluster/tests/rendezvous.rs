@@ -12,7 +12,7 @@ use unisono_cluster::place::{Launcher, Place, Rendezvous};
 use unisono_cluster::rendezvous::{
     Abort, Gathered, JoinRefusal, MAX_BLOB, RendezvousError, Server, connect,
 };
-use unisono_net::{Acceptor, Admission, Token};
+use unisono_net::{Acceptor, Admission, HandshakeError, Token};
 
 const LONG: Duration = Duration::from_secs(30);
 
@@ -52,7 +52,7 @@ fn meet(places: Vec<Place>, patience: Duration) -> Vec<Result<Gathered, Rendezvo
     let rank = |place: Place| {
         move || {
             let blob = vec![place.rank as u8; place.rank as usize * 100];
-            connect(&place, deadline)?.exchange(&blob)
+            connect(&place, false, deadline)?.exchange(&blob)
         }
     };
     let threads: Vec<_> = places.into_iter().map(|place| thread::spawn(rank(place))).collect();
@@ -108,7 +108,7 @@ fn everyone_leaves_with_everything() {
 
 #[test]
 fn a_world_of_one_needs_nobody() {
-    let session = connect(&place(0, 1, Rendezvous::Alone, None), soon()).unwrap();
+    let session = connect(&place(0, 1, Rendezvous::Alone, None), false, soon()).unwrap();
     assert!(session.local_ip().is_loopback());
     assert_eq!(session.exchange(b"me").unwrap().blobs, [b"me"]);
 }
@@ -179,7 +179,7 @@ fn those_who_never_came_are_named() {
 fn nobody_at_all_is_an_error_that_says_where() {
     let ports = fresh_ports(3);
     let lonely = place(1, 2, at_rank_zero(&ports), None);
-    let error = connect(&lonely, Instant::now() + Duration::from_millis(200)).unwrap_err();
+    let error = connect(&lonely, false, Instant::now() + Duration::from_millis(200)).unwrap_err();
     let RendezvousError::Unreachable { last, .. } = &error else { panic!("{error}") };
     // What the attempts ran into, not that the last of them was cut off.
     assert!(last.contains("refused"), "{error}");
@@ -190,8 +190,8 @@ fn nobody_at_all_is_an_error_that_says_where() {
 fn a_rank_that_leaves_calls_it_off() {
     for host_leaves in [false, true] {
         let ports = fresh_ports(1);
-        let host = connect(&place(0, 3, at_rank_zero(&ports), None), soon()).unwrap();
-        let other = connect(&place(1, 3, at_rank_zero(&ports), None), soon()).unwrap();
+        let host = connect(&place(0, 3, at_rank_zero(&ports), None), false, soon()).unwrap();
+        let other = connect(&place(1, 3, at_rank_zero(&ports), None), false, soon()).unwrap();
         let (leaver, stayer) = if host_leaves { (host, other) } else { (other, host) };
         let waiting = thread::spawn(move || stayer.exchange(b"x"));
         drop(leaver);
@@ -207,7 +207,7 @@ fn a_rank_that_leaves_calls_it_off() {
 fn misfits_are_refused_and_the_others_meet() {
     let hosted = Hosted::start(2);
     let try_join = |rank, world| {
-        let result = connect(&hosted.place(rank, world), soon()).unwrap().exchange(b"");
+        let result = connect(&hosted.place(rank, world), false, soon()).unwrap().exchange(b"");
         match result.unwrap_err() {
             RendezvousError::Refused(refusal) => refusal,
             other => panic!("{other}"),
@@ -224,8 +224,8 @@ fn misfits_are_refused_and_the_others_meet() {
 #[test]
 fn one_rank_cannot_join_twice() {
     let hosted = Hosted::start(3);
-    let first = connect(&hosted.place(1, 3), soon()).unwrap();
-    let second = connect(&hosted.place(1, 3), soon()).unwrap();
+    let first = connect(&hosted.place(1, 3), false, soon()).unwrap();
+    let second = connect(&hosted.place(1, 3), false, soon()).unwrap();
     let both = [first, second].map(|session| thread::spawn(move || session.exchange(b"")));
     let is_duplicate = |error: &RendezvousError| {
         matches!(error, RendezvousError::Refused(JoinRefusal::DuplicateRank { rank: 1 }))
@@ -245,10 +245,10 @@ fn one_rank_cannot_join_twice() {
 #[test]
 fn the_launcher_can_call_it_off() {
     let hosted = Hosted::start(2);
-    let session = connect(&hosted.place(0, 2), soon()).unwrap();
+    let session = connect(&hosted.place(0, 2), false, soon()).unwrap();
     hosted.server.gone(1);
     // Whoever comes later learns it too.
-    let late = connect(&hosted.place(0, 2), soon()).unwrap();
+    let late = connect(&hosted.place(0, 2), false, soon()).unwrap();
     for session in [session, late] {
         match session.exchange(b"").unwrap_err() {
             RendezvousError::Aborted(abort) => assert_eq!(abort, Abort::Gone { rank: 1 }),
@@ -262,17 +262,38 @@ fn another_token_is_refused_at_once() {
     let hosted = Hosted::start(2);
     let mut stranger = hosted.place(1, 2);
     stranger.token = Some(Token::random().unwrap());
-    let error = connect(&stranger, soon()).unwrap_err();
+    let error = connect(&stranger, false, soon()).unwrap_err();
     assert!(matches!(error, RendezvousError::Handshake { .. }), "{error}");
 }
 
 #[test]
 fn blobs_are_bounded() {
     let hosted = Hosted::start(2);
-    let session = connect(&hosted.place(0, 2), soon()).unwrap();
+    let session = connect(&hosted.place(0, 2), false, soon()).unwrap();
     let error = session.exchange(&[0; MAX_BLOB + 1]).unwrap_err();
     assert!(matches!(error, RendezvousError::BlobTooLarge { .. }), "{error}");
     let hosted = Hosted::start(1);
-    let session = connect(&hosted.place(0, 1), soon()).unwrap();
+    let session = connect(&hosted.place(0, 1), false, soon()).unwrap();
     assert_eq!(session.exchange(&[7; MAX_BLOB]).unwrap().blobs, [vec![7; MAX_BLOB]]);
+}
+
+#[test]
+fn ranks_that_disagree_about_encryption_are_told_so() {
+    for host_encrypts in [false, true] {
+        let token = Some(Token::random().unwrap());
+        // More than one port to look at: the answer is final nevertheless.
+        let ports = fresh_ports(2);
+        let place = |rank| place(rank, 2, at_rank_zero(&ports), token.clone());
+        let host = connect(&place(0), host_encrypts, soon()).unwrap();
+        let error = connect(&place(1), !host_encrypts, soon()).unwrap_err();
+        let RendezvousError::Handshake { cause: HandshakeError::Encryption { theirs }, .. } = error
+        else {
+            panic!("{error}");
+        };
+        assert_eq!(theirs, host_encrypts);
+        let other = connect(&place(1), host_encrypts, soon()).unwrap();
+        let met = thread::spawn(move || other.exchange(b"other"));
+        assert_eq!(host.exchange(b"host").unwrap().token.encrypts(), host_encrypts);
+        assert_eq!(met.join().unwrap().unwrap().blobs, [b"host".to_vec(), b"other".to_vec()]);
+    }
 }

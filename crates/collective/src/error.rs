@@ -262,11 +262,26 @@ pub enum FormError {
     },
     /// Ranks were started with different settings.
     #[error(
-        "rank {peer} runs with other settings than this rank (transport, algorithm, canonical, timeout, stall report, streams, segment, staging); make them equal"
+        "rank {peer} runs with other settings than this rank (transport, algorithm, canonical, timeout, stall report, streams, segment, staging, encryption); make them equal"
     )]
     Settings {
         /// Who differs.
         peer: usize,
+    },
+    /// One rank encrypts its connections and the other does not.
+    #[error(
+        "{}; set UNISONO_ENCRYPT for all ranks or for none",
+        if *.theirs {
+            format!("rank {peer} encrypts its connections and this rank does not")
+        } else {
+            format!("this rank encrypts its connections and rank {peer} does not")
+        }
+    )]
+    Encryption {
+        /// Who differs.
+        peer: usize,
+        /// Whether it encrypts.
+        theirs: bool,
     },
     /// The transport cannot join these ranks.
     #[error("transport {transport} cannot join ranks of different hosts; use auto or tcp")]

@@ -72,6 +72,9 @@ pub struct Options {
     /// Bytes of shared staging memory per rank. Larger: bigger segments are possible. Smaller:
     /// less memory. With the default, many ranks of one host get less each.
     pub staging: usize,
+    /// Whether everything that travels over TCP is encrypted, with keys that follow from the job's
+    /// token, which must [say the same](unisono_net::Token::with_encryption).
+    pub encrypt: bool,
 }
 
 impl Default for Options {
@@ -85,6 +88,7 @@ impl Default for Options {
             streams: 1,
             segment: None,
             staging: Options::STAGING,
+            encrypt: false,
         }
     }
 }
@@ -95,7 +99,7 @@ impl Options {
 
     /// The defaults, changed by the environment: `UNISONO_TRANSPORT`, `UNISONO_ALGORITHM`,
     /// `UNISONO_CANONICAL`, `UNISONO_TIMEOUT` (seconds), `UNISONO_STREAMS`, `UNISONO_SEGMENT`
-    /// and `UNISONO_STAGING` (bytes, as [`parse_size`] reads them).
+    /// and `UNISONO_STAGING` (bytes, as [`parse_size`] reads them), `UNISONO_ENCRYPT`.
     pub fn from_env() -> Result<Options, BadSetting> {
         Options::from_lookup(|name| std::env::var(name).ok())
     }
@@ -132,6 +136,7 @@ impl Options {
             options.algorithm = Some(algorithm);
         }
         parse("UNISONO_CANONICAL", lookup("UNISONO_CANONICAL"), &mut options.canonical)?;
+        parse("UNISONO_ENCRYPT", lookup("UNISONO_ENCRYPT"), &mut options.encrypt)?;
         let mut timeout = options.timeout.as_secs_f64();
         parse("UNISONO_TIMEOUT", lookup("UNISONO_TIMEOUT"), &mut timeout)?;
         options.timeout = Duration::try_from_secs_f64(timeout)

@@ -1,25 +1,26 @@
 //! Opens connections: connects, and proves the job's token.
 //!
-//! Nothing here blocks but one `poll`, over all sockets of a [`Dialer`] and its [`AbortHandle`]: whoever
+//! Nothing here blocks but one `poll`, over all sockets of a [`Dialer`] and a [`Signal`]: whoever
 //! dials can be stopped at any time, and dials many peers at once, so that one that does not answer holds
 //! no other up. Strangers who crowd an acceptor may push this process out before it could introduce
 //! itself; [`Dialer::dial_all`] then dials again.
 
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 use socket2::{Domain, SockAddr, Socket, Type};
 
 use crate::connection::Connection;
 use crate::fork;
-use crate::handshake::{HandshakeError, Initiated, Initiator, Introduction, random_nonce};
+use crate::handshake::{
+    Encryption, HandshakeError, Initiated, Initiator, Introduction, random_nonce,
+};
 use crate::keepalive::{SILENCE, keep_alive};
+use crate::signal::Signal;
 use crate::timed::timespec;
 use crate::token::Token;
 
@@ -46,24 +47,6 @@ impl Target {
     }
 }
 
-/// Ends dials from another thread: those under way, and those to come.
-#[derive(Clone, Debug)]
-pub struct AbortHandle(Arc<OwnedFd>);
-
-impl AbortHandle {
-    /// A handle for any number of dialers.
-    pub fn new() -> io::Result<AbortHandle> {
-        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(AbortHandle(Arc::new(event)))
-    }
-
-    /// Ends them.
-    pub fn abort(&self) {
-        // An eventfd refuses a write only when its counter is full: then it is readable anyway.
-        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
-    }
-}
-
 /// How to open connections.
 #[derive(Clone)]
 pub struct Dialer<'a> {
@@ -71,7 +54,7 @@ pub struct Dialer<'a> {
     deadline: Instant,
     connect: Option<Duration>,
     silence: Duration,
-    abort: Option<&'a AbortHandle>,
+    abort: Option<&'a Signal>,
 }
 
 /// A connection that is to be opened.
@@ -108,8 +91,8 @@ impl<'a> Dialer<'a> {
         Dialer { silence, ..self }
     }
 
-    /// Gives up when it is told to.
-    pub fn with_abort(self, abort: &'a AbortHandle) -> Dialer<'a> {
+    /// Gives up when this is raised, now or later, by another thread.
+    pub fn with_abort(self, abort: &'a Signal) -> Dialer<'a> {
         Dialer { abort: Some(abort), ..self }
     }
 
@@ -157,7 +140,7 @@ impl<'a> Dialer<'a> {
     fn wait(&self, attempts: &[Attempt]) -> Result<(), HandshakeError> {
         let mut until = self.deadline;
         let mut fds = Vec::with_capacity(attempts.len() + 1);
-        fds.extend(self.abort.map(|abort| PollFd::new(&abort.0, PollFlags::IN)));
+        fds.extend(self.abort.map(|abort| PollFd::new(abort, PollFlags::IN)));
         for attempt in attempts {
             until = until.min(attempt.deadline(self)).min(attempt.watch(&mut fds).unwrap_or(until));
         }
@@ -269,7 +252,7 @@ impl Attempt {
                 }
                 State::Connecting(socket) => self.greet(socket, dialer),
                 State::Talking(socket, mut initiator) => match talk(&socket, &mut initiator)? {
-                    true => return Ok(Some(socket.into())),
+                    true => return Ok(Some(Connection::new(socket, initiator.take_keys()))),
                     false => {
                         self.state = State::Talking(socket, initiator);
                         return Ok(None);
@@ -309,7 +292,10 @@ impl Attempt {
             socket.set_tcp_nodelay(true)?;
             keep_alive(&socket, dialer.silence)?;
         }
-        let initiator = Initiator::new(dialer.token, &self.door.introduction, random_nonce()?);
+        let is_local = matches!(self.door.target, Target::Unix(_));
+        let encryption = Encryption::of(dialer.token, is_local);
+        let introduction = &self.door.introduction;
+        let initiator = Initiator::with(dialer.token, introduction, random_nonce()?, encryption);
         say(&socket, &initiator.hello())?;
         Ok(State::Talking(socket, Box::new(initiator)))
     }
@@ -390,12 +376,12 @@ mod tests {
         let (_listener, here) = silent();
         let nowhere = Target::Tcp("192.0.2.1:9".parse().unwrap());
         for target in [here, nowhere] {
-            let abort = AbortHandle::new().unwrap();
+            let abort = Signal::new().unwrap();
             let ends = abort.clone();
             let start = Instant::now();
             let ending = std::thread::spawn(move || {
                 std::thread::sleep(Duration::from_millis(20));
-                ends.abort();
+                ends.raise();
             });
             let dialer = Dialer::new(&TOKEN, start + 2 * HUNG).with_abort(&abort);
             assert!(dialer.dial(target.clone(), INTRODUCTION).is_err());

@@ -12,7 +12,10 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, poll};
 use socket2::{Domain, Socket, TcpKeepalive};
+
+use crate::timed::timespec;
 
 /// How long a connection is idle before it is probed, at most. Longer: something on the way may have
 /// forgotten the flow. Shorter: more packets.
@@ -69,6 +72,12 @@ impl Flow {
         }
         Some(silence)
     }
+}
+
+/// Whether the other side of a connection has ended it, or its process, whatever it said before.
+pub fn is_over(socket: &Socket) -> bool {
+    let mut fds = [PollFd::new(socket, PollFlags::RDHUP)];
+    poll(&mut fds, Some(&timespec(Duration::ZERO))).is_ok_and(|ready| ready > 0)
 }
 
 /// Whether a socket is one of TCP.

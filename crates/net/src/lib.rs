@@ -1,7 +1,8 @@
 //! Bytes between processes that trust each other.
 //!
 //! Every connection of a job is made here: the [`dial`]er connects and proves the job's [`Token`] in the
-//! [`handshake`], the [`acceptor`] lets in who has proven it, and both hand out a [`Connection`]. What it
+//! [`handshake`], the [`acceptor`] lets in who has proven it, and both hand out a [`Connection`], which is
+//! encrypted in a job that [wants it](Token::with_encryption). What it
 //! is for, its [`Purpose`], is a tag that the crates above define; nothing here knows them. Above the
 //! bytes there is one kind of [`frame`] for control messages. Processes of one host also share
 //! [`memory`], whose descriptor travels over a Unix socket. [`keepalive`] notices connections that carry
@@ -9,6 +10,7 @@
 //! the address to listen on.
 
 pub mod acceptor;
+mod cipher;
 mod connection;
 pub mod descriptors;
 pub mod dial;
@@ -18,12 +20,14 @@ pub mod handshake;
 pub mod interface;
 pub mod keepalive;
 pub mod memory;
+mod signal;
 mod timed;
 mod token;
 
 pub use acceptor::{Acceptor, Admission, Limits};
 pub use connection::{Connection, Receiver, Sender};
-pub use dial::{AbortHandle, Dialer, Target, new_socket};
+pub use dial::{Dialer, Target, new_socket};
 pub use handshake::{HandshakeError, Introduction, Purpose, Refusal};
+pub use signal::Signal;
 pub use timed::{TimedStream, timespec};
 pub use token::{Token, TokenError};

@@ -61,7 +61,10 @@ impl Read for TimedStream<'_> {
 
 impl Write for TimedStream<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.when(PollFlags::OUT, |connection| connection.sender.send(bytes, SendFlags::DONTWAIT))
+        let now = SendFlags::DONTWAIT;
+        let sent = self.when(PollFlags::OUT, |connection| connection.sender.send(bytes, now))?;
+        self.when(PollFlags::OUT, |connection| connection.sender.flush(now))?;
+        Ok(sent)
     }
 
     fn flush(&mut self) -> io::Result<()> {

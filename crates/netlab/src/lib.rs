@@ -69,8 +69,10 @@ mod lab;
 mod link;
 mod namespace;
 mod owner;
+mod wiretap;
 
 pub use error::{Fault, LabError};
 pub use host::Host;
 pub use lab::{Lab, lab_or_skip};
 pub use link::{Link, Rate};
+pub use wiretap::Wiretap;

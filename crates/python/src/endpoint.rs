@@ -74,7 +74,8 @@ impl Endpoint {
             .take()
             .ok_or_else(|| not_begun(py, "an endpoint can be opened once".into()))?;
         let formed = py.detach(|| {
-            let connector = endpoint.open(rank, Token::from_bytes(token), roster);
+            let token = Token::from_bytes(token).with_encryption(options.encrypt);
+            let connector = endpoint.open(rank, token, roster);
             let connector = connector.map_err(|error| FormError::System {
                 what: "accepting connections",
                 reason: error.to_string(),

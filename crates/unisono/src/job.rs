@@ -35,7 +35,7 @@ impl Job {
         }
         ensure_descriptors(place.world)?;
         let deadline = options.deadline(START_PATIENCE);
-        let session = rendezvous::connect(&place, deadline)?;
+        let session = rendezvous::connect(&place, options.encrypt, deadline)?;
         let ip = own_address(session.local_ip())?;
         let listening = |e: std::io::Error| JoinError::Listen { ip, reason: e.to_string() };
         let endpoint = Endpoint::bind(ip).map_err(listening)?;

@@ -98,7 +98,7 @@ fn record(door: &Door, token: &Token) -> (Vec<u8>, Vec<u8>) {
             Initiated::More => {}
             Initiated::Send(answer) => {
                 connection.write_all(&answer).expect("a few bytes always fit");
-                recorded.extend(answer);
+                recorded.extend_from_slice(&answer);
             }
             Initiated::Done => return (hello, recorded),
         }

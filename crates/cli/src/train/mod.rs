@@ -60,6 +60,7 @@ pub fn run(args: TrainArgs) -> anyhow::Result<ExitCode> {
     command.extend(args.arguments.iter().cloned());
     command.push("--as-worker".into());
     let launch = Launch {
+        encrypt: args.options()?.encrypt,
         grace: GRACE,
         stdout: display.stdout(),
         stderr: display.stderr(),

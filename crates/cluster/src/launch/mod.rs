@@ -80,6 +80,9 @@ pub struct Launch {
     pub nodes: Option<Nodes>,
     /// The job's token; must be given to all nodes or to none. Without one, node 0 makes one.
     pub token: Option<Token>,
+    /// Whether everything that travels over TCP is encrypted. The same on all nodes; members find it in
+    /// `UNISONO_ENCRYPT`.
+    pub encrypt: bool,
     /// Processes beside the ranks, for jobs of one node: started before them, told to end when all
     /// ranks have ended well. One that exits with code 0 before is done.
     pub servers: Option<Servers>,
@@ -206,6 +209,7 @@ impl Launch {
             ranks,
             nodes: None,
             token: None,
+            encrypt: false,
             servers: None,
             listeners_for_ranks: false,
             restarts: Restarts::default(),

@@ -133,6 +133,7 @@ impl Host {
 
 fn alone(launch: &Launch) -> Result<Job, LaunchError> {
     let token = launch.token.clone().map_or_else(Token::random, Ok)?;
+    let token = token.with_encryption(launch.encrypt);
     let world = launch.ranks;
     let ip = Ipv4Addr::LOCALHOST.into();
     let (host, port) = Host::open(ip, world, &token)?;
@@ -153,6 +154,7 @@ fn lead(launch: &Launch, nodes: &Nodes, events: &mpsc::Sender<Event>) -> Result<
         log::warn!("UNISONO_TOKEN is not set: this job trusts whoever can reach {address}");
     }
     let key = launch.token.clone().unwrap_or_else(|| public_key(port));
+    let key = key.with_encryption(launch.encrypt);
     let (arrivals, inbox) = channel();
     let admission = Admission::new(key, &[LAUNCHER]);
     let acceptor = Acceptor::start(listeners, admission, move |connection, introduction| {
@@ -194,6 +196,7 @@ fn lead(launch: &Launch, nodes: &Nodes, events: &mpsc::Sender<Event>) -> Result<
     let one_interface = ips.iter().all(|other| *other == ip);
     let listen_at = if one_interface { ip } else { Ipv4Addr::UNSPECIFIED.into() };
     let token = launch.token.clone().map_or_else(Token::random, Ok)?;
+    let token = token.with_encryption(launch.encrypt);
     let (host, port) = Host::open(listen_at, world, &token)?;
     let rendezvous = SocketAddr::new(ip, port);
     let master_port = free_port()?;
@@ -251,8 +254,8 @@ fn follow(
     let (host, port) = (&nodes.rendezvous.0, nodes.rendezvous.1);
     let deadline = launch.deadline();
     let key = launch.token.clone().unwrap_or_else(|| public_key(port));
-    let introduction =
-        Introduction { purpose: LAUNCHER, epoch: 0, group: 0, from: nodes.node, to: 0, channel: 0 };
+    let key = key.with_encryption(launch.encrypt);
+    let introduction = Introduction::new(LAUNCHER, nodes.node, 0);
     let sought = Sought { hosts: &[host], ports: &[port], key: &key, introduction };
     let mut connection = sought.find(deadline).map_err(|error| match error {
         RendezvousError::Handshake { address, cause } => LaunchError::Handshake { address, cause },
@@ -273,6 +276,7 @@ fn follow(
             Message::Assigned { first_rank, world, rendezvous, master_port, token } => {
                 let token = launch.token.clone().or(token.map(Token::from_bytes));
                 let token = token.ok_or_else(|| lost(0, &FrameError::Malformed))?;
+                let token = token.with_encryption(launch.encrypt);
                 (first_rank, world, rendezvous, master_port, token)
             }
             Message::Rejected { reason } => return Err(LaunchError::Rejected { reason }),

@@ -167,6 +167,9 @@ impl Starter<'_> {
             Member::Server(server) => vec![("UNISONO_SERVER", server.to_string())],
         };
         vars.push(("UNISONO_TOKEN", self.place.token.to_hex()));
+        if self.launch.encrypt {
+            vars.push(("UNISONO_ENCRYPT", true.to_string()));
+        }
         if let Some(servers) = &self.launch.servers {
             vars.push(("UNISONO_SERVERS", servers.listeners().variable()));
         }

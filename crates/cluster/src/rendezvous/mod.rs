@@ -126,6 +126,7 @@ impl From<io::Error> for RendezvousError {
 #[derive(Debug)]
 pub struct Session {
     token: Option<Token>,
+    encrypt: bool,
     world: u32,
     deadline: Instant,
     local_ip: IpAddr,
@@ -167,10 +168,16 @@ enum Reply {
 /// How much longer than its own patience a rank waits to be told who is missing.
 const REPORT_GRACE: Duration = Duration::from_secs(2);
 
-/// Finds the rendezvous of the job, or, as rank 0 of a job without one, starts it.
-pub fn connect(place: &Place, deadline: Instant) -> Result<Session, RendezvousError> {
+/// Finds the rendezvous of the job, or, as rank 0 of a job without one, starts it. What is said there, and
+/// later between the ranks, is encrypted or not as all of them say.
+pub fn connect(
+    place: &Place,
+    encrypt: bool,
+    deadline: Instant,
+) -> Result<Session, RendezvousError> {
     let session = |local_ip, connection, host| Session {
-        token: place.token.clone(),
+        token: place.token.clone().map(|token| token.with_encryption(encrypt)),
+        encrypt,
         world: place.world,
         deadline,
         local_ip,
@@ -178,6 +185,7 @@ pub fn connect(place: &Place, deadline: Instant) -> Result<Session, RendezvousEr
         host,
     };
     let key = place.token.clone().unwrap_or_else(|| Token::public(&place.job_name));
+    let key = key.with_encryption(encrypt);
     let (host, ports, server) = match &place.rendezvous {
         Rendezvous::Alone => return Ok(session(Ipv4Addr::LOCALHOST.into(), None, None)),
         Rendezvous::Launcher { host, port } => (host, vec![*port], None),
@@ -187,14 +195,7 @@ pub fn connect(place: &Place, deadline: Instant) -> Result<Session, RendezvousEr
         }
         Rendezvous::RankZero { host, ports } => (host, ports.clone(), None),
     };
-    let introduction = Introduction {
-        purpose: RENDEZVOUS,
-        epoch: 0,
-        group: 0,
-        from: place.rank,
-        to: 0,
-        channel: 0,
-    };
+    let introduction = Introduction::new(RENDEZVOUS, place.rank, 0);
     let hosts: &[&str] = match &server {
         // What rank 0's machine is called from outside may lead nowhere from within.
         Some(_) => &[host, "localhost"],
@@ -223,7 +224,7 @@ impl Session {
             return Err(RendezvousError::BlobTooLarge { len: blob.len() });
         }
         let Some(connection) = &mut self.connection else {
-            let token = self.token.map_or_else(Token::random, Ok)?;
+            let token = self.token.map_or_else(Token::random, Ok)?.with_encryption(self.encrypt);
             return Ok(Gathered { token, blobs: vec![blob.to_vec()] });
         };
         let sent = send(&mut connection.until(self.deadline), &Request::Offer(blob.to_vec()));
@@ -255,7 +256,7 @@ impl Session {
             self.token.clone().or(token.map(Token::from_bytes)).ok_or_else(|| {
                 RendezvousError::Lost("the rendezvous handed out no token".into())
             })?;
-        Ok(Gathered { token, blobs })
+        Ok(Gathered { token: token.with_encryption(self.encrypt), blobs })
     }
 }
 

@@ -64,8 +64,12 @@ impl Sought<'_> {
             for address in addresses {
                 match self.attempt(address, deadline) {
                     Ok(connection) => return Ok(Some(connection)),
-                    // Where there is only one place to look, an answer is final.
-                    Err(cause) if only_one && cause.is_final() => {
+                    // Where there is only one place to look, an answer is final; and so is that of somebody
+                    // of this job, who is asked about encryption only after its proof.
+                    Err(cause)
+                        if only_one && cause.is_final()
+                            || matches!(cause, HandshakeError::Encryption { .. }) =>
+                    {
                         let address = address.to_string();
                         return Err(RendezvousError::Handshake { address, cause });
                     }

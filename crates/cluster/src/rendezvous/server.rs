@@ -6,17 +6,16 @@
 
 use std::fmt;
 use std::io;
-use std::os::fd::OwnedFd;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::SendFlags;
 use unisono_net::frame::{FrameReader, encode};
-use unisono_net::{Admission, Connection, Introduction, Limits, Token};
+use unisono_net::{Admission, Connection, Introduction, Limits, Signal, Token, timespec};
 
 use super::compact::Compact;
 use super::roster::{Abort, Roster};
@@ -26,7 +25,7 @@ use super::{MAX_BLOB, RENDEZVOUS, Reply, Request};
 pub struct Server {
     world: u32,
     commands: Option<Sender<Command>>,
-    wake: Arc<OwnedFd>,
+    wake: Signal,
     delivered: Arc<Delivered>,
     thread: Option<JoinHandle<()>>,
 }
@@ -41,7 +40,7 @@ impl Server {
     /// Hosts a rendezvous of `world` ranks. `token` is handed out to all of them, in the clear:
     /// `None` where they were given it before.
     pub fn start(world: u32, token: Option<Token>) -> io::Result<Server> {
-        let wake = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+        let wake = Signal::new()?;
         let delivered = Arc::new(Delivered::default());
         let (commands, receiver) = channel();
         let host = Host {
@@ -74,7 +73,7 @@ impl Server {
         move |connection, introduction| {
             if let Some(commands) = &commands {
                 let _ = commands.send(Command::Admit(connection, introduction));
-                ring(&wake);
+                wake.raise();
             }
         }
     }
@@ -100,7 +99,7 @@ impl Server {
     fn command(&self, command: Command) {
         if let Some(commands) = &self.commands {
             let _ = commands.send(command);
-            ring(&self.wake);
+            self.wake.raise();
         }
     }
 }
@@ -109,7 +108,7 @@ impl Drop for Server {
     fn drop(&mut self) {
         self.commands = None;
         self.delivered.stop();
-        ring(&self.wake);
+        self.wake.raise();
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
@@ -122,11 +121,6 @@ impl fmt::Debug for Server {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Server").finish_non_exhaustive()
     }
-}
-
-fn ring(wake: &OwnedFd) {
-    // Fails only if the counter is full, and then it is readable anyway.
-    let _ = rustix::io::write(wake, &1u64.to_ne_bytes());
 }
 
 /// Whether everyone has the roster, and whether the server is to stop.
@@ -179,7 +173,7 @@ struct Host {
     roster: Roster,
     guests: Vec<Guest>,
     commands: Receiver<Command>,
-    wake: Arc<OwnedFd>,
+    wake: Signal,
     delivered: Arc<Delivered>,
 }
 
@@ -236,17 +230,12 @@ impl Host {
 
     /// Waits for a command, a readable connection, or the next deadline.
     fn wait(&mut self) -> io::Result<()> {
-        let timeout = self.guests.iter().map(|guest| guest.deadline).min().map(|deadline| {
-            let left = deadline.saturating_duration_since(Instant::now());
-            Timespec {
-                tv_sec: left.as_secs().min(1 << 40) as i64,
-                tv_nsec: left.subsec_nanos().into(),
-            }
-        });
-        let mut fds = vec![PollFd::new(&*self.wake, PollFlags::IN)];
+        let deadline = self.guests.iter().map(|guest| guest.deadline).min();
+        let left = |deadline: Instant| deadline.saturating_duration_since(Instant::now());
+        let timeout = deadline.map(|deadline| timespec(left(deadline)));
+        let mut fds = vec![PollFd::new(&self.wake, PollFlags::IN)];
         fds.extend(self.guests.iter().map(|guest| {
-            let unsent = matches!(&guest.phase,
-                Phase::Leaving { farewell, sent } if *sent < farewell.len());
+            let unsent = matches!(guest.phase, Phase::Leaving { .. }) && !guest.has_farewell();
             let out = if unsent { PollFlags::OUT } else { PollFlags::empty() };
             PollFd::new(guest.connection.socket(), PollFlags::IN | out)
         }));
@@ -263,9 +252,7 @@ impl Host {
     }
 
     fn obey(&mut self) {
-        let mut count = [0; 8];
-        // Fails if nobody rang, which is fine.
-        let _ = rustix::io::read(&*self.wake, &mut count);
+        self.wake.clear();
         while let Ok(command) = self.commands.try_recv() {
             match command {
                 Command::Admit(connection, introduction) => self.admit(connection, introduction),
@@ -395,8 +382,14 @@ impl Guest {
     /// other side closes it: closing first could take the reply along.
     fn say_farewell(&mut self) {
         let Phase::Leaving { farewell, sent } = &mut self.phase else { return };
-        while *sent < farewell.len() {
-            match self.connection.sender.send(&farewell[*sent..], SendFlags::DONTWAIT) {
+        let sender = &mut self.connection.sender;
+        while *sent < farewell.len() || !sender.is_flushed() {
+            let now = SendFlags::DONTWAIT;
+            let more = match *sent < farewell.len() {
+                true => sender.send(&farewell[*sent..], now),
+                false => sender.flush(now).map(|()| 0),
+            };
+            match more {
                 Ok(more) => *sent += more,
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return,
@@ -410,7 +403,8 @@ impl Guest {
     }
 
     fn has_farewell(&self) -> bool {
-        matches!(&self.phase, Phase::Leaving { farewell, sent } if *sent == farewell.len())
+        matches!(&self.phase, Phase::Leaving { farewell, sent }
+            if *sent == farewell.len() && self.connection.sender.is_flushed())
     }
 }
 

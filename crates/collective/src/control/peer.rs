@@ -89,7 +89,7 @@ impl Peer {
     }
 
     pub fn has_output(&self) -> bool {
-        !self.output.is_empty()
+        !self.output.is_empty() || !self.connection.sender.is_flushed()
     }
 
     /// Queues a frame with what follows it.
@@ -124,7 +124,14 @@ impl Peer {
     }
 
     fn write(&mut self) -> Result<(), Errno> {
-        while !self.output.is_empty() {
+        loop {
+            match self.connection.sender.flush(SendFlags::DONTWAIT) {
+                Ok(()) if self.output.is_empty() => return Ok(()),
+                Ok(()) => {}
+                Err(Errno::INTR) => continue,
+                Err(Errno::AGAIN) => return Ok(()),
+                Err(error) => return Err(error),
+            }
             match self.connection.sender.send(self.output.as_slices().0, SendFlags::DONTWAIT) {
                 Ok(sent) => drop(self.output.drain(..sent)),
                 Err(Errno::INTR) => {}
@@ -132,7 +139,6 @@ impl Peer {
                 Err(error) => return Err(error),
             }
         }
-        Ok(())
     }
 
     fn read(&mut self) -> Result<Option<Event>, Errno> {

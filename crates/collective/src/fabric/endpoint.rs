@@ -112,7 +112,8 @@ impl Endpoint {
         &self.address
     }
 
-    /// Starts to accept members of the job, whose addresses are known now.
+    /// Starts to accept members of the job, whose addresses are known now. Whether connections are
+    /// encrypted is the token's to say, and [`Options::encrypt`](crate::Options::encrypt) must agree.
     pub fn open(
         self,
         rank: usize,

@@ -12,7 +12,7 @@ use unisono_net::dial::{Dials, Refused};
 use unisono_net::frame::{FrameError, FrameReader, append};
 use unisono_net::keepalive::keep_alive;
 use unisono_net::memory::receive_with;
-use unisono_net::{Connection, timespec};
+use unisono_net::{Connection, HandshakeError, timespec};
 
 use super::gathering::{Failure, Gathering, Update, longest_update};
 use super::job::{Job, JobNetwork};
@@ -146,7 +146,7 @@ impl<'a> Attempt<'a> {
                     return Err(error);
                 }
             } else if self.gathering.is_formed()
-                && self.neighbours.iter().all(|neighbour| neighbour.output.is_empty())
+                && self.neighbours.iter().all(|neighbour| !neighbour.has_output())
             {
                 return Ok(());
             } else if now >= self.deadline && !self.gathering.missing().is_empty() {
@@ -168,9 +168,15 @@ impl<'a> Attempt<'a> {
         let dialed = self.dials.advance(&self.job.dialer(timeout), |door, connection| {
             open.push((door.peer, connection))
         });
-        if let Err(Refused { peer, cause }) = dialed {
-            let reason = format!("cannot connect to it: {cause}");
-            return Err(FormError::Peer { peer, reason });
+        match dialed {
+            Ok(()) => {}
+            Err(Refused { peer, cause: HandshakeError::Encryption { theirs } }) => {
+                return Err(FormError::Encryption { peer, theirs });
+            }
+            Err(Refused { peer, cause }) => {
+                let reason = format!("cannot connect to it: {cause}");
+                return Err(FormError::Peer { peer, reason });
+            }
         }
         let (members, expected) = (&self.plan.members, &self.expected);
         let wanted = |member: usize| expected.iter().any(|peer| members[*peer] == member);
@@ -303,7 +309,7 @@ impl<'a> Attempt<'a> {
         });
         let deadline = Instant::now() + GRACE;
         self.talk(true);
-        while self.neighbours.iter().any(|n| !n.closed && !n.output.is_empty())
+        while self.neighbours.iter().any(|n| !n.closed && n.has_output())
             && Instant::now() < deadline
         {
             self.wait(deadline);
@@ -328,7 +334,7 @@ impl<'a> Attempt<'a> {
         for neighbour in self.neighbours.iter().filter(|neighbour| !neighbour.closed) {
             let mut flags = PollFlags::empty();
             flags.set(PollFlags::IN, !self.gathering.is_final(neighbour.rank));
-            flags.set(PollFlags::OUT, !neighbour.output.is_empty());
+            flags.set(PollFlags::OUT, neighbour.has_output());
             if !flags.is_empty() {
                 fds.push(PollFd::new(&**neighbour.connection.socket(), flags));
             }
@@ -342,8 +348,15 @@ impl<'a> Attempt<'a> {
 }
 
 impl Neighbour {
+    /// Whether something is left to be sent.
+    fn has_output(&self) -> bool {
+        !self.output.is_empty() || !self.connection.sender.is_flushed()
+    }
+
     /// Sends what the socket takes. That it is closed shows when it is read.
     fn write(&mut self) {
+        // What does not go now goes with the next attempt.
+        let _ = self.connection.sender.flush(SendFlags::DONTWAIT);
         while !self.output.is_empty() {
             match self.connection.sender.send(&self.output, SendFlags::DONTWAIT) {
                 Ok(sent) => drop(self.output.drain(..sent)),

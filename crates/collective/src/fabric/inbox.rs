@@ -9,12 +9,10 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::SendFlags;
-use socket2::Socket;
-use unisono_net::keepalive::keep_alive;
+use unisono_net::keepalive::{is_over, keep_alive};
 use unisono_net::memory::{Memory, send_with};
-use unisono_net::{Connection, Introduction, timespec};
+use unisono_net::{Connection, Introduction};
 
 use super::network::{Arrival, Arrivals, Use};
 use super::{CONTROL, DATA, MEMORY, MESSAGES, Plan};
@@ -108,7 +106,7 @@ impl Inbox {
         let mut state = self.lock();
         // Those that came before and are closed were meant for earlier attempts, at this group or another.
         // Of those that come from now on, one that is given up may have said why.
-        state.waiting.retain(|_, waiting| !is_closed(waiting.socket()));
+        state.waiting.retain(|_, waiting| !is_over(waiting.socket()));
         state.forming.insert(group, bell.clone());
     }
 
@@ -198,10 +196,4 @@ fn hand_over(connection: &Connection, memory: &Memory) {
 pub fn ring(bell: &OwnedFd) {
     // An eventfd only refuses a write that would overflow, and then it is readable.
     let _ = rustix::io::write(bell, &1u64.to_ne_bytes());
-}
-
-/// Whether the other side has closed a connection, whatever it said before.
-fn is_closed(socket: &Socket) -> bool {
-    let mut fds = [PollFd::new(socket, PollFlags::RDHUP)];
-    poll(&mut fds, Some(&timespec(Duration::ZERO))).is_ok_and(|ready| ready > 0)
 }

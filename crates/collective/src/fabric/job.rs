@@ -98,6 +98,10 @@ impl Job {
 
 impl Connector for Job {
     fn connect(self: Arc<Self>, plan: &Plan) -> Result<Fabric, FormError> {
+        if plan.options.encrypt != self.token.encrypts() {
+            let reason = "the options of the group and the token of the endpoint disagree".into();
+            return Err(FormError::System { what: "encryption", reason });
+        }
         let topology = self.topology(plan)?;
         let crowd = self.crowd(plan);
         let (control, regions, network) = form(&self, plan, &topology)?;

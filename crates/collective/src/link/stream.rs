@@ -154,7 +154,9 @@ impl Stream {
         match self.connection.sender.send_vectored(&slices[..used], SendFlags::empty()) {
             Ok(sent) => {
                 message.sent += sent;
-                let done = (message.sent == total).then_some(message.part.segment);
+                // What is encrypted may be on its way when the last byte was taken.
+                let done = message.sent == total && self.connection.sender.is_flushed();
+                let done = done.then_some(message.part.segment);
                 if done.is_some() {
                     self.output.pop_front();
                 }

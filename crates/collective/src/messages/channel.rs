@@ -162,7 +162,11 @@ impl Channel {
     }
 
     pub fn has_output(&self) -> bool {
-        !self.output.is_empty()
+        let unsent = match &self.line {
+            Line::Open(connection) => !connection.sender.is_flushed(),
+            Line::Opening(_) | Line::Closed => false,
+        };
+        unsent || !self.output.is_empty()
     }
 
     /// Queues a frame.
@@ -246,6 +250,13 @@ impl Channel {
 
     fn write(&mut self) -> Result<(), Errno> {
         loop {
+            let Line::Open(connection) = &mut self.line else { return Ok(()) };
+            match connection.sender.flush(SendFlags::empty()) {
+                Ok(()) => {}
+                Err(Errno::AGAIN) => return Ok(()),
+                Err(Errno::INTR) => continue,
+                Err(e) => return Err(e),
+            }
             if self.output.is_empty() && !self.frame_data() {
                 return Ok(());
             }

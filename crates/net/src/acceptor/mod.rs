@@ -18,7 +18,7 @@ use std::os::fd::OwnedFd;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, epoll, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, epoll, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 use socket2::{Domain, SockAddr, Socket};
@@ -26,14 +26,15 @@ use socket2::{Domain, SockAddr, Socket};
 use self::refusals::{Peer, Reason, RefusalLog};
 use crate::connection::Connection;
 use crate::fork;
-use crate::handshake::{Introduction, Purpose, Responder, Step, random_nonce};
+use crate::handshake::{Encryption, Introduction, Purpose, Responder, Step, random_nonce};
 use crate::keepalive::{SILENCE, keep_alive};
+use crate::signal::Signal;
 use crate::timed::timespec;
 use crate::token::Token;
 
 /// Accepts connections and performs their handshakes on a thread of its own, until dropped.
 pub struct Acceptor {
-    stop: OwnedFd,
+    stop: Signal,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -86,8 +87,8 @@ impl Acceptor {
         admission: Admission,
         on_connection: impl FnMut(Connection, Introduction) + Send + 'static,
     ) -> io::Result<Acceptor> {
-        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        let door = Door::new(listeners, admission, stop.try_clone()?, on_connection)?;
+        let stop = Signal::new()?;
+        let door = Door::new(listeners, admission, stop.clone(), on_connection)?;
         let thread =
             std::thread::Builder::new().name("unisono-accept".into()).spawn(move || door.run())?;
         Ok(Acceptor { stop, thread: Some(thread) })
@@ -96,8 +97,7 @@ impl Acceptor {
 
 impl Drop for Acceptor {
     fn drop(&mut self) {
-        // An eventfd refuses a write only when its counter is full: then it is readable anyway.
-        let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
+        self.stop.raise();
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
@@ -123,7 +123,7 @@ const OUT_OF_RESOURCES_PAUSE: Duration = Duration::from_millis(100);
 struct Door<F> {
     admission: Admission,
     epoll: OwnedFd,
-    stop: OwnedFd,
+    stop: Signal,
     listeners: Vec<Socket>,
     /// Oldest first.
     half_done: Vec<HalfDone>,
@@ -154,7 +154,7 @@ impl<F: FnMut(Connection, Introduction)> Door<F> {
     fn new(
         listeners: Vec<Socket>,
         admission: Admission,
-        stop: OwnedFd,
+        stop: Signal,
         on_connection: F,
     ) -> io::Result<Door<F>> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
@@ -248,7 +248,8 @@ impl<F: FnMut(Connection, Introduction)> Door<F> {
             }
             watch(&self.epoll, &socket, key)?;
             let Admission { token, purposes, .. } = &self.admission;
-            Ok(Responder::new(token, purposes, random_nonce()?))
+            let encryption = Encryption::of(token, address.domain() == Domain::UNIX);
+            Ok(Responder::with(token, purposes, random_nonce()?, encryption))
         };
         match prepared() {
             Ok(responder) => {
@@ -286,9 +287,12 @@ impl<F: FnMut(Connection, Introduction)> Door<F> {
         match self.half_done[index].advance() {
             Fate::Waiting => {}
             Fate::Accepted(introduction) => {
-                let done = self.half_done.remove(index);
+                let mut done = self.half_done.remove(index);
                 match self.release(&done.socket) {
-                    Ok(()) => (self.on_connection)(done.socket.into(), introduction),
+                    Ok(()) => {
+                        let keys = done.responder.take_keys();
+                        (self.on_connection)(Connection::new(done.socket, keys), introduction);
+                    }
                     Err(error) => {
                         self.refusals.note(&done.peer, &Reason::Failed(error), Instant::now());
                     }

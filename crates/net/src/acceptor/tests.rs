@@ -133,3 +133,44 @@ fn peers_who_want_something_else_learn_why() {
     assert!(matches!(refused, Err(HandshakeError::OtherPurpose)));
     assert!(accepted.try_recv().is_err());
 }
+
+/// What travels over TCP in a job that encrypts shows nothing of what is said; over Unix sockets it
+/// does, which stay on their host.
+#[test]
+fn connections_of_a_job_that_encrypts_show_nothing() {
+    let token = TOKEN.with_encryption(true);
+    let (tcp, address) = tcp_listener();
+    let unix = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
+    let name = Target::Unix(format!("unisono-encrypted-test-{}", std::process::id()));
+    unix.bind(&name.address().unwrap()).unwrap();
+    unix.listen(8).unwrap();
+    let (sender, accepted) = channel();
+    let admission = Admission::new(token.clone(), &[PURPOSE]);
+    let _acceptor = Acceptor::start(vec![tcp, unix], admission, move |connection, who| {
+        sender.send((connection, who)).unwrap();
+    });
+    let dialer = Dialer::new(&token, Instant::now() + SOON);
+    for (target, is_clear) in [(Target::Tcp(address), false), (name, true)] {
+        let mut client = dialer.dial(target, introduction(1)).unwrap();
+        let (mut server, _) = accepted.recv_timeout(SOON).unwrap();
+        client.until(Instant::now() + SOON).write_all(b"a known secret").unwrap();
+        // What the wire shows, before the bytes are received.
+        let mut shown = [0; 100];
+        rustix::net::recv(&**server.socket(), &mut shown, RecvFlags::PEEK).unwrap();
+        assert_eq!(shown.windows(8).any(|window| window == b"a known "), is_clear);
+        let mut heard = [0; 14];
+        server.receiver.read_exact(&mut heard).unwrap();
+        assert_eq!(&heard, b"a known secret");
+        // And the other way, in pieces larger than a record.
+        let large: Vec<u8> = (0..1_000_000u32).map(|i| (i >> 3) as u8).collect();
+        let sent = large.clone();
+        let sending = std::thread::spawn(move || server.sender.write_all(&sent).map(|()| server));
+        let mut heard = vec![0; large.len()];
+        client.until(Instant::now() + SOON).read_exact(&mut heard).unwrap();
+        assert!(heard == large);
+        sending.join().unwrap().unwrap();
+    }
+    // Who does not encrypt is refused, and hears why.
+    let refused = join(address, &TOKEN, 0);
+    assert!(matches!(refused, Err(HandshakeError::Encryption { theirs: true })));
+}

@@ -3,16 +3,20 @@
 use zerocopy::IntoBytes;
 
 use super::wire::{
-    ACCEPTED, ANSWER_LEN, CHALLENGE_LEN, Challenge, HELLO_LEN, Hello, Inbox, MAGIC, PREFIX_LEN,
-    Prefix, VERDICT_LEN, VERSION, Verdict,
+    ACCEPTED, CHALLENGE_LEN, Challenge, HELLO_LEN, Hello, Inbox, MAGIC, PREFIX_LEN, Prefix,
+    VERDICT_LEN, VERSION, Verdict,
 };
-use super::{HandshakeError, Introduction, Nonce};
+use super::{Encryption, HandshakeError, Introduction, Nonce, Reply};
+use crate::cipher::{Keys, Noise};
 use crate::token::{Role, Token};
 
 /// One handshake, seen from the side that opened the connection.
 pub struct Initiator {
     token: Token,
     hello: Hello,
+    encryption: Encryption,
+    noise: Option<Noise>,
+    keys: Option<Keys>,
     state: State,
     inbox: Inbox<CHALLENGE_LEN>,
 }
@@ -24,22 +28,35 @@ enum State {
 }
 
 /// What the owner of the connection does after feeding an [`Initiator`].
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub enum Initiated {
     /// Wait for more bytes.
     More,
     /// Send this answer, then feed what comes next.
-    Send([u8; ANSWER_LEN]),
+    Send(Reply),
     /// The responder is proven and has accepted.
     Done,
 }
 
 impl Initiator {
-    /// An initiator of the job that holds `token`. The nonce must be fresh.
+    /// An initiator of the job that holds `token`, between hosts. The nonce must be fresh.
     pub fn new(token: &Token, introduction: &Introduction, nonce: Nonce) -> Initiator {
+        Initiator::with(token, introduction, nonce, Encryption::of(token, false))
+    }
+
+    /// As [`Initiator::new`], encrypted or not as it says.
+    pub fn with(
+        token: &Token,
+        introduction: &Introduction,
+        nonce: Nonce,
+        encryption: Encryption,
+    ) -> Initiator {
         Initiator {
             token: token.clone(),
-            hello: Hello::new(token, introduction, nonce),
+            hello: Hello::new(token, introduction, nonce, encryption),
+            encryption,
+            noise: None,
+            keys: None,
             state: State::AwaitChallenge,
             inbox: Inbox::new(),
         }
@@ -56,11 +73,7 @@ impl Initiator {
     ///
     /// Every message is wanted in two pieces, because a refusal ends after the first.
     pub fn wanted(&self) -> usize {
-        let whole = match self.state {
-            State::AwaitChallenge => CHALLENGE_LEN,
-            State::AwaitVerdict => VERDICT_LEN,
-            State::Over => return 0,
-        };
+        let Some(whole) = self.whole() else { return 0 };
         let here = self.inbox.len();
         if here < PREFIX_LEN { PREFIX_LEN - here } else { whole - here }
     }
@@ -68,17 +81,27 @@ impl Initiator {
     /// Takes bytes of the responder, at most to the end of the current message; returns how many
     /// it took, and what to do now. After an error the handshake is over.
     pub fn feed(&mut self, bytes: &[u8]) -> (usize, Result<Initiated, HandshakeError>) {
-        let whole = match self.state {
-            State::AwaitChallenge => CHALLENGE_LEN,
-            State::AwaitVerdict => VERDICT_LEN,
-            State::Over => return (0, Ok(Initiated::More)),
-        };
+        let Some(whole) = self.whole() else { return (0, Ok(Initiated::More)) };
         let taken = self.inbox.fill(bytes, whole);
         let step = self.step();
         if step.is_err() {
             self.state = State::Over;
         }
         (taken, step)
+    }
+
+    /// The keys by which all that follows is encrypted, if it is, once the handshake is done.
+    pub(crate) fn take_keys(&mut self) -> Option<Keys> {
+        self.keys.take()
+    }
+
+    /// Bytes of the message that is awaited.
+    fn whole(&self) -> Option<usize> {
+        match self.state {
+            State::AwaitChallenge => Some(CHALLENGE_LEN),
+            State::AwaitVerdict => Some(VERDICT_LEN + self.encryption.noise_len()),
+            State::Over => None,
+        }
     }
 
     fn step(&mut self) -> Result<Initiated, HandshakeError> {
@@ -96,6 +119,14 @@ impl Initiator {
             },
             State::AwaitVerdict => {
                 const { assert!(size_of::<Verdict>() == PREFIX_LEN) };
+                if Some(self.inbox.len()) < self.whole() {
+                    return Ok(Initiated::More);
+                }
+                if let Some(mut noise) = self.noise.take() {
+                    let proven = noise.read(self.inbox.after(VERDICT_LEN));
+                    let keys = proven.then(|| noise.finish()).flatten();
+                    self.keys = Some(keys.ok_or(HandshakeError::BadProof)?);
+                }
                 self.state = State::Over;
                 Ok(Initiated::Done)
             }
@@ -111,7 +142,15 @@ impl Initiator {
         self.inbox.clear();
         self.state = State::AwaitVerdict;
         let answer = self.token.proof(Role::Initiator, &self.hello, &challenge.nonce);
-        Ok(Initiated::Send(*answer.as_bytes()))
+        let mut answer = Reply::of(answer.as_bytes());
+        if self.encryption == Encryption::On {
+            let context = [self.hello.as_bytes(), &challenge.nonce];
+            let mut noise =
+                Noise::new(&self.token, true, &context).ok_or(HandshakeError::Malformed)?;
+            answer.push(&noise.write().ok_or(HandshakeError::Malformed)?);
+            self.noise = Some(noise);
+        }
+        Ok(Initiated::Send(answer))
     }
 }
 
@@ -128,6 +167,8 @@ fn check(prefix: &Prefix) -> Result<(), HandshakeError> {
         3 => Err(HandshakeError::OtherJob),
         5 => Err(HandshakeError::ProofRejected),
         6 => Err(HandshakeError::OtherPurpose),
+        7 => Err(HandshakeError::Encryption { theirs: false }),
+        8 => Err(HandshakeError::Encryption { theirs: true }),
         _ => Err(HandshakeError::Malformed),
     }
 }

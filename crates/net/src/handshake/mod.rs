@@ -17,9 +17,13 @@
 //! the hello is derived one-way from the token: it only lets a peer of another job be told apart
 //! from a peer that lies.
 //!
-//! The proofs establish who opened the connection; what follows on it is neither encrypted nor
-//! authenticated. The token keeps strangers and mistakes out of a job, not someone who can rewrite
-//! packets on its network.
+//! The proofs establish who opened the connection. In a job that does not encrypt, what follows on it is
+//! neither encrypted nor authenticated: the token keeps strangers and mistakes out, not someone who can
+//! rewrite packets on the job's network. In one that does ([`Token::encrypts`]), answer and verdict of a
+//! TCP connection also carry the two messages of a [Noise handshake](crate::cipher), whose prologue is the
+//! hello and the responder's nonce, and all that follows is encrypted with its keys. Both sides say in
+//! the hello, which the proofs cover, whether they encrypt, and neither gives way: a job can be
+//! kept from connecting, but not be made to talk in the clear.
 //!
 //! The first twelve bytes of hello, challenge and verdict (magic, version, status) keep their
 //! meaning in every version, so that peers of different versions can tell each other so.
@@ -41,6 +45,7 @@ pub(crate) use wire::{Hello, JobId};
 use std::fmt;
 use std::io;
 
+use crate::cipher::NOISE_LEN;
 use crate::token::Token;
 
 /// A number used once: 32 fresh random bytes chosen by one side of one handshake.
@@ -70,6 +75,13 @@ pub struct Introduction {
     pub channel: u32,
 }
 
+impl Introduction {
+    /// One for connections that need no more than this: the rest is 0.
+    pub const fn new(purpose: Purpose, from: u32, to: u32) -> Introduction {
+        Introduction { purpose, epoch: 0, group: 0, from, to, channel: 0 }
+    }
+}
+
 /// What a connection will carry once it is accepted: a tag that the crate which speaks on it defines.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Purpose([u8; 4]);
@@ -84,6 +96,33 @@ impl Purpose {
 impl fmt::Debug for Purpose {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "\"{}\"", self.0.escape_ascii())
+    }
+}
+
+/// Whether a job encrypts, as both sides of a connection must say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Encryption {
+    /// It does not.
+    Off = 0,
+    /// It does, though not this connection, which stays on its host.
+    Local = 1,
+    /// It does, this connection too.
+    On = 2,
+}
+
+impl Encryption {
+    /// That of a connection between hosts, or within one.
+    pub fn of(token: &Token, is_local: bool) -> Encryption {
+        match (token.encrypts(), is_local) {
+            (false, _) => Encryption::Off,
+            (true, true) => Encryption::Local,
+            (true, false) => Encryption::On,
+        }
+    }
+
+    /// Bytes of the Noise handshake in an answer and a verdict.
+    fn noise_len(self) -> usize {
+        if self == Encryption::On { NOISE_LEN } else { 0 }
     }
 }
 
@@ -115,6 +154,24 @@ pub enum Refusal {
         /// The purpose the initiator named.
         theirs: Purpose,
     },
+    /// One side encrypts and the other does not.
+    #[error("{}", disagreement(.theirs))]
+    Encryption {
+        /// Whether the initiator does.
+        theirs: bool,
+    },
+}
+
+/// What is said of another side that encrypts, or does not, unlike this one.
+fn disagreement(theirs: &bool) -> &'static str {
+    match theirs {
+        true => {
+            "it encrypts its connections, and this process does not: set UNISONO_ENCRYPT for all or none"
+        }
+        false => {
+            "it does not encrypt its connections, and this process does: set UNISONO_ENCRYPT for all or none"
+        }
+    }
 }
 
 impl Refusal {
@@ -127,6 +184,9 @@ impl Refusal {
             Refusal::Malformed => 4,
             Refusal::BadProof => 5,
             Refusal::OtherPurpose { .. } => 6,
+            // What the responder does, which the initiator does not.
+            Refusal::Encryption { theirs: true } => 7,
+            Refusal::Encryption { theirs: false } => 8,
         }
     }
 }
@@ -156,6 +216,12 @@ pub enum HandshakeError {
     /// The other side does something else than what this connection is for: probably the wrong port.
     #[error("the other side does not do what the connection is for")]
     OtherPurpose,
+    /// One side encrypts and the other does not: all of a job must agree.
+    #[error("{}", disagreement(.theirs))]
+    Encryption {
+        /// Whether the responder does.
+        theirs: bool,
+    },
     /// The other side sent, or says it received, something no correct peer sends.
     #[error("a handshake message is malformed")]
     Malformed,
@@ -166,7 +232,7 @@ pub enum HandshakeError {
     #[error("the handshake did not finish in time")]
     TimedOut,
     /// The socket failed.
-    #[error("the handshake failed: {0}")]
+    #[error("{0}")]
     Io(io::Error),
 }
 
@@ -216,9 +282,7 @@ pub fn fuzz_responder(token: &Token, nonce: Nonce, bytes: &[u8]) -> usize {
 /// [`fuzz_responder`].
 #[doc(hidden)]
 pub fn fuzz_initiator(token: &Token, nonce: Nonce, bytes: &[u8]) -> usize {
-    let introduction =
-        Introduction { purpose: ANY, epoch: 0, group: 0, from: 0, to: 1, channel: 0 };
-    let mut initiator = Initiator::new(token, &introduction, nonce);
+    let mut initiator = Initiator::new(token, &Introduction::new(ANY, 0, 1), nonce);
     let mut taken = 0;
     while let (consumed, Ok(Initiated::Send(_))) = initiator.feed(&bytes[taken..]) {
         taken += consumed;

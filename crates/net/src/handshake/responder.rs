@@ -6,7 +6,8 @@ use super::wire::{
     ACCEPTED, ANSWER_LEN, Answer, CHALLENGE_LEN, Challenge, HELLO_LEN, Hello, Inbox, MAGIC,
     PREFIX_LEN, Prefix, VERSION, Verdict,
 };
-use super::{Introduction, Nonce, Purpose, Refusal};
+use super::{Encryption, Introduction, Nonce, Purpose, Refusal};
+use crate::cipher::{Keys, NOISE_LEN, Noise};
 use crate::token::{Role, Token};
 
 /// One handshake, seen from the side that accepted the connection.
@@ -14,13 +15,15 @@ pub struct Responder {
     token: Token,
     purposes: &'static [Purpose],
     nonce: Nonce,
+    encryption: Encryption,
+    keys: Option<Keys>,
     state: State,
     inbox: Inbox<HELLO_LEN>,
 }
 
 enum State {
     AwaitHello,
-    AwaitAnswer { hello: Hello, introduction: Introduction },
+    AwaitAnswer { hello: Hello, theirs: Encryption },
     Over,
 }
 
@@ -47,17 +50,36 @@ pub enum Step {
 }
 
 /// Bytes to send, held inline.
+#[derive(Debug)]
 pub struct Reply {
-    bytes: [u8; CHALLENGE_LEN],
+    bytes: [u8; REPLY_LEN],
     len: usize,
 }
 
+/// The longest is an answer with a message of Noise.
+const REPLY_LEN: usize = ANSWER_LEN + NOISE_LEN;
+
 impl Responder {
-    /// A responder of the job that holds `token`, who accepts connections for these purposes. The
-    /// nonce must be fresh.
+    /// A responder of the job that holds `token`, who accepts connections between hosts for these
+    /// purposes. The nonce must be fresh.
     pub fn new(token: &Token, purposes: &'static [Purpose], nonce: Nonce) -> Responder {
-        let (state, inbox) = (State::AwaitHello, Inbox::new());
-        Responder { token: token.clone(), purposes, nonce, state, inbox }
+        Responder::with(token, purposes, nonce, Encryption::of(token, false))
+    }
+
+    /// As [`Responder::new`], encrypted or not as it says.
+    pub fn with(
+        token: &Token,
+        purposes: &'static [Purpose],
+        nonce: Nonce,
+        encryption: Encryption,
+    ) -> Responder {
+        let (token, keys, state, inbox) = (token.clone(), None, State::AwaitHello, Inbox::new());
+        Responder { token, purposes, nonce, encryption, keys, state, inbox }
+    }
+
+    /// The keys by which all that follows is encrypted, if it is, once the initiator was accepted.
+    pub(crate) fn take_keys(&mut self) -> Option<Keys> {
+        self.keys.take()
     }
 
     /// How many bytes the next message still lacks: read no more than this from the connection,
@@ -65,7 +87,7 @@ impl Responder {
     pub fn wanted(&self) -> usize {
         match self.state {
             State::AwaitHello => HELLO_LEN - self.inbox.len(),
-            State::AwaitAnswer { .. } => ANSWER_LEN - self.inbox.len(),
+            State::AwaitAnswer { theirs, .. } => ANSWER_LEN + theirs.noise_len() - self.inbox.len(),
             State::Over => 0,
         }
     }
@@ -78,11 +100,14 @@ impl Responder {
                 let taken = self.inbox.fill(bytes, HELLO_LEN);
                 (taken, self.on_hello_bytes())
             }
-            State::AwaitAnswer { hello, introduction } => {
-                let taken = self.inbox.fill(bytes, ANSWER_LEN);
+            State::AwaitAnswer { hello, theirs } => {
+                let whole = ANSWER_LEN + theirs.noise_len();
+                let taken = self.inbox.fill(bytes, whole);
                 let step = match self.inbox.message::<Answer>() {
-                    Some(answer) => self.on_answer(&answer, &hello, introduction),
-                    None => Step::More,
+                    Some(answer) if self.inbox.len() == whole => {
+                        self.on_answer(&answer, &hello, theirs)
+                    }
+                    _ => Step::More,
                 };
                 (taken, step)
             }
@@ -109,15 +134,15 @@ impl Responder {
         if hello.job != self.token.job_id() {
             return self.refuse(Refusal::OtherJob);
         }
-        if prefix.status != ACCEPTED {
+        let (ACCEPTED, Some(theirs)) = (prefix.status.get(), hello.encryption()) else {
             return self.refuse(Refusal::Malformed);
-        }
-        let introduction = hello.introduction();
-        if !self.purposes.contains(&introduction.purpose) {
-            return self.refuse(Refusal::OtherPurpose { theirs: introduction.purpose });
+        };
+        let purpose = hello.introduction().purpose;
+        if !self.purposes.contains(&purpose) {
+            return self.refuse(Refusal::OtherPurpose { theirs: purpose });
         }
         self.inbox.clear();
-        self.state = State::AwaitAnswer { hello, introduction };
+        self.state = State::AwaitAnswer { hello, theirs };
         let proof = self.token.proof(Role::Responder, &hello, &self.nonce);
         Step::Send(Reply::new(&Challenge {
             prefix: Prefix::new(ACCEPTED),
@@ -126,13 +151,30 @@ impl Responder {
         }))
     }
 
-    fn on_answer(&mut self, answer: &Answer, hello: &Hello, introduction: Introduction) -> Step {
+    fn on_answer(&mut self, answer: &Answer, hello: &Hello, theirs: Encryption) -> Step {
         if self.token.proof(Role::Initiator, hello, &self.nonce) != answer.proof {
             return self.refuse(Refusal::BadProof);
         }
+        if theirs != self.encryption {
+            return self.refuse(Refusal::Encryption { theirs: theirs != Encryption::Off });
+        }
+        let mut verdict = Reply::new(&Verdict { prefix: Prefix::new(ACCEPTED) });
+        if self.encryption == Encryption::On {
+            let Some((message, keys)) = self.agree_on_keys(hello) else {
+                return self.refuse(Refusal::BadProof);
+            };
+            verdict.push(&message);
+            self.keys = Some(keys);
+        }
         self.state = State::Over;
-        let verdict = Reply::new(&Verdict { prefix: Prefix::new(ACCEPTED) });
-        Step::Accepted { introduction, verdict }
+        Step::Accepted { introduction: hello.introduction(), verdict }
+    }
+
+    /// Answers the message of Noise that came with the answer.
+    fn agree_on_keys(&self, hello: &Hello) -> Option<([u8; NOISE_LEN], Keys)> {
+        let mut noise = Noise::new(&self.token, false, &[hello.as_bytes(), &self.nonce])?;
+        noise.read(self.inbox.after(ANSWER_LEN)).then_some(())?;
+        Some((noise.write()?, noise.finish()?))
     }
 
     /// A refusal is a bare prefix: of a challenge and of a verdict alike, the initiator reads no
@@ -149,15 +191,30 @@ impl Responder {
 
 impl Reply {
     fn new(message: &(impl IntoBytes + zerocopy::Immutable)) -> Reply {
+        Reply::of(message.as_bytes())
+    }
+
+    pub(super) fn of(bytes: &[u8]) -> Reply {
         let mut reply = Reply::empty();
-        let bytes = message.as_bytes();
-        reply.bytes[..bytes.len()].copy_from_slice(bytes);
-        reply.len = bytes.len();
+        reply.push(bytes);
         reply
     }
 
     fn empty() -> Reply {
-        Reply { bytes: [0; CHALLENGE_LEN], len: 0 }
+        Reply { bytes: [0; REPLY_LEN], len: 0 }
+    }
+
+    pub(super) fn push(&mut self, bytes: &[u8]) {
+        self.bytes[self.len..self.len + bytes.len()].copy_from_slice(bytes);
+        self.len += bytes.len();
+    }
+}
+
+impl std::ops::Deref for Reply {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        self.as_ref()
     }
 }
 
@@ -167,4 +224,5 @@ impl AsRef<[u8]> for Reply {
     }
 }
 
-const _: () = assert!(PREFIX_LEN <= CHALLENGE_LEN && ANSWER_LEN <= HELLO_LEN);
+const _: () = assert!(PREFIX_LEN <= CHALLENGE_LEN && CHALLENGE_LEN <= REPLY_LEN);
+const _: () = assert!(REPLY_LEN <= HELLO_LEN && PREFIX_LEN + NOISE_LEN <= CHALLENGE_LEN);

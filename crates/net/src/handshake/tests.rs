@@ -232,3 +232,62 @@ fn secrets_are_not_printed() {
     assert_eq!("zz".repeat(32).parse::<Token>(), Err(TokenError));
     assert_ne!(Token::public("a"), Token::public("b"));
 }
+
+const ENCRYPTING: Token = TOKEN.with_encryption(true);
+
+fn encrypted(initiator: Encryption, responder: Encryption) -> (Initiator, Responder) {
+    let initiator = Initiator::with(&ENCRYPTING, &introduction(1), [1; 32], initiator);
+    (initiator, Responder::with(&ENCRYPTING, PURPOSES, [2; 32], responder))
+}
+
+#[test]
+fn both_sides_of_an_encrypted_connection_have_keys_and_no_others() {
+    for encryption in [Encryption::Off, Encryption::Local, Encryption::On] {
+        let (mut initiator, mut responder) = encrypted(encryption, encryption);
+        let Step::Send(challenge) = responder.feed(&initiator.hello()).1 else { panic!("refused") };
+        let Ok(Initiated::Send(answer)) = initiator.feed(&challenge).1 else { panic!("no proof") };
+        let Step::Accepted { verdict, .. } = responder.feed(&answer).1 else { panic!("refused") };
+        assert!(matches!(initiator.feed(&verdict).1, Ok(Initiated::Done)));
+        let keys = (initiator.take_keys().is_some(), responder.take_keys().is_some());
+        let expected = encryption == Encryption::On;
+        assert_eq!(keys, (expected, expected));
+    }
+}
+
+#[test]
+fn sides_that_disagree_about_encryption_are_told_so() {
+    use Encryption::*;
+    for (ours, theirs) in [(Off, On), (On, Off), (Off, Local), (Local, Off)] {
+        let (initiator, responder) = encrypted(ours, theirs);
+        let ending = converse(initiator, responder, |_, _| {}, || 7);
+        let Some(Err(HandshakeError::Encryption { theirs: said })) = ending.initiator else {
+            panic!("{ending:?}");
+        };
+        assert_eq!(said, theirs != Off);
+        assert_eq!(ending.responder, Some(Err(Refusal::Encryption { theirs: ours != Off })));
+    }
+}
+
+/// No change of any byte is missed, and none makes two sides talk in the clear.
+#[test]
+fn every_change_of_an_encrypted_handshake_is_noticed() {
+    let lengths = [HELLO_LEN, CHALLENGE_LEN, 32 + NOISE_LEN, VERDICT_LEN + NOISE_LEN];
+    for (message, length) in lengths.into_iter().enumerate() {
+        for position in 0..length {
+            for flip in [1, 2, 3, 0x80] {
+                let (initiator, responder) = encrypted(Encryption::On, Encryption::On);
+                let meddle = |number: usize, bytes: &mut Vec<u8>| {
+                    if number == message {
+                        assert_eq!(bytes.len(), length);
+                        bytes[position] ^= flip;
+                    }
+                };
+                let ending = converse(initiator, responder, meddle, || usize::MAX);
+                // The top bit of a public key means nothing, though it is part of what is authenticated.
+                assert!(!matches!(ending.initiator, Some(Ok(()))), "{message} {position} {flip}");
+                let fooled = message != 3 && matches!(ending.responder, Some(Ok(_)));
+                assert!(!fooled, "message {message}, byte {position} ^ {flip}");
+            }
+        }
+    }
+}

@@ -3,7 +3,7 @@
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::{Introduction, Nonce, Purpose};
+use super::{Encryption, Introduction, Nonce, Purpose};
 use crate::token::Token;
 
 /// The version of the handshake and of everything that follows it on a connection.
@@ -53,10 +53,16 @@ pub(crate) struct Hello {
     channel: U32,
     epoch: U64,
     group: U64,
+    encryption: U32,
 }
 
 impl Hello {
-    pub fn new(token: &Token, introduction: &Introduction, nonce: Nonce) -> Hello {
+    pub fn new(
+        token: &Token,
+        introduction: &Introduction,
+        nonce: Nonce,
+        encryption: Encryption,
+    ) -> Hello {
         Hello {
             prefix: Prefix::new(ACCEPTED),
             job: token.job_id(),
@@ -67,7 +73,14 @@ impl Hello {
             channel: introduction.channel.into(),
             epoch: introduction.epoch.into(),
             group: introduction.group.into(),
+            encryption: (encryption as u32).into(),
         }
+    }
+
+    /// Whether the initiator encrypts, if it is one of the ways that this version knows.
+    pub fn encryption(&self) -> Option<Encryption> {
+        use Encryption::*;
+        [Off, Local, On].into_iter().find(|known| self.encryption == *known as u32)
     }
 
     pub fn introduction(&self) -> Introduction {
@@ -123,6 +136,11 @@ impl<const N: usize> Inbox<N> {
 
     pub fn len(&self) -> usize {
         self.len
+    }
+
+    /// What is here after the first `skip` bytes.
+    pub fn after(&self, skip: usize) -> &[u8] {
+        &self.bytes[skip.min(self.len)..self.len]
     }
 
     /// The message of type `T` at the front, if all of it is here.

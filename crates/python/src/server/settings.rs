@@ -74,7 +74,7 @@ impl Settings {
         let patience = Duration::try_from_secs_f64(self.patience);
         Ok(ClientOptions {
             servers: self.servers.clone(),
-            token: Token::from_bytes(self.token),
+            token: Token::from_bytes(self.token).with_encryption(environment()?.encrypt),
             worker: self.worker,
             life: None,
             patience: patience.map_err(|_| "patience is a number of seconds, from 0".to_owned())?,
@@ -102,7 +102,7 @@ impl Settings {
     }
 }
 
-fn environment() -> Result<Options, String> {
+pub(super) fn environment() -> Result<Options, String> {
     Options::from_env().map_err(|error| error.to_string())
 }
 

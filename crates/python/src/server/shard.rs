@@ -8,6 +8,7 @@ use socket2::{Domain, Socket, Type};
 use unisono_net::Token;
 use unisono_relaxed::server::{Files, Shard, ShardOptions};
 
+use super::settings::environment;
 use crate::error::not_begun;
 
 /// Connections that may wait to be accepted: one per worker of a large job.
@@ -37,7 +38,9 @@ impl ServerShard {
         let address = listener.local_addr().ok().and_then(|address| address.as_socket());
         let address = address.ok_or_else(|| failed("it has no port".into()))?.to_string();
         let files = Files { number, ..Files::default() };
-        let options = ShardOptions { token: Token::from_bytes(token), files };
+        let encrypt = environment().map_err(failed)?.encrypt;
+        let token = Token::from_bytes(token).with_encryption(encrypt);
+        let options = ShardOptions { token, files };
         let shard = py.detach(|| Shard::start(listener, options));
         let shard = Mutex::new(Some(shard.map_err(|error| failed(error.to_string()))?));
         Ok(ServerShard { address, shard, process: std::process::id() })

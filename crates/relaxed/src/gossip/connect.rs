@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use socket2::Socket;
 use unisono_net::{
-    AbortHandle, Connection as Stream, Dialer, HandshakeError, Introduction, Purpose, Target,
+    Connection as Stream, Dialer, HandshakeError, Introduction, Purpose, Signal, Target,
     TimedStream,
 };
 
@@ -24,7 +24,7 @@ pub const GOSSIP: Purpose = Purpose::new(*b"goss");
 pub struct Sockets {
     register: Mutex<Register>,
     /// Ends attempts to connect.
-    abort: AbortHandle,
+    abort: Signal,
 }
 
 #[derive(Default)]
@@ -45,7 +45,7 @@ pub enum End {
 
 impl Sockets {
     pub fn new() -> io::Result<Sockets> {
-        Ok(Sockets { register: Mutex::default(), abort: AbortHandle::new()? })
+        Ok(Sockets { register: Mutex::default(), abort: Signal::new()? })
     }
 
     /// Keeps `socket`, in place of an older one between the same ends, which is shut down. Returns what
@@ -73,7 +73,7 @@ impl Sockets {
 
     /// Shuts all sockets down, those to come included.
     pub fn close(&self) {
-        self.abort.abort();
+        self.abort.raise();
         let mut register = lock(&self.register);
         register.closed = true;
         for (_, (_, socket)) in register.open.drain() {
@@ -120,14 +120,8 @@ impl Connection {
         if node.is_cut(partner) {
             return Err(io::Error::from(io::ErrorKind::HostUnreachable).into());
         }
-        let introduction = Introduction {
-            purpose: GOSSIP,
-            epoch: node.life,
-            group: 0,
-            from: node.rank,
-            to: partner,
-            channel: 0,
-        };
+        let introduction = Introduction::new(GOSSIP, node.rank, partner);
+        let introduction = Introduction { epoch: node.life, ..introduction };
         let dialer = Dialer::new(&node.token, deadline)
             .with_silence(node.timeout)
             .with_abort(&node.sockets.abort);

@@ -22,6 +22,7 @@ use rustix::net::{RecvFlags, SendFlags};
 use serde::{Serialize, de::DeserializeOwned};
 use socket2::{Domain, Socket};
 use unisono_net::frame::{self, SIGN_OF_LIFE};
+use unisono_net::keepalive::is_over;
 use unisono_net::memory::{self, receive_with, send_with};
 use unisono_net::{Connection, Receiver, Sender};
 use zerocopy::{FromBytes, IntoBytes};
@@ -286,6 +287,11 @@ impl Link {
         }
     }
 
+    /// Whether bytes are here that a poll of the socket does not see.
+    pub fn has_unread(&self) -> bool {
+        self.receiver.has_unread()
+    }
+
     /// Waits until there is something to receive, though not for longer than this.
     pub fn await_message(&mut self, at_most: Duration) -> bool {
         let deadline = Instant::now() + at_most;
@@ -311,10 +317,14 @@ fn write_all(
     IoSlice::advance_slices(&mut slices, 0);
     // Counted from here: whoever takes bytes may be read from later.
     let mut silence = silence.map(Silence::fresh);
-    while !slices.is_empty() {
+    while !slices.is_empty() || !sender.is_flushed() {
         let start = Instant::now();
-        match sender.send_vectored(slices, SendFlags::empty()).map_err(io::Error::from) {
-            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+        let sent = match slices.is_empty() {
+            true => sender.flush(SendFlags::empty()).map(|()| 0),
+            false => sender.send_vectored(slices, SendFlags::empty()),
+        };
+        match sent.map_err(io::Error::from) {
+            Ok(0) if !slices.is_empty() => return Err(io::ErrorKind::WriteZero.into()),
             Ok(sent) => {
                 IoSlice::advance_slices(&mut slices, sent);
                 silence.iter_mut().for_each(Silence::heard);
@@ -375,14 +385,6 @@ fn read(mut from: impl Read, into: &mut Vec<f32>, bytes: usize) -> io::Result<&[
         filled = end;
     }
     Ok(&into.as_slice().as_bytes()[..bytes])
-}
-
-/// Whether the other side of a socket has ended the connection, or its process.
-pub fn is_over(socket: &Socket) -> bool {
-    let mut poll = [PollFd::new(socket, PollFlags::RDHUP)];
-    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-    let over = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
-    rustix::event::poll(&mut poll, Some(&now)).is_ok() && poll[0].revents().intersects(over)
 }
 
 impl Memory {

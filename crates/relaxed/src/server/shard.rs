@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use socket2::{Domain, SockAddr, Socket};
 use unisono_net::frame::SIGN_OF_LIFE;
+use unisono_net::keepalive::is_over;
 use unisono_net::{
     Acceptor, Admission, Connection as NetConnection, Introduction, Target, Token, new_socket,
 };
@@ -315,7 +316,7 @@ impl Shared {
                 let socket = link.socket().clone();
                 let bulk = link.bulk(lengths.into_iter())?;
                 let parts: Vec<(Part, &[u8])> = parts.into_iter().zip(bulk).collect();
-                let is_over = || super::link::is_over(&socket);
+                let is_over = || is_over(&socket);
                 job.push(caller, push, measured, &parts, is_over).map(Served::Reply)
             }
             Request::Pull { clock, bound, pieces } => {

@@ -42,7 +42,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let run = described(&plan, &relaxed, student.parameters(), workers, timeout);
     let token = match &relaxed.servers {
         ServersChoice::At(_) => serve::token()?,
-        _ => Token::random()?,
+        _ => Token::random()?.with_encryption(args.options()?.encrypt),
     };
     let mut visitor = visitor(token.clone());
     if let ServersChoice::At(addresses) = &relaxed.servers {
@@ -93,6 +93,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         grace: GRACE,
         stdout: display.stdout(),
         stderr: display.stderr(),
+        encrypt: token.encrypts(),
         token: Some(token),
         servers,
         listeners_for_ranks: inside || relaxed.level == Level::Gossip,

@@ -4,7 +4,7 @@ use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::time::{Duration, Instant};
 
-use unisono_net::{AbortHandle, Dialer, HandshakeError, Introduction, Target};
+use unisono_net::{Dialer, HandshakeError, Introduction, Signal, Target};
 
 use super::options::{ClientOptions, ServerError, Transport};
 use super::session::Fault;
@@ -46,7 +46,7 @@ impl Call<'_> {
     /// Opens a connection: over TCP, and where the server is on this host, by a Unix socket instead, for
     /// the sake of common memory. Whoever else sits at the name of that socket can keep nobody from the
     /// server: it has proven the token over TCP before, and TCP is what remains.
-    pub fn dial(self, abort: &AbortHandle) -> Result<Link, Fault> {
+    pub fn dial(self, abort: &Signal) -> Result<Link, Fault> {
         let text = self.options.servers.get(self.server).map_or("", String::as_str);
         let unknown = || io::Error::new(io::ErrorKind::NotFound, "no such address");
         let address = text.to_socket_addrs().and_then(|mut all| all.next().ok_or_else(unknown));
@@ -73,7 +73,7 @@ impl Call<'_> {
     }
 
     /// Connects to the shard of this host that listens at an address, or at all.
-    fn dial_unix(self, address: &SocketAddr, abort: &AbortHandle) -> Result<Link, HandshakeError> {
+    fn dial_unix(self, address: &SocketAddr, abort: &Signal) -> Result<Link, HandshakeError> {
         let dialer = Dialer::new(&self.options.token, Instant::now() + UNIX).with_abort(abort);
         let port = address.port();
         let all = [(Ipv4Addr::UNSPECIFIED, port).into(), (Ipv6Addr::UNSPECIFIED, port).into()];
@@ -90,14 +90,8 @@ impl Call<'_> {
     }
 
     fn introduction(self) -> Introduction {
-        Introduction {
-            purpose: SERVER,
-            epoch: self.options.life.unwrap_or(0),
-            group: 0,
-            from: self.worker,
-            to: self.server as u32,
-            channel: 0,
-        }
+        let introduction = Introduction::new(SERVER, self.worker, self.server as u32);
+        Introduction { epoch: self.options.life.unwrap_or(0), ..introduction }
     }
 }
 
@@ -160,8 +154,7 @@ mod tests {
             let options = options(address);
             let shard = ShardOptions { token: TOKEN, files: Files::default() };
             let _shard = Shard::start(listener.into(), shard).unwrap();
-            let link =
-                call(&options).dial(&AbortHandle::new().unwrap()).map_err(|_| "lost").unwrap();
+            let link = call(&options).dial(&Signal::new().unwrap()).map_err(|_| "lost").unwrap();
             assert!(!link.is_shared());
         }
     }
@@ -171,11 +164,11 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let options = options(listener.local_addr().unwrap());
         // Nobody answers. Whoever has the handle ends the wait, and every later one.
-        let abort = AbortHandle::new().unwrap();
+        let abort = Signal::new().unwrap();
         let ends = abort.clone();
         std::thread::spawn(move || {
             listener.accept().unwrap();
-            ends.abort();
+            ends.raise();
         });
         let start = Instant::now();
         assert!(matches!(call(&options).dial(&abort), Err(Fault::Lost(_))));

@@ -24,7 +24,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use unisono_codec::parcel::Scratch;
 
 use super::core::{Age, Refusal};
@@ -340,13 +340,16 @@ impl Client {
                 let flags = if *waited_for { PollFlags::IN } else { PollFlags::empty() };
                 watched.push(PollFd::new(socket, flags | PollFlags::RDHUP));
             }
+            let unread: Vec<bool> = self.sessions.iter().map(Session::has_unread).collect();
+            let slice = if unread.contains(&true) { Some(Timespec::default()) } else { slice };
             let start = Instant::now();
             match poll(&mut watched, slice.as_ref()) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 // If it cannot be told, the first will do, as long as it takes.
                 Err(_) => return Some((first, Ok(()))),
             }
-            let events: Vec<bool> = watched.iter().map(|fd| !fd.revents().is_empty()).collect();
+            let events = watched.iter().map(|fd| !fd.revents().is_empty()).zip(unread);
+            let events: Vec<bool> = events.map(|(event, unread)| event || unread).collect();
             for (session, (has_event, waited_for)) in
                 self.sessions.iter_mut().zip(events.into_iter().zip(&waited_for))
             {

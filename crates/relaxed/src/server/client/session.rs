@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use socket2::Socket;
 use unisono_codec::CodecSpec;
 use unisono_codec::parcel::{Origin, Scratch, Sender};
-use unisono_net::AbortHandle;
+use unisono_net::Signal;
 use unisono_sync::shards::Shards;
 
 use super::dial::Call;
@@ -150,6 +150,11 @@ impl Session {
         Some(self.link.as_mut()?.silence()?.slice())
     }
 
+    /// Whether something is here that a poll of the socket does not see.
+    pub fn has_unread(&self) -> bool {
+        self.link.as_ref().is_some_and(Link::has_unread)
+    }
+
     /// Whether the shard has said more than that it lives, or never will.
     pub fn has_message(&mut self) -> bool {
         self.link.as_mut().is_none_or(Link::has_message)
@@ -171,7 +176,7 @@ impl Session {
         &mut self,
         options: &ClientOptions,
         worker: u32,
-        abort: &AbortHandle,
+        abort: &Signal,
     ) -> Result<Pulse, Fault> {
         let call = Call {
             options,

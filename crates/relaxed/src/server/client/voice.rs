@@ -7,7 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use unisono_net::{AbortHandle, frame};
+use unisono_net::{Signal, frame};
 
 use super::options::ServerError;
 use crate::server::link::Pulse;
@@ -20,7 +20,7 @@ const SHORTEST_PAUSE: Duration = Duration::from_millis(5);
 pub struct Voices {
     voices: Vec<Voice>,
     stopped: AtomicBool,
-    abort: AbortHandle,
+    abort: Signal,
     /// Whether the client is gone.
     over: Mutex<bool>,
     changed: Condvar,
@@ -39,14 +39,14 @@ impl Voices {
         Ok(Voices {
             voices: (0..sessions).map(|_| Voice::default()).collect(),
             stopped: AtomicBool::new(false),
-            abort: AbortHandle::new()?,
+            abort: Signal::new()?,
             over: Mutex::new(false),
             changed: Condvar::new(),
         })
     }
 
     /// Ends every attempt to open a connection, once stopped.
-    pub fn abort(&self) -> &AbortHandle {
+    pub fn abort(&self) -> &Signal {
         &self.abort
     }
 
@@ -76,7 +76,7 @@ impl Voices {
     /// Ends all connections, and every attempt to open one.
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
-        self.abort.abort();
+        self.abort.raise();
         for session in 0..self.voices.len() {
             self.close(session);
         }
