@@ -51,7 +51,7 @@ pub use call::Call;
 pub use dtype::{Dtype, Element, Reduction, Unit};
 pub use engine::{Engine, Explanation};
 pub use error::{CircleWait, Error, FormError, InvalidCall, Loss};
-pub use group::{AbortHandle, Group};
+pub use group::{AbortHandle, Group, Owned};
 pub use options::{BadSetting, Options, Transport};
 pub use request::{Address, Checked, Request};
 pub use schedule::{Algorithm, Op};

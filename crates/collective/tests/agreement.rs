@@ -116,7 +116,7 @@ fn counts_that_wrap_are_refused() {
             let counts = if me == 0 { [6, usize::MAX] } else { [usize::MAX, 6] };
             refused(group.all_gather_unequal(&[7i32; 6], &mut [0i32; 5], &counts));
             let request = Request::sized(Op::AllReduce, Dtype::F32, usize::MAX / 2);
-            let unexplained = group.explain(&request).map(drop);
+            let unexplained = group.explain(request).map(drop);
             assert!(matches!(unexplained, Err(Error::InvalidCall(_))), "{unexplained:?}");
             assert_eq!(output, vec![0; 100]);
             group.barrier().unwrap();
@@ -178,7 +178,7 @@ fn a_barrier_that_cannot_be_done_is_called_a_barrier() {
 fn an_explanation_names_every_algorithm_that_could() {
     let names = |groups: &[Group], op: Op| {
         let request = Request::sized(op, Dtype::F32, 1000);
-        let explanation = groups[0].explain(&request).unwrap();
+        let explanation = groups[0].explain(request).unwrap();
         let list = |predictions: &[unisono_collective::cost::Prediction]| {
             assert!(predictions.windows(2).all(|pair| pair[0].seconds <= pair[1].seconds));
             let mut names: Vec<_> = predictions.iter().map(|p| p.algorithm.name()).collect();

@@ -242,7 +242,7 @@ fn an_algorithm_forced_for_the_group_is_used_where_it_can_be() {
         let groups = Kind::Local.start(3, &options);
         on_all(&groups, |group| {
             let request = Request::sized(Op::AllReduce, Dtype::F32, 1000);
-            assert_eq!(group.explain(&request).unwrap().chosen, algorithm);
+            assert_eq!(group.explain(request).unwrap().chosen, algorithm);
             let mut buffer = vec![group.rank() as i32; 1000];
             group.all_reduce(&mut buffer, Reduction::Sum).unwrap();
             assert_eq!(buffer, vec![3; 1000]);
@@ -261,7 +261,7 @@ fn the_model_chooses_canonical_algorithms_for_floats() {
         let groups = kind.start(4, &Options::default());
         for count in [1, 1000, 1 << 20, 1 << 26] {
             let request = Request::sized(Op::AllReduce, Dtype::F32, count);
-            let explanation = groups[0].explain(&request).unwrap();
+            let explanation = groups[0].explain(request).unwrap();
             assert!(explanation.chosen.is_canonical());
             assert!(explanation.candidates.iter().all(|c| c.algorithm.is_canonical()));
         }

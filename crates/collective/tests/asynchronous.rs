@@ -7,7 +7,7 @@ use std::sync::{Barrier, mpsc};
 use std::time::{Duration, Instant};
 
 use common::{Kind, PATIENCE, on_all, outcome, worlds};
-use unisono_collective::{Error, Loss, Options, Reduction, Work};
+use unisono_collective::{Error, Loss, Options, Reduction, Request, Work};
 
 #[test]
 fn submissions_end_in_the_order_they_were_made() {
@@ -195,7 +195,10 @@ fn an_unequal_all_to_all_is_submitted_without_waiting() {
             let submit = || {
                 let total = lengths.iter().sum();
                 let (input, output) = (vec![me as i32; total], vec![9; total]);
-                group.submit_all_to_all_unequal(input, &lengths, output, &lengths).unwrap()
+                let pending = group.submit_owned((input, output), |(input, output)| {
+                    Request::all_to_all_unequal(input, &lengths, output, &lengths, None)
+                });
+                pending.unwrap()
             };
             let pending = if me == 0 {
                 let pending = submit();
@@ -221,8 +224,10 @@ fn ranks_that_disagree_about_lengths_are_all_told() {
                 received[2] = 5;
             }
             let output = vec![0i32; received.iter().sum()];
-            let pending =
-                group.submit_all_to_all_unequal(vec![0; 6], &sent, output, &received).unwrap();
+            let pending = group.submit_owned((vec![0; 6], output), |(input, output)| {
+                Request::all_to_all_unequal(input, &sent, output, &received, None)
+            });
+            let pending = pending.unwrap();
             let wrong = Error::LengthMismatch { from: 2, to: 1, tag: 0, sent: 8, expected: 20 };
             assert_eq!(pending.wait().map(drop), Err(wrong));
             group.barrier().unwrap();
@@ -253,34 +258,72 @@ fn every_operation_can_be_submitted() {
             framed[3 * me..3 * me + 3].copy_from_slice(&block(me));
 
             let all_reduce = group.submit_all_reduce(block(me), Reduction::Sum).unwrap();
-            let into = group.submit_all_reduce_into(block(me), vec![0; 3], Reduction::Sum).unwrap();
-            let scattered =
-                group.submit_reduce_scatter(whole(me), vec![0; 3], Reduction::Sum).unwrap();
-            let in_place = group.submit_reduce_scatter_in_place(whole(me), Reduction::Sum).unwrap();
-            let gathered = group.submit_all_gather(block(me), nothing.clone()).unwrap();
-            let gathered_in_place = group.submit_all_gather_in_place(framed).unwrap();
+            let into = group
+                .submit_owned((block(me), vec![0; 3]), |(input, output)| {
+                    Request::all_reduce_into(input, output, Reduction::Sum)
+                })
+                .unwrap();
+            let scattered = group
+                .submit_owned((whole(me), vec![0; 3]), |(input, output)| {
+                    Request::reduce_scatter(input, output, Reduction::Sum)
+                })
+                .unwrap();
+            let in_place = group
+                .submit_owned(whole(me), |buffer| {
+                    Request::reduce_scatter_in_place(buffer, Reduction::Sum)
+                })
+                .unwrap();
+            let gathered = group
+                .submit_owned((block(me), nothing.clone()), |(input, output)| {
+                    Request::all_gather(input, output)
+                })
+                .unwrap();
+            let gathered_in_place =
+                group.submit_owned(framed, |buffer| Request::all_gather_in_place(buffer)).unwrap();
             let counts: Vec<usize> = (0..WORLD).collect();
             let unequal = block(me)[..me.min(3)].to_vec();
-            let unequal = group.submit_all_gather_unequal(unequal, vec![0; 6], &counts).unwrap();
-            let broadcast = group.submit_broadcast(block(me), root).unwrap();
-            let reduced =
-                group.submit_reduce(block(me), at_root(vec![0; 3]), Reduction::Sum, root).unwrap();
-            let reduced_in_place =
-                group.submit_reduce_in_place(block(me), Reduction::Sum, root).unwrap();
-            let to_root = group.submit_gather(block(me), at_root(nothing.clone()), root).unwrap();
-            let from_root = group.submit_scatter(at_root(whole(me)), vec![0; 3], root).unwrap();
-            let all_to_all = group.submit_all_to_all(whole(me), nothing.clone()).unwrap();
-            let replaced = group.submit_all_to_all_in_place(whole(me)).unwrap();
+            let unequal = group
+                .submit_owned((unequal, vec![0; 6]), |(input, output)| {
+                    Request::all_gather_unequal(input, output, &counts)
+                })
+                .unwrap();
+            let broadcast =
+                group.submit_owned(block(me), |buffer| Request::broadcast(buffer, root)).unwrap();
+            let reduced = group
+                .submit_owned((block(me), at_root(vec![0; 3])), |(input, output)| {
+                    Request::reduce(input, output.as_deref_mut(), Reduction::Sum, root)
+                })
+                .unwrap();
+            let reduced_in_place = group
+                .submit_owned(block(me), |buffer| {
+                    Request::reduce_in_place(buffer, Reduction::Sum, root)
+                })
+                .unwrap();
+            let to_root = group
+                .submit_owned((block(me), at_root(nothing.clone())), |(input, output)| {
+                    Request::gather(input, output.as_deref_mut(), root)
+                })
+                .unwrap();
+            let from_root = group
+                .submit_owned((at_root(whole(me)), vec![0; 3]), |(input, output)| {
+                    Request::scatter(input.as_deref(), output, root)
+                })
+                .unwrap();
+            let all_to_all = group
+                .submit_owned((whole(me), nothing.clone()), |(input, output)| {
+                    Request::all_to_all(input, output)
+                })
+                .unwrap();
+            let replaced = group
+                .submit_owned(whole(me), |buffer| Request::all_to_all_in_place(buffer))
+                .unwrap();
             // What r sends to s is r + s elements long.
             let lengths: Vec<usize> = (0..WORLD).map(|peer| me + peer).collect();
             let total = lengths.iter().sum();
             let ragged = group
-                .submit_all_to_all_unequal(
-                    vec![me as i64; total],
-                    &lengths,
-                    vec![9; total],
-                    &lengths,
-                )
+                .submit_owned((vec![me as i64; total], vec![9; total]), |(input, output)| {
+                    Request::all_to_all_unequal(input, &lengths, output, &lengths, None)
+                })
                 .unwrap();
             let barrier = group.submit_barrier().unwrap();
             let (next, previous) = ((me + 1) % WORLD, (me + WORLD - 1) % WORLD);
@@ -318,8 +361,15 @@ fn every_operation_can_be_submitted() {
 fn a_submission_that_makes_no_sense_is_not_made() {
     let groups = Kind::Local.start(2, &Options::default());
     on_all(&groups, |group| {
-        assert!(group.submit_all_gather(vec![1f32; 3], vec![0f32; 5]).is_err());
-        assert!(group.submit_broadcast(vec![1f32; 3], 2).is_err());
+        assert!(
+            group
+                .submit_owned(
+                    (vec![1f32; 3], vec![0f32; 5]),
+                    |(input, output)| Request::all_gather(input, output)
+                )
+                .is_err()
+        );
+        assert!(group.submit_owned(vec![1f32; 3], |buffer| Request::broadcast(buffer, 2)).is_err());
         assert!(group.submit_send_owned(vec![1f32; 3], group.rank(), 0).is_err());
         group.barrier().unwrap();
     });

@@ -211,7 +211,7 @@ impl<'a> Report<'a> {
             limit::link_rate(group, self.ip)?
         };
         let request = workload.request();
-        let explanation = group.explain(&request)?;
+        let explanation = group.explain(request)?;
         if group.rank() != 0 {
             return Ok(());
         }

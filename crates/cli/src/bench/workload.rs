@@ -249,7 +249,7 @@ impl<T: Number> Workload for Buffers<T> {
             Operation::Reduce => Request::reduce(input, Some(output), sum, root),
             Operation::Gather => Request::gather(input, Some(output), root),
             Operation::Scatter => Request::scatter(Some(input), output, root),
-            Operation::AllToAll => Request::all_to_all(input, output, self.world),
+            Operation::AllToAll => Request::all_to_all(input, output),
             Operation::Barrier => Request::barrier(),
         };
         request.with_algorithm(self.algorithm)

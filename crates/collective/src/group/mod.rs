@@ -25,6 +25,7 @@ use calls::Calls;
 use queue::Queue;
 
 pub use abort::AbortHandle;
+pub use submit::Owned;
 
 /// Ordered ranks of one epoch, with connections and an operation counter of their own.
 ///

@@ -50,7 +50,7 @@ impl Group {
         buffer: &mut [T],
         reduction: Reduction,
     ) -> Result<(), Error> {
-        self.run(Request::reduce_scatter_in_place(buffer, reduction, self.me())).map(drop)
+        self.run(Request::reduce_scatter_in_place(buffer, reduction)).map(drop)
     }
 
     /// Everybody gets everybody's input, in rank order.
@@ -60,7 +60,7 @@ impl Group {
 
     /// As [`Group::all_gather`]; this rank's block of the buffer is the input.
     pub fn all_gather_in_place<T: Element>(&self, buffer: &mut [T]) -> Result<(), Error> {
-        self.run(Request::all_gather_in_place(buffer, self.me())).map(drop)
+        self.run(Request::all_gather_in_place(buffer)).map(drop)
     }
 
     /// As [`Group::all_gather`] with inputs of different lengths: `counts[r]` elements of rank
@@ -122,12 +122,12 @@ impl Group {
 
     /// Rank `r` gets block `r` of everybody's input, in rank order.
     pub fn all_to_all<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<(), Error> {
-        self.run(Request::all_to_all(input, output, self.size())).map(drop)
+        self.run(Request::all_to_all(input, output)).map(drop)
     }
 
     /// As [`Group::all_to_all`]; the received blocks replace the sent ones.
     pub fn all_to_all_in_place<T: Element>(&self, buffer: &mut [T]) -> Result<(), Error> {
-        self.run(Request::all_to_all_in_place(buffer, self.size())).map(drop)
+        self.run(Request::all_to_all_in_place(buffer)).map(drop)
     }
 
     /// As [`Group::all_to_all`] with blocks of different lengths: `sent[r]` elements go to rank
@@ -246,14 +246,10 @@ impl Group {
     }
 
     /// What a call of this kind and size would do, and what it would cost.
-    pub fn explain(&self, request: &Request<'_>) -> Result<Explanation, Error> {
+    pub fn explain(&self, request: Request<'_>) -> Result<Explanation, Error> {
+        let request = request.divided(self.rank(), self.size());
         request.check_kind(&self.inner.topology)?;
-        self.inner.queue.with_calls(|calls| calls.explain(request))
-    }
-
-    /// This rank, and the number of ranks.
-    pub(super) fn me(&self) -> (usize, usize) {
-        (self.rank(), self.size())
+        self.inner.queue.with_calls(|calls| calls.explain(&request))
     }
 
     fn check<'a>(&self, request: Request<'a>) -> Result<Checked<'a>, Error> {
@@ -266,7 +262,7 @@ impl Group {
 
     /// Refuses a message from or to a rank that there is not, or that is this one.
     fn check_peer(&self, peer: Option<usize>) -> Result<(), Error> {
-        let (me, world) = self.me();
+        let (me, world) = (self.rank(), self.size());
         match peer {
             Some(rank) if rank >= world => Err(InvalidCall::NoSuchRank { rank, world }.into()),
             None if world == 1 => Err(InvalidCall::ToSelf { rank: me }.into()),

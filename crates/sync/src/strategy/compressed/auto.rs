@@ -364,7 +364,7 @@ fn dearest_byte(group: &Group, elements: usize) -> Result<f64, Error> {
         return Ok(f64::INFINITY);
     }
     let elements = elements.max(LEAST_PRICED);
-    let explained = group.explain(&Request::sized(Op::AllReduce, Dtype::F32, elements))?;
+    let explained = group.explain(Request::sized(Op::AllReduce, Dtype::F32, elements))?;
     let priced = explained.candidates.iter().chain(&explained.others);
     let chosen = priced.into_iter().find(|priced| priced.algorithm == explained.chosen);
     let bytes = 8.0 * elements as f64 * (1.0 - 1.0 / group.size() as f64);

@@ -48,7 +48,7 @@ impl<'a> Calls<'a> {
     /// What a call sends. `count` is that of a [`Request`]: elements of the whole buffer, or of a
     /// block. The same on all ranks.
     pub fn sent(&self, op: Op, dtype: Dtype, count: usize) -> Result<Sent, Error> {
-        let algorithm = self.group.explain(&Request::sized(op, dtype, count))?.chosen;
+        let algorithm = self.group.explain(Request::sized(op, dtype, count))?.chosen;
         let columns = *self
             .known
             .borrow_mut()

@@ -9,7 +9,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from unisono import _native
 from unisono.torch._backend import lines, rendezvous
-from unisono.torch._backend.codes import BROADCAST, SUM, U8
+from unisono.torch._backend.codes import BROADCAST
 from unisono.torch._backend.core import Core
 from unisono.torch._backend.tensors import byte_count, place_for
 
@@ -31,7 +31,7 @@ class Engine(NamedTuple):
         for tensor in tensors:
             flat, finish = place_for(tensor.detach(), keep=True)
             address = flat.data_ptr()
-            call = (BROADCAST, U8, SUM, address, address, byte_count(flat), 0)
+            call = _native.Call.moving(BROADCAST, address, address, byte_count(flat), root=0)
             self.group.run(call, lines.here(tensor.dtype, None), self.seconds)
             if finish is not None:
                 finish()
