@@ -73,7 +73,7 @@ mod tests {
     fn a_thousand_ranks_take_a_few_bytes_each() {
         let blob = |rank: usize| {
             let host = [rank as u8 / 64; 60];
-            [&host[..], &(rank as u64 * 0x9e37_79b9_7f4a_7c15).to_le_bytes()].concat()
+            [&host[..], &(rank as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes()].concat()
         };
         let blobs: Vec<Vec<u8>> = (0..1024).map(blob).collect();
         let all: Vec<&[u8]> = blobs.iter().map(Vec::as_slice).collect();
