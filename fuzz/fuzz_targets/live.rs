@@ -1,6 +1,6 @@
 //! A live rank whose peer has gone mad.
 //!
-//! The first byte says how much of the input is frames of the side channel; the rest changes what
+//! The first byte says how much of the input is control frames and frames of messages; the rest changes what
 //! an honest peer would answer on the data link: a place, and what to do there.
 #![no_main]
 
@@ -10,12 +10,13 @@ mod tap;
 use libfuzzer_sys::fuzz_target;
 use unisono_collective::Error;
 use unisono_collective::internals::frame::Frame;
+use unisono_collective::internals::message_frame::Frame as MessageFrame;
 
 fuzz_target!(|input: &[u8]| {
     let [frames, rest @ ..] = input else { return };
     let cut = (usize::from(*frames) * 4).min(rest.len());
     let (script, changes) = rest.split_at(cut);
-    let side = side_channel(script);
+    let lines = lines(script);
     let reply = |mut honest: Vec<u8>| {
         for change in changes.chunks_exact(3) {
             let at =
@@ -33,7 +34,7 @@ fuzz_target!(|input: &[u8]| {
         }
         honest
     };
-    let outcomes = tap::Tapped::new().attack(&side, reply, tap::Ending::HangUp);
+    let outcomes = tap::Tapped::new().attack(&lines, reply, tap::Ending::HangUp);
     let errors = [outcomes.all_reduce.err(), outcomes.receive.err(), outcomes.send.err()];
     for error in errors.into_iter().flatten() {
         assert!(!matches!(error, Error::InvalidCall(_)), "the calls were valid: {error}");
@@ -42,27 +43,27 @@ fuzz_target!(|input: &[u8]| {
 
 /// Frames that are right in form, with small numbers so that they hit what is under way, and raw
 /// bytes between them.
-fn side_channel(script: &[u8]) -> Vec<u8> {
-    let mut bytes = Vec::new();
+fn lines(script: &[u8]) -> tap::Lines {
+    let mut lines = tap::Lines::default();
     for step in script.chunks_exact(4) {
         let [kind, tag, id, length] = *step else { continue };
         let (tag, id) = (u32::from(tag % 4), u32::from(id % 4));
         let small = usize::from(length);
-        let frame = match kind % 9 {
-            0 => Frame::Heartbeat,
-            1 => Frame::Goodbye { seq: tag },
-            2 => Frame::Abort { length: small },
-            3 => Frame::Announce { tag, id, length: small as u64 },
-            4 => Frame::Announce { tag, id, length: tap::MESSAGE as u64 },
-            5 => Frame::Clear { id },
-            6 => Frame::Data { id, length: small },
-            7 => Frame::Stuck,
-            _ => {
-                bytes.extend(std::iter::repeat_n(tag as u8, small));
-                continue;
-            }
+        let line = match kind % 3 {
+            0 => &mut lines.control,
+            1 => &mut lines.incoming,
+            _ => &mut lines.outgoing,
         };
-        bytes.extend(frame.encode());
+        let announce = |length| MessageFrame::Announce { tag, id, length };
+        match kind / 3 % 7 {
+            0 => line.extend(Frame::Heartbeat.encode()),
+            1 => line.extend(Frame::News { length: small }.encode()),
+            2 => line.extend(announce(small as u64).encode()),
+            3 => line.extend(announce(tap::MESSAGE as u64).encode()),
+            4 => line.extend(MessageFrame::Clear { id }.encode()),
+            5 => line.extend(MessageFrame::Data { id, length: small }.encode()),
+            _ => line.extend(std::iter::repeat_n(tag as u8, small)),
+        }
     }
-    bytes
+    lines
 }

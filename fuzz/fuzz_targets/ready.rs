@@ -1,26 +1,19 @@
-//! What a member says when it is ready, over a socket that closes afterwards.
+//! What a member tells its neighbours while a group forms.
 #![no_main]
 
-use std::io::Write;
-use std::os::unix::net::UnixStream;
-use std::time::{Duration, Instant};
-
 use libfuzzer_sys::fuzz_target;
-use socket2::Socket;
-use unisono_collective::internals::receive_ready;
-use unisono_net::Connection;
+use unisono_collective::internals::gathering::{Gathering, Update, longest_update};
+
+const WORLD: usize = 5;
 
 fuzz_target!(|bytes: &[u8]| {
-    let settings = [3; 32];
-    let (mut theirs, ours) = UnixStream::pair().expect("a pair of sockets");
-    theirs.write_all(&bytes[..bytes.len().min(4096)]).expect("it fits the buffer");
-    drop(theirs);
-    let deadline = Instant::now() + Duration::from_secs(5);
-    let mut ours = Connection::from(Socket::from(ours));
-    let heard = receive_ready(&mut ours, 1, &settings, deadline);
-    assert!(Instant::now() < deadline, "a closed socket was waited for");
-    if let Ok(memory) = heard {
-        assert!(memory.is_none(), "no descriptor was sent");
-        assert_eq!(bytes[8..40], settings);
+    let Ok(update) = postcard::from_bytes::<Update>(bytes) else { return };
+    let mut gathering = Gathering::new(1, WORLD, &[0, 2, 3, 4], [3; 32], None);
+    [0, 2].into_iter().for_each(|rank| gathering.connect(rank));
+    if gathering.hear(0, update).is_ok() {
+        assert!(!gathering.is_formed());
+        let update = gathering.due(2, true).expect("it was told nothing");
+        let bytes = postcard::to_stdvec(&update).expect("plain data always encodes");
+        assert!(bytes.len() <= longest_update(WORLD));
     }
 });

@@ -1,12 +1,16 @@
-//! Why a peer says that the group failed.
+//! News of a neighbour.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use unisono_collective::internals::frame::{self, MAX_REASON};
+use unisono_collective::internals::news::{self, MAX_NEWS, News};
 
 fuzz_target!(|bytes: &[u8]| {
-    let bytes = &bytes[..bytes.len().min(MAX_REASON)];
-    let error = frame::decode_reason(1, bytes);
-    assert!(!error.to_string().is_empty());
-    assert!(frame::encode_reason(&error).len() <= MAX_REASON);
+    let mut known = News::new(5);
+    known.connect(2);
+    for fact in news::decode(&bytes[..bytes.len().min(MAX_NEWS)]).unwrap_or_default() {
+        let _ = known.hear(Some(1), fact);
+    }
+    while let Some(bytes) = known.due(2) {
+        assert!(bytes.len() <= MAX_NEWS && news::decode(&bytes).is_ok());
+    }
 });

@@ -1,6 +1,6 @@
 //! What a rank called: compared between ranks, named in errors and reports.
 
-use zerocopy::byteorder::little_endian::{U16, U32, U64};
+use zerocopy::byteorder::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::dtype::{Dtype, Reduction, Unit};
@@ -204,13 +204,11 @@ pub struct MessageHeader {
     /// The segment.
     pub segment: U32,
     /// The round.
-    pub round: U16,
+    pub round: U32,
     /// Which of the messages of this round to this peer.
-    pub index: U16,
+    pub index: U32,
     /// Bytes that follow.
     pub length: U32,
-    /// Zero.
-    pub reserved: U32,
 }
 
 impl MessageHeader {

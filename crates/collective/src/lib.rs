@@ -18,11 +18,12 @@
 //!
 //! From the caller to the wire: [`Group`] queues calls, its [`engine`] chooses an algorithm by
 //! [`cost`], the algorithm's [`schedule`] says what to do, and `window` (shared memory) and
-//! `link` (sockets) do it with the [`kernel`]s. Beside them, `side` watches over the peers, and
+//! `link` (sockets) do it with the [`kernel`]s. Beside them, `control` watches over the peers, and
 //! [`fabric`] makes the connections, each of which proves the job's token ([`unisono_net::handshake`]).
 
 mod buffers;
 pub mod call;
+mod control;
 pub mod cost;
 pub mod dtype;
 pub mod engine;
@@ -34,12 +35,12 @@ mod history;
 pub mod kernel;
 mod link;
 mod memory;
+mod messages;
 pub mod options;
 mod places;
 mod request;
 pub mod schedule;
 pub mod shards;
-mod side;
 mod state;
 mod traffic;
 pub mod tree;
@@ -62,7 +63,8 @@ pub use work::{Pending, Work};
 /// What the tests and the fuzz targets of this crate reach, and nobody else.
 #[doc(hidden)]
 pub mod internals {
-    pub use crate::fabric::receive_ready;
-    pub use crate::side::frame;
+    pub use crate::control::{frame, news, overlay, reason};
+    pub use crate::fabric::gathering;
+    pub use crate::messages::frame as message_frame;
     pub use crate::window::clock;
 }

@@ -70,7 +70,7 @@ pub struct Options {
     /// number of ranks. Larger: less overlap, more cache misses. Smaller: more synchronization.
     pub segment: Option<usize>,
     /// Bytes of shared staging memory per rank. Larger: bigger segments are possible. Smaller:
-    /// less memory.
+    /// less memory. With the default, many ranks of one host get less each.
     pub staging: usize,
     /// Whether everything that travels over TCP is encrypted, with keys that follow from the job's
     /// token, which must [say the same](unisono_net::Token::with_encryption).
@@ -87,13 +87,16 @@ impl Default for Options {
             stall_after: Duration::from_secs(2),
             streams: 1,
             segment: None,
-            staging: 8 << 20,
+            staging: Options::STAGING,
             encrypt: false,
         }
     }
 }
 
 impl Options {
+    /// The default of [`Options::staging`].
+    pub(crate) const STAGING: usize = 8 << 20;
+
     /// The defaults, changed by the environment: `UNISONO_TRANSPORT`, `UNISONO_ALGORITHM`,
     /// `UNISONO_CANONICAL`, `UNISONO_TIMEOUT` (seconds), `UNISONO_STREAMS`, `UNISONO_SEGMENT`
     /// and `UNISONO_STAGING` (bytes, as [`parse_size`] reads them), `UNISONO_ENCRYPT`.

@@ -14,9 +14,12 @@ use crate::waits::{Statement, Waits};
 use crate::work::Work;
 
 /// How long a broken link waits for the monitor to say whose fault it is. A process that dies
-/// closes its side channel as well, so that this only runs out where nothing but the link broke.
+/// closes its control connections as well, so that this only runs out where nothing but the link broke.
 /// Longer: that is noticed later. Shorter: on a busy machine, a bystander may be blamed.
 const VERDICT: Duration = Duration::from_millis(500);
+
+/// Ranks for which that is enough. More of them share the cores of a host, and news take more steps.
+const QUICK_WORLD: usize = 64;
 
 /// How long a rank waits in a call before it tells the others which call that is. They compare it
 /// with their own, which finds out calls that differ so much that no message of one ever meets a
@@ -118,6 +121,12 @@ thread_local! {
     };
 }
 
+/// A number larger than all before it.
+fn next_order() -> u64 {
+    static ORDER: AtomicU64 = AtomicU64::new(1);
+    ORDER.fetch_add(1, Ordering::Relaxed)
+}
+
 fn this_thread() -> u64 {
     THREAD.with(|thread| *thread)
 }
@@ -163,13 +172,17 @@ pub struct GroupState {
     stop: OnceLock<Stop>,
     /// What this rank has handed to others.
     meter: Meter,
-    /// Whether a link broke, so that the side channels should be tried at once.
+    /// Whether a link broke, so that the control connections should be tried at once.
     suspicion: AtomicBool,
     /// Where calls were made.
     places: Places,
     users: Users,
     /// What threads of this rank state, for the other ranks.
     statements: Mutex<Vec<Statement>>,
+    /// For whom this rank waits, and in which call, for the other ranks.
+    awaits: Mutex<Vec<(usize, u32)>>,
+    /// The number of the last call in which another rank waits for this one; 0 if there was none.
+    awaited: AtomicU32,
     /// Why this rank leaves, if not because it is done.
     parting: OnceLock<String>,
     /// Why others left, where they said so.
@@ -210,6 +223,8 @@ impl GroupState {
                 waiting: Mutex::default(),
             },
             statements: Mutex::default(),
+            awaits: Mutex::default(),
+            awaited: AtomicU32::new(0),
             parting: OnceLock::new(),
             partings: Mutex::default(),
         })
@@ -322,7 +337,7 @@ impl GroupState {
     pub fn lost_link(&self, peer: usize, call: &Call) -> Error {
         self.suspicion.store(true, Ordering::SeqCst);
         self.wake_monitor();
-        let deadline = Instant::now() + VERDICT;
+        let deadline = Instant::now() + self.patience();
         while !self.is_over() && !self.has_left(peer, call.seq) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -332,9 +347,19 @@ impl GroupState {
         self.error(Some(*call))
     }
 
+    /// How long the monitor may take to learn why a connection broke.
+    pub(crate) fn patience(&self) -> Duration {
+        VERDICT * (1 + self.world() / QUICK_WORLD) as u32
+    }
+
+    /// The number of ranks.
+    pub(crate) fn world(&self) -> usize {
+        self.members.len()
+    }
+
     /// Why the group failed, if it has or is about to.
     pub(crate) fn verdict(&self) -> Option<Error> {
-        let deadline = Instant::now() + VERDICT;
+        let deadline = Instant::now() + self.patience();
         while !self.is_over() && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -397,6 +422,11 @@ impl GroupState {
     pub(crate) fn has_left(&self, peer: usize, seq: u32) -> bool {
         let left = self.left[peer].load(Ordering::SeqCst);
         left != PRESENT && seq.wrapping_sub(left as u32) as i32 >= 0
+    }
+
+    /// Whether a peer has left.
+    pub(crate) fn has_gone(&self, peer: usize) -> bool {
+        self.left[peer].load(Ordering::SeqCst) != PRESENT
     }
 
     /// Notes why a peer left.
@@ -473,6 +503,13 @@ impl GroupState {
         waiting.iter().filter(|(_, work)| !work.is_done()).map(|(thread, _)| *thread).collect()
     }
 
+    /// Whether another rank waits for this one, in any group of the epoch.
+    fn is_awaited_anywhere(&self) -> bool {
+        let Some(epoch) = self.epoch.get().and_then(Weak::upgrade) else { return false };
+        let own = |group: &GroupState| group.members[group.rank] == self.members[self.rank];
+        epoch.standing().iter().any(|group| own(group) && group.is_awaited())
+    }
+
     /// Lets all ranks know that a thread waits in a call for `missing`.
     fn state_wait(&self, thread: u64, call: &Call, missing: &[usize]) {
         let Some(epoch) = self.epoch.get().and_then(Weak::upgrade) else { return };
@@ -486,6 +523,7 @@ impl GroupState {
         let statement = Statement {
             rank: self.members[self.rank],
             thread,
+            order: next_order(),
             group: self.id,
             members: self.members.clone(),
             call: *call,
@@ -506,13 +544,37 @@ impl GroupState {
         std::mem::take(&mut *self.statements.lock().expect("no panic while locked"))
     }
 
-    /// A peer says that a thread of it waits. It speaks for itself alone.
-    pub(crate) fn hear(&self, peer: usize, statement: Statement) {
-        if statement.rank == self.members[peer]
+    /// A rank of the group says that a thread of it waits.
+    pub(crate) fn hear(&self, statement: Statement) {
+        if self.members.contains(&statement.rank)
             && let Some(epoch) = self.epoch.get().and_then(Weak::upgrade)
         {
             epoch.hear(statement);
         }
+    }
+
+    /// Lets the monitor tell the others for whom a call of this rank waits.
+    fn await_ranks(&self, call: &Call, missing: &[usize]) {
+        let awaited = missing.iter().map(|rank| (*rank, call.number()));
+        self.awaits.lock().expect("no panic while locked").extend(awaited);
+        self.wake_monitor();
+    }
+
+    /// What to tell the others about ranks for which this one waits.
+    pub(crate) fn take_awaits(&self) -> Vec<(usize, u32)> {
+        std::mem::take(&mut *self.awaits.lock().expect("no panic while locked"))
+    }
+
+    /// Another rank waits for this one in the call with this number.
+    pub(crate) fn note_awaited(&self, number: u32) {
+        self.awaited.store(number, Ordering::Relaxed);
+    }
+
+    /// Whether another rank waits for this one in a call that it has not made.
+    fn is_awaited(&self) -> bool {
+        let number = self.awaited.load(Ordering::Relaxed);
+        // Numbers wrap around.
+        number != 0 && number.wrapping_sub(Call::after(self.calls())) < u32::MAX / 2
     }
 
     /// Says in the log that `what` has waited since `since` for the ranks `missing`, if that is
@@ -640,10 +702,15 @@ impl StallWatch<'_> {
 }
 
 impl StallWatch<'_> {
-    /// Says of each thread that waits, once, that it does: one may begin to wait for a call only
-    /// when the call has waited for others for a while.
+    /// Says for whom the call waits, and of each thread that waits for it, once, that it does: one may
+    /// begin to wait for a call only when the call has waited for others for a while. A rank for which no
+    /// other waits is in no circle, and says nothing of its threads.
     fn tell_who_waits(&mut self, missing: &[usize]) {
         if !self.state.is_counted(self.call) {
+            return;
+        }
+        self.state.await_ranks(self.call, missing);
+        if !self.state.is_awaited_anywhere() {
             return;
         }
         for thread in self.state.waiting_threads() {

@@ -43,6 +43,8 @@ pub struct Statement {
     pub rank: usize,
     /// Which of its threads.
     pub thread: u64,
+    /// Larger than in all earlier statements of the thread.
+    pub order: u64,
     /// The group in which it waits.
     pub group: u64,
     /// The first few ranks of that group.
@@ -98,6 +100,13 @@ impl Waits {
     /// who wait for each other, from the lowest rank on, and the groups in which they do.
     pub fn state(&mut self, statement: Statement) -> Option<(Vec<CircleWait>, Vec<u64>)> {
         let (rank, thread) = (statement.rank, statement.thread);
+        // Statements that travel through different groups may overtake each other.
+        let is_outdated = |old: &Statement| {
+            (old.rank, old.thread) == (rank, thread) && old.order > statement.order
+        };
+        if self.statements.iter().any(is_outdated) {
+            return None;
+        }
         self.statements.retain(|old| (old.rank, old.thread) != (rank, thread));
         while self.statements.iter().filter(|old| old.rank == rank).count() >= THREADS {
             let oldest = self.statements.iter().position(|old| old.rank == rank);
@@ -176,6 +185,7 @@ mod tests {
         Statement {
             rank,
             thread: 7,
+            order: 1,
             group,
             members: vec![0, 1, 2],
             call: call(number),

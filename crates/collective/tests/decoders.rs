@@ -6,26 +6,24 @@ mod tap;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
-use std::io::Write;
-use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use socket2::Socket;
-use tap::{COUNT, Ending, MESSAGE, RECEIVED, Tapped};
+use tap::{COUNT, Ending, Lines, MESSAGE, RECEIVED, Tapped};
 use unisono_collective::call::{Call, MessageHeader, WireCall};
-use unisono_collective::internals::frame::{
-    self, Frame, MAX_DATA, MAX_REASON, MAX_STATEMENT, MAX_TEXT,
-};
-use unisono_collective::internals::receive_ready;
+use unisono_collective::internals::frame::{self, Frame};
+use unisono_collective::internals::gathering::{Failure, Gathering, Update, longest_update};
+use unisono_collective::internals::message_frame::{self, Frame as MessageFrame, MAX_DATA};
+use unisono_collective::internals::news::{self, Fact, MAX_NEWS, News};
+use unisono_collective::internals::reason::Reason;
 use unisono_collective::{
-    Algorithm, CircleWait, Dtype, Error, FormError, InvalidCall, Loss, Op, Reduction, Unit,
+    Algorithm, CircleWait, Dtype, Error, InvalidCall, Loss, Op, Reduction, Unit,
 };
+use unisono_net::Token;
 use unisono_net::handshake::{
     ANY, Initiated, Initiator, Introduction, Nonce, Responder, Step, fuzz_initiator, fuzz_responder,
 };
-use unisono_net::{Connection, Token};
 use zerocopy::{FromBytes, IntoBytes};
 
 /// The system's allocator; notes the largest request of each thread.
@@ -209,21 +207,10 @@ fn calls_and_headers_decode_to_what_they_say_or_not_at_all() {
 
 #[test]
 fn frames_decode_to_what_they_say_or_not_at_all() {
-    let seeds = [
-        Frame::Heartbeat,
-        Frame::Goodbye { seq: u32::MAX, length: MAX_TEXT },
-        Frame::Abort { length: MAX_REASON },
-        Frame::Announce { tag: 1, id: 2, length: u64::MAX },
-        Frame::Clear { id: 9 },
-        Frame::Data { id: 9, length: MAX_DATA },
-        Frame::Stuck,
-        Frame::Place { number: 9, length: MAX_TEXT },
-        Frame::Waits { length: MAX_STATEMENT },
-    ]
-    .map(|frame| frame.encode().to_vec());
+    let seeds = [Frame::Heartbeat, Frame::News { length: MAX_NEWS }].map(|f| f.encode().to_vec());
     let mut mutator = Mutator(3);
     let mut decoded = 0;
-    for _ in 0..300_000 {
+    for _ in 0..150_000 {
         let mut bytes = mutator.input(&seeds);
         bytes.resize(frame::SIZE, 0);
         let bytes: [u8; frame::SIZE] = bytes.try_into().unwrap();
@@ -231,18 +218,34 @@ fn frames_decode_to_what_they_say_or_not_at_all() {
             let Ok(frame) = Frame::decode(&bytes) else { return };
             decoded += 1;
             assert_eq!(Frame::decode(&frame.encode()), Ok(frame));
-            match frame {
-                Frame::Abort { length } => assert!(length <= MAX_REASON),
-                Frame::Data { length, .. } => assert!(length <= MAX_DATA),
-                Frame::Waits { length } => assert!(length <= MAX_STATEMENT),
-                Frame::Goodbye { length, .. } | Frame::Place { length, .. } => {
-                    assert!(length <= MAX_TEXT);
-                }
-                _ => {}
-            }
+            assert!(!matches!(frame, Frame::News { length } if length > MAX_NEWS));
         });
     }
-    assert!(decoded > 10_000, "only {decoded} frames were readable");
+    assert!(decoded > 5_000, "only {decoded} frames were readable");
+}
+
+#[test]
+fn frames_of_messages_decode_to_what_they_say_or_not_at_all() {
+    let seeds = [
+        MessageFrame::Announce { tag: 1, id: 2, length: u64::MAX },
+        MessageFrame::Clear { id: 9 },
+        MessageFrame::Data { id: 9, length: MAX_DATA },
+    ]
+    .map(|frame| frame.encode().to_vec());
+    let mut mutator = Mutator(3);
+    let mut decoded = 0;
+    for _ in 0..150_000 {
+        let mut bytes = mutator.input(&seeds);
+        bytes.resize(message_frame::SIZE, 0);
+        let bytes: [u8; message_frame::SIZE] = bytes.try_into().unwrap();
+        within(0, || {
+            let Ok(frame) = MessageFrame::decode(&bytes) else { return };
+            decoded += 1;
+            assert_eq!(MessageFrame::decode(&frame.encode()), Ok(frame));
+            assert!(!matches!(frame, MessageFrame::Data { length, .. } if length > MAX_DATA));
+        });
+    }
+    assert!(decoded > 5_000, "only {decoded} frames were readable");
 }
 
 fn errors() -> Vec<Error> {
@@ -273,19 +276,42 @@ fn circle_wait(call: Call) -> CircleWait {
     }
 }
 
+/// Ranks of the group whose news are decoded.
+const WORLD: usize = 5;
+
+/// Bytes that one fact takes at most.
+const MAX_FACT: usize = 4 << 10;
+
+fn facts() -> Vec<Fact> {
+    let failures = errors().into_iter().map(|error| Fact::Failed(Reason::of(&error, 1)));
+    let why = Some("ValueError: ü".repeat(20));
+    let place = Some("x".repeat(200));
+    let others = [
+        Fact::Left { rank: 2, seq: u32::MAX, why },
+        Fact::Stuck { rank: 1, call: calls()[1] },
+        Fact::Place { rank: 4, number: 9, place },
+        Fact::Awaited { rank: 3, number: u32::MAX / 2 },
+    ];
+    failures.chain(others).collect()
+}
+
 #[test]
 fn the_longest_circle_fits() {
     let waits = vec![circle_wait(calls()[0]); 6];
-    let bytes = frame::encode_reason(&Error::Deadlock { waits });
-    assert!(bytes.len() <= MAX_REASON, "{} bytes", bytes.len());
+    let fact = Fact::Failed(Reason::of(&Error::Deadlock { waits }, 1));
+    let bytes = postcard::to_stdvec(&fact).unwrap();
+    assert!(bytes.len() <= MAX_FACT, "{} bytes", bytes.len());
 }
 
 #[test]
 fn reasons_survive_the_wire_and_fit() {
     for error in errors() {
-        let bytes = frame::encode_reason(&error);
-        assert!(bytes.len() <= MAX_REASON, "{} bytes for {error:?}", bytes.len());
-        let decoded = frame::decode_reason(1, &bytes);
+        let fact = Fact::Failed(Reason::of(&error, 1));
+        let bytes = postcard::to_stdvec(&fact).unwrap();
+        assert!(bytes.len() <= MAX_FACT, "{} bytes for {error:?}", bytes.len());
+        let decoded = news::decode(&bytes).unwrap();
+        let [Fact::Failed(reason)] = &decoded[..] else { panic!("{decoded:?}") };
+        let decoded = Error::from(reason.clone());
         match error {
             Error::Aborted { .. } | Error::InvalidCall(_) | Error::System { .. } => {
                 assert!(matches!(decoded, Error::Aborted { peer: 1, .. }));
@@ -296,66 +322,78 @@ fn reasons_survive_the_wire_and_fit() {
 }
 
 #[test]
-fn corrupted_reasons_still_make_an_error() {
-    let seeds: Vec<Vec<u8>> = errors().iter().map(frame::encode_reason).collect();
+fn corrupted_news_are_refused_or_can_be_passed_on() {
+    let encoded = |fact: &Fact| postcard::to_stdvec(fact).unwrap();
+    let seeds: Vec<Vec<u8>> = facts().iter().map(encoded).collect();
     let mut mutator = Mutator(4);
+    let mut heard = 0;
     for _ in 0..300_000 {
-        let mut bytes = mutator.input(&seeds);
-        bytes.truncate(MAX_REASON);
-        // A list of ranks takes eight times its bytes.
-        let error = within(8 * MAX_REASON, || frame::decode_reason(1, &bytes));
-        assert!(!error.to_string().is_empty());
-        // What is heard may be passed on.
-        assert!(frame::encode_reason(&error).len() <= MAX_REASON);
+        let bytes = mutator.input(&seeds);
+        let mut news = News::new(WORLD);
+        news.connect(2);
+        // A list of ranks takes eight times its bytes, and facts have a fixed size.
+        let facts = within(8 * MAX_FACT + 300 * (1 + bytes.len()), || news::decode(&bytes));
+        for fact in facts.unwrap_or_default() {
+            heard += usize::from(news.hear(Some(1), fact).is_ok_and(|event| event.is_some()));
+        }
+        while let Some(bytes) = news.due(2) {
+            assert!(bytes.len() <= MAX_NEWS);
+        }
     }
+    assert!(heard > 10_000, "only {heard} facts were readable");
 }
 
 #[test]
-fn a_member_that_talks_nonsense_when_ready_is_refused() {
+fn a_member_that_talks_nonsense_while_the_group_forms_is_refused() {
     let settings = [3; 32];
-    let mut honest = vec![0; 256];
-    honest[8..40].copy_from_slice(&settings);
-    let mut failed = honest.clone();
-    (failed[0], failed[1]) = (1, 9);
-    failed[40..49].copy_from_slice(b"no memory");
-    let hear = |bytes: &[u8]| {
-        let (mut theirs, ours) = UnixStream::pair().unwrap();
-        theirs.write_all(bytes).unwrap();
-        drop(theirs);
-        let mut ours = Connection::from(Socket::from(ours));
-        let deadline = Instant::now() + Duration::from_secs(20);
-        within(4096, || receive_ready(&mut ours, 1, &settings, deadline))
+    let come = |me: usize, instance| {
+        let others: Vec<usize> = (0..WORLD).filter(|rank| *rank != me).collect();
+        let mut gathering = Gathering::new(me, WORLD, &others, settings, instance);
+        others.iter().for_each(|rank| gathering.connect(*rank));
+        gathering
     };
-    assert!(matches!(hear(&honest), Ok(None)));
-    let reason = "no memory".to_owned();
-    assert_eq!(hear(&failed).unwrap_err(), FormError::Peer { peer: 1, reason });
+    let honest = come(0, Some(7)).due(1, true).unwrap();
+    let mut failing = come(0, None);
+    failing.fail(Failure::Rank { rank: 3, reason: "no memory".into() });
+    let failing = failing.due(1, true).unwrap();
+    let mut missing = come(0, None);
+    missing.fail(Failure::Missing { missing: vec![1, 4] });
+    let missing = missing.due(1, true).unwrap();
+    let seeds = [honest, failing, missing].map(|update| postcard::to_stdvec(&update).unwrap());
+    assert!(seeds.iter().all(|bytes| bytes.len() <= longest_update(WORLD)));
     let mut mutator = Mutator(5);
-    for _ in 0..20_000 {
-        let bytes = mutator.input(&[honest.clone(), failed.clone()]);
-        match hear(&bytes) {
-            Ok(memory) => assert!(memory.is_none() && bytes[8..40] == settings),
-            Err(FormError::Peer { peer: 1, .. } | FormError::Settings { peer: 1 }) => {}
-            Err(other) => panic!("{other:?}"),
+    let mut heard = 0;
+    for _ in 0..100_000 {
+        let bytes = mutator.input(&seeds);
+        let mut gathering = come(1, None);
+        let update = within(64 * (64 + bytes.len()), || postcard::from_bytes::<Update>(&bytes));
+        let Ok(update) = update else { continue };
+        if gathering.hear(0, update).is_ok() {
+            heard += 1;
+            assert!(!gathering.is_formed());
+            assert!(gathering.missing().iter().all(|rank| *rank < WORLD));
+            let update = gathering.due(2, true).unwrap();
+            assert!(postcard::to_stdvec(&update).unwrap().len() <= longest_update(WORLD));
         }
     }
+    assert!(heard > 1_000, "only {heard} updates were readable");
 }
 
-/// What an honest peer says on the side channel to a tapped rank.
-fn honest_side() -> Vec<u8> {
-    let mut bytes = Vec::new();
-    let mut say = |frame: Frame| bytes.extend(frame.encode());
-    say(Frame::Heartbeat);
-    say(Frame::Announce { tag: RECEIVED, id: 0, length: MESSAGE as u64 });
-    say(Frame::Clear { id: 0 });
-    say(Frame::Data { id: 0, length: MESSAGE });
-    bytes.extend([9; MESSAGE]);
-    bytes
+/// What an honest peer says to a tapped rank.
+fn honest_lines() -> Lines {
+    let announce = MessageFrame::Announce { tag: RECEIVED, id: 0, length: MESSAGE as u64 };
+    let data = MessageFrame::Data { id: 0, length: MESSAGE };
+    Lines {
+        control: Frame::Heartbeat.encode().to_vec(),
+        incoming: [&announce.encode()[..], &data.encode(), &[9; MESSAGE]].concat(),
+        outgoing: MessageFrame::Clear { id: 0 }.encode().to_vec(),
+    }
 }
 
 /// The tap works: an honest answer is taken for one.
 #[test]
 fn an_honest_stranger_is_believed() {
-    let outcomes = Tapped::new().attack(&honest_side(), |honest| honest, Ending::Stay);
+    let outcomes = Tapped::new().attack(&honest_lines(), |honest| honest, Ending::Stay);
     assert_eq!(outcomes.receive, Ok([9; MESSAGE]));
     assert_eq!(outcomes.send, Ok(()));
     assert_eq!(outcomes.all_reduce, Ok(vec![3.0; COUNT]));
@@ -363,35 +401,56 @@ fn an_honest_stranger_is_believed() {
 
 #[test]
 fn a_peer_gone_mad_ends_the_group_and_nothing_else() {
-    let side = honest_side();
-    let mut abort = Frame::Abort { length: 0 }.encode().to_vec();
-    abort.extend(Frame::Heartbeat.encode());
+    let honest = honest_lines();
+    let control = |bytes: Vec<u8>| Lines { control: bytes, ..honest_lines() };
+    let incoming = |bytes: Vec<u8>| Lines { incoming: bytes, ..honest_lines() };
+    let outgoing = |bytes: Vec<u8>| Lines { outgoing: bytes, ..honest_lines() };
+    let news = |facts: &[Fact]| {
+        let bytes: Vec<u8> = facts.iter().flat_map(|f| postcard::to_stdvec(f).unwrap()).collect();
+        control([&Frame::News { length: bytes.len() }.encode()[..], &bytes].concat())
+    };
     let mut flood = Vec::new();
     for id in 0..200 {
-        flood.extend(Frame::Announce { tag: 77, id, length: u64::MAX }.encode());
+        flood.extend(MessageFrame::Announce { tag: 77, id, length: u64::MAX }.encode());
     }
     // Asks for what was cleared before, and for more than was announced.
-    let again = Frame::Clear { id: 0 }.encode().repeat(2);
+    let again = MessageFrame::Clear { id: 0 }.encode().repeat(2);
     let too_much = [
-        Frame::Announce { tag: RECEIVED, id: 0, length: MESSAGE as u64 }.encode(),
-        Frame::Data { id: 0, length: MESSAGE + 1 }.encode(),
+        MessageFrame::Announce { tag: RECEIVED, id: 0, length: MESSAGE as u64 }.encode(),
+        MessageFrame::Data { id: 0, length: MESSAGE + 1 }.encode(),
     ]
     .concat();
-    let wrong_length = Frame::Announce { tag: RECEIVED, id: 0, length: u64::MAX }.encode().to_vec();
-    let goodbye = Frame::Goodbye { seq: 0, length: 0 }.encode().to_vec();
-    // Waits in a call nobody made, and in one that is none.
-    let stuck = [&Frame::Stuck.encode()[..], WireCall::from(calls()[0]).as_bytes()].concat();
-    let lost = [&Frame::Stuck.encode()[..], &[0xff; size_of::<WireCall>()]].concat();
-    // A place that nobody asked for, and a statement that is none.
-    let place = [&Frame::Place { number: 1, length: 3 }.encode()[..], b"a:1"].concat();
-    let waits = [&Frame::Waits { length: 3 }.encode()[..], &[0xff; 3]].concat();
-    let seeds =
-        [side, abort, flood, again, too_much, wrong_length, goodbye, stuck, lost, place, waits];
+    let wrong_length = MessageFrame::Announce { tag: RECEIVED, id: 0, length: u64::MAX }.encode();
+    let all: Vec<Fact> = facts();
+    let mut seeds = vec![
+        honest,
+        control([&Frame::News { length: 3 }.encode()[..], &[0xff; 3]].concat()),
+        incoming(flood),
+        incoming(too_much),
+        incoming(wrong_length.to_vec()),
+        outgoing(again),
+        // A message where this rank sends.
+        outgoing(MessageFrame::Data { id: 0, length: 0 }.encode().to_vec()),
+        news(&all),
+        news(&[Fact::Left { rank: 1, seq: 0, why: None }]),
+        // Waits in a call that was never made, and is lost itself.
+        news(&[Fact::Stuck { rank: 1, call: calls()[0] }]),
+        news(&[Fact::Failed(Reason::Lost { peer: 0, silent_ms: None })]),
+        news(&[Fact::Place { rank: 1, number: 1, place: Some("a:1".into()) }]),
+    ];
+    seeds.extend(all.into_iter().map(|fact| news(&[fact])));
     let panics = watch_for_panics();
     let mut mutator = Mutator(6);
     for attack in 0..200 {
-        let seed = &seeds[attack % seeds.len()];
-        let side = if attack < seeds.len() { seed.clone() } else { mutator.corrupt(seed) };
+        let mut side = seeds[attack % seeds.len()].clone();
+        if attack >= seeds.len() {
+            let line = match mutator.below(3) {
+                0 => &mut side.control,
+                1 => &mut side.incoming,
+                _ => &mut side.outgoing,
+            };
+            *line = mutator.corrupt(line);
+        }
         let header_only = mutator.below(2) == 0;
         let reply = |honest: Vec<u8>| {
             let (header, body) = honest.split_at(MessageHeader::SIZE);

@@ -124,21 +124,14 @@ impl<'a> Dialer<'a> {
         doors: Vec<Door>,
         mut opened: impl FnMut(Door, Connection),
     ) -> Result<Vec<usize>, Refused> {
-        let mut attempts: Vec<Attempt> = doors.into_iter().map(Attempt::new).collect();
+        let mut dials = Dials::new(doors);
         loop {
-            let mut i = 0;
-            while i < attempts.len() {
-                match attempts[i].advance(self) {
-                    Ok(None) | Err(HandshakeError::Truncated) => i += 1,
-                    Ok(Some(connection)) => opened(attempts.swap_remove(i).door, connection),
-                    Err(cause) => return Err(Refused { peer: attempts[i].door.peer, cause }),
-                }
+            dials.advance(self, &mut opened)?;
+            if dials.attempts.is_empty() || Instant::now() >= self.deadline {
+                return Ok(dials.attempts.into_iter().map(|attempt| attempt.door.peer).collect());
             }
-            if attempts.is_empty() || Instant::now() >= self.deadline {
-                return Ok(attempts.into_iter().map(|attempt| attempt.door.peer).collect());
-            }
-            if let Err(cause) = self.wait(&attempts) {
-                return Err(Refused { peer: attempts[0].door.peer, cause });
+            if let Err(cause) = self.wait(&dials.attempts) {
+                return Err(Refused { peer: dials.attempts[0].door.peer, cause });
             }
         }
     }
@@ -149,12 +142,7 @@ impl<'a> Dialer<'a> {
         let mut fds = Vec::with_capacity(attempts.len() + 1);
         fds.extend(self.abort.map(|abort| PollFd::new(abort, PollFlags::IN)));
         for attempt in attempts {
-            until = until.min(attempt.deadline(self));
-            match &attempt.state {
-                State::Pausing { until: end } => until = until.min(*end),
-                State::Connecting(socket) => fds.push(PollFd::new(socket, PollFlags::OUT)),
-                State::Talking(socket, _) => fds.push(PollFd::new(socket, PollFlags::IN)),
-            }
+            until = until.min(attempt.deadline(self)).min(attempt.watch(&mut fds).unwrap_or(until));
         }
         let left = until.saturating_duration_since(Instant::now());
         // Interrupted or failed: the loop comes round again.
@@ -163,6 +151,48 @@ impl<'a> Dialer<'a> {
             true => Err(HandshakeError::Io(io::ErrorKind::Interrupted.into())),
             false => Ok(()),
         }
+    }
+}
+
+/// Connections on their way, for a caller that meanwhile waits for other things as well.
+#[derive(Default)]
+pub struct Dials {
+    attempts: Vec<Attempt>,
+}
+
+impl Dials {
+    /// Nothing happens before it is [advanced](Dials::advance).
+    pub fn new(doors: Vec<Door>) -> Dials {
+        Dials { attempts: doors.into_iter().map(Attempt::new).collect() }
+    }
+
+    /// Whether all connections are open.
+    pub fn is_empty(&self) -> bool {
+        self.attempts.is_empty()
+    }
+
+    /// Does what can be done without waiting; `opened` gets the connections that are open, blocking.
+    /// Where this process was pushed out, it dials again. Deadlines are the caller's to keep.
+    pub fn advance(
+        &mut self,
+        dialer: &Dialer<'_>,
+        mut opened: impl FnMut(Door, Connection),
+    ) -> Result<(), Refused> {
+        let mut i = 0;
+        while i < self.attempts.len() {
+            match self.attempts[i].advance(dialer) {
+                Ok(None) | Err(HandshakeError::Truncated) => i += 1,
+                Ok(Some(connection)) => opened(self.attempts.swap_remove(i).door, connection),
+                Err(cause) => return Err(Refused { peer: self.attempts[i].door.peer, cause }),
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds the sockets on which something may come back to those that the caller polls; when to advance
+    /// again at the latest.
+    pub fn watch<'f>(&'f self, fds: &mut Vec<PollFd<'f>>) -> Option<Instant> {
+        self.attempts.iter().filter_map(|attempt| attempt.watch(fds)).min()
     }
 }
 
@@ -194,6 +224,16 @@ impl Attempt {
             (State::Connecting(_), Some(time)) => dialer.deadline.min(self.since + time),
             _ => dialer.deadline,
         }
+    }
+
+    /// Adds its socket to those that are polled; until when it pauses, if it does.
+    fn watch<'f>(&'f self, fds: &mut Vec<PollFd<'f>>) -> Option<Instant> {
+        match &self.state {
+            State::Pausing { until } => return Some(*until),
+            State::Connecting(socket) => fds.push(PollFd::new(socket, PollFlags::OUT)),
+            State::Talking(socket, _) => fds.push(PollFd::new(socket, PollFlags::IN)),
+        }
+        None
     }
 
     /// Does what can be done without waiting; the connection, once it is open.

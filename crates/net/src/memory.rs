@@ -59,6 +59,12 @@ impl Memory {
         self.file.as_ref().map(AsFd::as_fd)
     }
 
+    /// Bytes that are mapped.
+    #[allow(clippy::len_without_is_empty, reason = "it is never empty")]
+    pub fn len(&self) -> usize {
+        self.map.len()
+    }
+
     /// Where it is mapped, aligned to pages.
     pub fn as_ptr(&self) -> *mut u8 {
         self.map.as_mut_ptr()

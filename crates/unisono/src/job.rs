@@ -5,6 +5,7 @@ use unisono_cluster::rendezvous::{self, RendezvousError};
 use unisono_cluster::variables;
 use unisono_collective::fabric::{Address, Endpoint};
 use unisono_collective::{BadSetting, Epoch, FormError, Group, Options};
+use unisono_net::descriptors;
 use unisono_net::interface::{InterfaceError, own_address};
 
 /// How many timeouts a rank waits for the others to be started. Starting a process can take far
@@ -32,6 +33,7 @@ impl Job {
         if place.rank == 0 && place.launcher != Launcher::Unisono {
             variables::complaints().iter().for_each(|complaint| log::warn!("{complaint}"));
         }
+        ensure_descriptors(place.world)?;
         let deadline = options.deadline(START_PATIENCE);
         let session = rendezvous::connect(&place, options.encrypt, deadline)?;
         let ip = own_address(session.local_ip())?;
@@ -72,6 +74,17 @@ impl Job {
     pub fn end_epoch(&self) {
         self.epoch.end();
     }
+}
+
+/// Makes sure that a rank may have the connections of some groups of a world of this size and, where the
+/// system allows it, links to all other ranks.
+fn ensure_descriptors(world: u32) -> Result<(), FormError> {
+    // What a rank cannot do without; it may still fail later where a program makes many groups.
+    let groups = 128 + 32 * u64::from(world.max(1).ilog2());
+    let all = groups + 4 * u64::from(world);
+    descriptors::ensure(all).or_else(|_| descriptors::ensure(groups)).map_err(|error| {
+        FormError::System { what: "raising the limit of open files", reason: error.to_string() }
+    })
 }
 
 /// Why a process could not join its job.

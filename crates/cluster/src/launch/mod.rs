@@ -63,9 +63,12 @@ use std::time::{Duration, Instant};
 
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
-use unisono_net::{HandshakeError, Token};
+use unisono_net::{HandshakeError, Token, descriptors};
 
 use crate::place::{self, MAX_WORLD};
+
+/// Descriptors of a launcher beside those for its ranks.
+const DESCRIPTORS: u64 = 128;
 
 /// What to start on this node, and how.
 #[derive(Clone)]
@@ -269,6 +272,8 @@ impl Launch {
         at_end: Option<Sender<()>>,
     ) -> Result<Outcome, LaunchError> {
         self.check()?;
+        // Two pipes and a connection to the rendezvous each, and both ends of a pipe while it is made.
+        descriptors::ensure(DESCRIPTORS + 6 * u64::from(self.ranks))?;
         let job = nodes::assemble(self, &events)?;
         let _signals = SignalForwarder::start(events.clone())?;
         let members = members::Members::start(self, job.place.clone(), events)?;

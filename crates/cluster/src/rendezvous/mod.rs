@@ -15,6 +15,7 @@
 //! deadlines and one thread with `poll` do it in less code than an asynchronous runtime, start
 //! no thread pool inside somebody else's process, and behave the same under a debugger.
 
+mod compact;
 mod listen;
 mod roster;
 mod seek;
@@ -35,6 +36,7 @@ use socket2::Socket;
 use unisono_net::frame::{FrameError, receive, send};
 use unisono_net::{Acceptor, Connection, HandshakeError, Introduction, Purpose, Token};
 
+use self::compact::Compact;
 use self::seek::describe;
 use crate::place::{Place, Rendezvous};
 
@@ -154,7 +156,7 @@ enum Request {
 /// The one thing the server says to a rank.
 #[derive(Serialize, Deserialize)]
 enum Reply {
-    Gathered { token: Option<[u8; 32]>, blobs: Vec<Vec<u8>> },
+    Gathered { token: Option<[u8; 32]>, blobs: Compact },
     Refused(JoinRefusal),
     Aborted(Abort),
 }
@@ -242,15 +244,10 @@ impl Session {
         Ok(gathered)
     }
 
-    fn check(
-        &self,
-        token: Option<[u8; 32]>,
-        blobs: Vec<Vec<u8>>,
-    ) -> Result<Gathered, RendezvousError> {
-        if blobs.len() != self.world as usize {
-            let problem = format!("a roster of {} for a world of {}", blobs.len(), self.world);
-            return Err(RendezvousError::Lost(problem.into()));
-        }
+    fn check(&self, token: Option<[u8; 32]>, blobs: Compact) -> Result<Gathered, RendezvousError> {
+        let blobs = blobs.expand(self.world as usize, MAX_BLOB).ok_or_else(|| {
+            RendezvousError::Lost(format!("no roster for a world of {}", self.world).into())
+        })?;
         let token =
             self.token.clone().or(token.map(Token::from_bytes)).ok_or_else(|| {
                 RendezvousError::Lost("the rendezvous handed out no token".into())

@@ -17,6 +17,7 @@ use rustix::net::SendFlags;
 use unisono_net::frame::{FrameReader, encode};
 use unisono_net::{Admission, Connection, Introduction, Limits, Signal, Token, timespec};
 
+use super::compact::Compact;
 use super::roster::{Abort, Roster};
 use super::{MAX_BLOB, RENDEZVOUS, Reply, Request};
 
@@ -180,6 +181,8 @@ struct Guest {
     connection: Connection,
     rank: u32,
     inbox: FrameReader,
+    /// Whether there may be something to read, or room.
+    ready: bool,
     phase: Phase,
     /// When a newcomer or a leaving connection is closed, and a member's patience ends.
     deadline: Instant,
@@ -200,8 +203,11 @@ impl Host {
                 return;
             }
             self.obey();
+            // Few of many ranks have something to say at a time.
             for index in 0..self.guests.len() {
-                self.serve(index);
+                if std::mem::replace(&mut self.guests[index].ready, false) {
+                    self.serve(index);
+                }
             }
             let now = Instant::now();
             self.expire(now);
@@ -223,7 +229,7 @@ impl Host {
     }
 
     /// Waits for a command, a readable connection, or the next deadline.
-    fn wait(&self) -> io::Result<()> {
+    fn wait(&mut self) -> io::Result<()> {
         let deadline = self.guests.iter().map(|guest| guest.deadline).min();
         let left = |deadline: Instant| deadline.saturating_duration_since(Instant::now());
         let timeout = deadline.map(|deadline| timespec(left(deadline)));
@@ -234,9 +240,15 @@ impl Host {
             PollFd::new(guest.connection.socket(), PollFlags::IN | out)
         }));
         match poll(&mut fds, timeout.as_ref()) {
-            Ok(_) | Err(Errno::INTR) => Ok(()),
-            Err(error) => Err(error.into()),
+            Ok(_) => {}
+            Err(Errno::INTR) => return Ok(()),
+            Err(error) => return Err(error.into()),
         }
+        let ready: Vec<bool> = fds[1..].iter().map(|fd| !fd.revents().is_empty()).collect();
+        for (guest, ready) in self.guests.iter_mut().zip(ready) {
+            guest.ready = ready;
+        }
+        Ok(())
     }
 
     fn obey(&mut self) {
@@ -260,6 +272,7 @@ impl Host {
             connection,
             rank: introduction.from,
             inbox: FrameReader::default(),
+            ready: true,
             phase: Phase::Newcomer,
             deadline: Instant::now() + COURTESY,
         });
@@ -346,7 +359,7 @@ impl Host {
             return;
         }
         let reply = if let Some(blobs) = self.roster.complete() {
-            let blobs = blobs.into_iter().map(<[u8]>::to_vec).collect();
+            let blobs = Compact::new(&blobs);
             Reply::Gathered { token: self.token.as_ref().map(|token| *token.as_bytes()), blobs }
         } else if let Some(abort) = self.roster.aborted() {
             Reply::Aborted(abort.clone())

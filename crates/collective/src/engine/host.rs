@@ -53,15 +53,6 @@ impl HostEngine {
         costs: Costs,
         state: Arc<GroupState>,
     ) -> HostEngine {
-        // Nothing here keeps a descriptor open: who can end a group may be able to for longer than
-        // there is one.
-        let sockets: Vec<_> = links.handles().map(|(_, socket)| Arc::downgrade(&socket)).collect();
-        state.on_failure(move || {
-            for socket in sockets.iter().filter_map(std::sync::Weak::upgrade) {
-                // A socket that is closed already needs no shutdown.
-                let _ = socket.shutdown(std::net::Shutdown::Both);
-            }
-        });
         HostEngine {
             rank,
             topology,
@@ -229,7 +220,8 @@ impl HostEngine {
         };
         let mut bytes = segment / pieces.max(1);
         if schedule.staging > 0 {
-            bytes = bytes.min(staging_buffer(&self.options) / schedule.staging as usize);
+            bytes = bytes
+                .min(staging_buffer(&self.options, &self.topology) / schedule.staging as usize);
         }
         let column = (bytes / 64 * line).max(line);
         column.min(longest.next_multiple_of(line)).max(line)

@@ -189,7 +189,7 @@ fn costs(findings: &Findings, large: &Findings, topology: &Topology) -> Costs {
             (None, Some(seconds)) => rate(seconds, PROBE),
             (None, None) => typical.byte,
         };
-        let peers = topology.world() as f64 - 1.0;
+        let peers = topology.world().min(MANY) as f64 - 1.0;
         let message = match findings.mean(Finding::All) {
             // The first exchange is the latency, every further one an effort.
             Some(all) if peers > 1.0 => (all - latency).max(0.0) / (2.0 * (peers - 1.0)),
@@ -301,9 +301,20 @@ fn exchange(
     bytes: usize,
     repetitions: usize,
 ) -> Result<Option<f64>, Error> {
-    let Some(peer) = partner else { return Ok(None) };
-    let sends = vec![Send { to: peer, blocks: 0..1, from: Place::Input }];
-    let recvs = vec![Recv { from: peer, blocks: 0..1, into: Place::Output }];
+    let Some(partner) = partner else { return Ok(None) };
+    exchange_with(engine, &[partner], bytes, repetitions).map(Some)
+}
+
+/// Seconds that a rank and others take to exchange messages of `bytes`; they name each other.
+fn exchange_with(
+    engine: &mut HostEngine,
+    peers: &[usize],
+    bytes: usize,
+    repetitions: usize,
+) -> Result<f64, Error> {
+    let sends = peers.iter().map(|&to| Send { to, blocks: 0..1, from: Place::Input }).collect();
+    let recvs =
+        peers.iter().map(|&from| Recv { from, blocks: 0..1, into: Place::Output }).collect();
     let schedule = Rounds { rounds: vec![Round { sends, recvs, folds: Vec::new() }] };
     let mut memory = vec![0u8; 2 * bytes];
     let call = call(bytes);
@@ -325,11 +336,21 @@ fn exchange(
         }
         Ok(repetitions)
     })
-    .map(Some)
 }
 
-/// Seconds that all ranks take to send an empty message to all others.
+/// Seconds that ranks take to send an empty message to each other: all of them, or, where they are many,
+/// so many at a time, so that none needs a link to each other one.
 fn all_to_all(engine: &mut HostEngine) -> Result<Option<f64>, Error> {
+    let (rank, world) = (engine.rank, engine.topology.world());
+    if world > MANY {
+        let first = rank / MANY * MANY;
+        if first + MANY > world {
+            return Ok(None);
+        }
+        let after = (1..MANY).map(|distance| first + (rank - first + distance) % MANY);
+        let peers: Vec<usize> = after.collect();
+        return exchange_with(engine, &peers, 0, Effort::of(world).short).map(Some);
+    }
     let Effort { batches, short } = Effort::for_all(engine.topology.world());
     quickest_of(batches, || {
         for _ in 0..short {

@@ -1,14 +1,17 @@
-//! Ranks that are threads of one process: socket pairs and shared mappings, nothing to connect.
+//! Ranks that are threads of one process: socket pairs and a shared mapping, nothing to dial.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::io;
 use std::sync::{Arc, Mutex};
 
 use socket2::{Domain, Socket, Type};
-use unisono_net::{Connection, fork};
+use unisono_net::{Connection, descriptors, fork};
 
 use super::cores::{available_cores, crowd};
-use super::staging::create_region;
+use super::network::{Arrival, Arrivals, Network, Opening, Use};
+use super::staging::HostMemory;
 use super::{Connector, Fabric, Plan, system};
+use crate::control::overlay;
 use crate::error::FormError;
 use crate::options::Transport;
 use crate::schedule::Topology;
@@ -42,46 +45,32 @@ impl LocalHub {
             Transport::Auto | Transport::Shm => Topology::new(&hosts),
         };
         let crowd = crowd(world, available_cores());
-        let mut fabrics = Vec::with_capacity(world);
-        for _ in 0..world {
-            fabrics.push(Fabric {
+        // As far as the system allows: who has too few gets an error below.
+        let _ = descriptors::ensure(256 + 128 * world as u64);
+        let members: Result<Vec<Member>, _> = (0..world).map(|_| Member::new()).collect();
+        let members: Arc<[Member]> = members.map_err(system("making an eventfd"))?.into();
+        let mut fabrics: Vec<Fabric> = (0..world)
+            .map(|me| Fabric {
                 topology: topology.clone(),
-                side: (0..world).map(|_| None).collect(),
-                data: (0..world).map(|_| Vec::new()).collect(),
+                control: Vec::new(),
                 regions: Vec::new(),
                 crowd,
-            });
-        }
-        let pair = || -> Result<(Connection, Connection), FormError> {
-            let no_fork = fork::hold_off();
-            let pair = Socket::pair(Domain::UNIX, Type::STREAM, None);
-            let (here, there) = pair.map_err(system("socketpair"))?;
-            no_fork.make_private(&here);
-            no_fork.make_private(&there);
-            Ok((here.into(), there.into()))
-        };
+                network: Arc::new(LocalNetwork { me, members: members.clone() }),
+            })
+            .collect();
         for a in 0..world {
-            for b in a + 1..world {
-                let (here, there) = pair()?;
-                fabrics[a].side[b] = Some(here);
-                fabrics[b].side[a] = Some(there);
-                for _ in 0..plan.options.streams {
-                    let (here, there) = pair()?;
-                    fabrics[a].data[b].push(here);
-                    fabrics[b].data[a].push(there);
-                }
+            for b in overlay::neighbours(a, world).into_iter().filter(|b| *b > a) {
+                let (here, there) = pair().map_err(system("socketpair"))?;
+                fabrics[a].control.push((b, here));
+                fabrics[b].control.push((a, there));
             }
         }
-        for host in 0..topology.hosts() {
-            let members = topology.members(host);
-            if members.len() < 2 {
-                continue;
-            }
-            for _ in members {
-                let region = create_region(&plan.options)?;
-                for &member in members {
-                    fabrics[member].regions.push(region.duplicate()?);
-                }
+        for host in (0..topology.hosts()).filter(|host| topology.members(*host).len() > 1) {
+            let first = topology.members(host)[0];
+            let host = HostMemory::of(&plan.options, &topology, first);
+            let memory = host.create()?;
+            for &member in host.members {
+                fabrics[member].regions = host.regions(&memory);
             }
         }
         Ok(fabrics.into_iter().map(Some).collect())
@@ -109,4 +98,75 @@ impl Connector for LocalHub {
         }
         Ok(fabric)
     }
+}
+
+/// What the other ranks have opened to one.
+struct Member {
+    links: Arrivals,
+    others: Arrivals,
+    /// Streams of links to higher ranks, by rank and number, that either has opened.
+    opened: Mutex<HashSet<(usize, u32)>>,
+}
+
+impl Member {
+    fn new() -> io::Result<Member> {
+        let (links, others) = (Arrivals::new()?, Arrivals::new()?);
+        Ok(Member { links, others, opened: Mutex::default() })
+    }
+}
+
+/// One rank of a group of threads.
+struct LocalNetwork {
+    me: usize,
+    members: Arc<[Member]>,
+}
+
+impl Network for LocalNetwork {
+    fn dial(&self, purpose: Use, peer: usize) -> Opening {
+        if let Use::Data(channel) = purpose {
+            let (lower, higher) = (self.me.min(peer), self.me.max(peer));
+            let mut opened = self.members[lower].opened.lock().expect("no panic while locked");
+            if !opened.insert((higher, channel)) {
+                return Opening::Coming;
+            }
+        }
+        // Without descriptors, it is as if the peer could not be reached.
+        let Ok((here, there)) = pair() else { return Opening::Open(None) };
+        let Member { links, others, .. } = &self.members[peer];
+        let to = if matches!(purpose, Use::Data(_)) { links } else { others };
+        to.put(Arrival { peer: self.me, purpose, connection: there });
+        Opening::Open(Some(here))
+    }
+
+    fn advance(&self, opening: &mut Opening) -> Result<Option<Connection>, String> {
+        match opening {
+            Opening::Open(connection @ Some(_)) => Ok(connection.take()),
+            Opening::Coming => Ok(None),
+            _ => Err("no descriptors are left".into()),
+        }
+    }
+
+    fn links(&self) -> &Arrivals {
+        &self.members[self.me].links
+    }
+
+    fn others(&self) -> &Arrivals {
+        &self.members[self.me].others
+    }
+}
+
+impl Drop for LocalNetwork {
+    fn drop(&mut self) {
+        self.links().close();
+        self.others().close();
+    }
+}
+
+/// Two ends of a connection inside this process.
+fn pair() -> io::Result<(Connection, Connection)> {
+    let no_fork = fork::hold_off();
+    let (here, there) = Socket::pair(Domain::UNIX, Type::STREAM, None)?;
+    no_fork.make_private(&here);
+    no_fork.make_private(&there);
+    Ok((here.into(), there.into()))
 }

@@ -1,9 +1,19 @@
-//! The connections of a group: made once when it forms, owned by it alone.
+//! The connections of a group.
+//!
+//! A group forms with control connections to its [neighbours](crate::control::overlay) and, among the
+//! ranks of a host, one piece of shared memory. All other connections are opened when they are first
+//! needed ([`Network`]). [`Endpoint`] is for ranks that are processes, [`LocalHub`] for ranks that are
+//! threads of one.
 
 mod cores;
 mod endpoint;
+mod forming;
+#[doc(hidden)]
+pub mod gathering;
+mod inbox;
+mod job;
 mod local;
-mod ready;
+mod network;
 mod staging;
 
 use std::sync::Arc;
@@ -18,29 +28,34 @@ use crate::window::region::{MAX_BUFFERS, Region};
 pub use cores::CoreSet;
 pub use endpoint::{Address, Endpoint, HostId};
 pub use local::LocalHub;
-#[doc(hidden)]
-pub use ready::receive as receive_ready;
+pub use network::{Arrival, Arrivals, Network, Opening, Use};
 pub use staging::available_memory;
 pub(crate) use staging::staging_buffer;
 
 /// Connections that carry messages of collectives.
 pub const DATA: Purpose = Purpose::new(*b"data");
 
-/// Connections that carry heartbeats, aborts and messages with tags beside the data.
+/// Connections that carry heartbeats and news.
 pub const CONTROL: Purpose = Purpose::new(*b"ctrl");
+
+/// Connections that carry messages with tags.
+pub const MESSAGES: Purpose = Purpose::new(*b"tags");
+
+/// Connections over which a rank gets the shared memory of its host.
+pub const MEMORY: Purpose = Purpose::new(*b"mmry");
 
 /// What a group is made of.
 pub struct Fabric {
     /// Which ranks share memory.
     pub topology: Topology,
-    /// The side channel to every other rank.
-    pub side: Vec<Option<Connection>>,
-    /// The streams to every other rank.
-    pub data: Vec<Vec<Connection>>,
+    /// The control connections to the neighbours.
+    pub control: Vec<(usize, Connection)>,
     /// The staging memory of the ranks of this host, in rank order, if there is more than one.
     pub regions: Vec<Region>,
     /// Ranks of this host per core that they may use, at least 1: above, they take turns.
     pub crowd: f64,
+    /// Opens all other connections.
+    pub network: Arc<dyn Network>,
 }
 
 /// A group that is to form.

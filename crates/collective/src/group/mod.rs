@@ -10,8 +10,7 @@ mod submit;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-use unisono_net::keepalive::Flow;
-
+use crate::control::Control;
 use crate::cost::Costs;
 use crate::engine::{HostEngine, MakeEngine, Memory};
 use crate::error::{Error, FormError};
@@ -19,7 +18,6 @@ use crate::fabric::{Connector, Fabric, LocalHub, Plan};
 use crate::link::Links;
 use crate::options::Options;
 use crate::schedule::Topology;
-use crate::side::Side;
 use crate::state::{Epoch, GroupState};
 use crate::traffic::Traffic;
 use crate::window::{Patience, WindowMemory};
@@ -52,7 +50,7 @@ struct Inner {
     /// The memory that the engine reaches.
     reach: Vec<Memory>,
     queue: Queue,
-    side: Mutex<Side>,
+    control: Mutex<Control>,
     /// Splits made so far, to number them.
     children: std::sync::atomic::AtomicU64,
     /// For each list of members, by its id: whose turn it is to make a sub-group of it.
@@ -175,7 +173,8 @@ impl Group {
             return Err(FormError::EpochEnded { epoch: epoch.number() });
         }
         let world = plan.members.len();
-        let Fabric { topology, side, data, regions, crowd } = connector.clone().connect(&plan)?;
+        let fabric = connector.clone().connect(&plan)?;
+        let Fabric { topology, control, regions, crowd, network } = fabric;
         let (members, stall_after) = (plan.members.clone(), plan.options.stall_after);
         let state = GroupState::new(plan.me, plan.id, members, stall_after);
         let failed =
@@ -183,9 +182,12 @@ impl Group {
 
         let here = topology.members(topology.host(plan.me)).to_vec();
         let patience = Patience::for_crowd(crowd);
-        let links = Links::new(data, patience.for_links()).map_err(failed("preparing links"))?;
-        let flow = |(peer, socket)| Some((peer, Flow::new(socket)?));
-        let flows = links.handles().filter_map(flow).collect();
+        let control =
+            Control::start(control, network.clone(), plan.me, plan.options.timeout, state.clone());
+        let control = control.map_err(failed("starting the monitor"))?;
+        let watcher = control.watcher();
+        let links =
+            Links::new(plan.me, world, &plan.options, network, watcher, patience.for_links());
         let window = (!regions.is_empty()).then(|| {
             let me = here.iter().position(|&m| m == plan.me).expect("a rank is on its own host");
             WindowMemory::new(regions, crate::fabric::STAGING_BUFFERS, here, me, patience)
@@ -200,8 +202,6 @@ impl Group {
             costs,
             state.clone(),
         );
-        let side = Side::start(side, flows, plan.me, options.timeout, state.clone());
-        let side = side.map_err(failed("starting the monitor"))?;
         epoch.enter(&state);
 
         if inherited.is_none() && world > 1 {
@@ -213,7 +213,7 @@ impl Group {
         let calls = Calls::new(engine, state.clone(), topology.clone(), &options);
         let queue = Queue::new(calls, state.clone());
         let (children, lists) = Default::default();
-        let side = Mutex::new(side);
+        let control = Mutex::new(control);
         let inner = Inner {
             plan,
             connector,
@@ -224,7 +224,7 @@ impl Group {
             make_engine,
             reach,
             queue,
-            side,
+            control,
             children,
             lists,
         };
@@ -239,8 +239,8 @@ impl Drop for Inner {
             self.state.leave_because("its program panicked");
         }
         let closing = self.queue.closing();
-        let side = self.side.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let leaving = side.leaving();
+        let control = self.control.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let leaving = control.leaving();
         let in_callback = closing.is_on_own_thread() || leaving.is_on_own_thread();
         let end = move || leaving.leave(closing.finish());
         if !in_callback {

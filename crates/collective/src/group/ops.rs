@@ -7,8 +7,8 @@
 use crate::dtype::{Element, Reduction};
 use crate::engine::Explanation;
 use crate::error::{Error, InvalidCall};
+use crate::messages::Transfer;
 use crate::request::{Checked, Request};
-use crate::side::Transfer;
 use crate::work::Work;
 
 use super::Group;
@@ -195,9 +195,9 @@ impl Group {
         tag: u32,
     ) -> Result<Work, Error> {
         self.check_peer(Some(to))?;
-        let mut side = self.inner.side.lock().expect("no panic while locked");
-        let work = side.work();
-        side.send(to, Transfer { tag, address, length, work: work.clone() });
+        let mut control = self.inner.control.lock().expect("no panic while locked");
+        let work = control.work();
+        control.send(to, Transfer { tag, address, length, work: work.clone() });
         Ok(work)
     }
 
@@ -215,9 +215,9 @@ impl Group {
     ) -> Result<Work, Error> {
         let from = from.into();
         self.check_peer(from)?;
-        let mut side = self.inner.side.lock().expect("no panic while locked");
-        let work = side.work();
-        side.receive(from, Transfer { tag, address, length, work: work.clone() });
+        let mut control = self.inner.control.lock().expect("no panic while locked");
+        let work = control.work();
+        control.receive(from, Transfer { tag, address, length, work: work.clone() });
         Ok(work)
     }
 

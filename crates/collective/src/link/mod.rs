@@ -1,8 +1,10 @@
 //! Messages between pairs of ranks, over sockets.
 //!
 //! A link is one or more stream sockets to a peer, TCP between hosts and Unix sockets inside one.
-//! [`rounds`] runs a schedule over the links; [`stream`] moves the bytes of one socket.
+//! [`mod@open`] opens the links that a schedule needs, [`rounds`] runs it over them, and [`stream`] moves
+//! the bytes of one socket.
 
+mod open;
 mod order;
 mod rounds;
 mod stream;
@@ -11,14 +13,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
-use socket2::Socket;
-use unisono_net::Connection;
 
 use crate::call::Call;
+use crate::control::Watcher;
 use crate::error::Error;
+use crate::fabric::Network;
 use crate::memory::Scratch;
+use crate::options::Options;
 use crate::state::GroupState;
 use crate::window::Patience;
+use open::Opener;
 use rounds::Flight;
 pub use rounds::Run;
 use stream::Stream;
@@ -35,8 +39,10 @@ const STRIPE_MIN: usize = 128 << 10;
 /// This rank's links to all its peers, and the memory that runs over them need.
 pub struct Links {
     streams: Vec<Stream>,
-    /// The streams of each peer, as a range of `streams`; empty for this rank itself.
+    /// The streams of each peer, as a range of `streams`; empty where there is no link.
     of_peer: Vec<std::ops::Range<usize>>,
+    /// Opens links.
+    opener: Option<Opener>,
     /// Attempts to make progress before sleeping in poll.
     patience: Patience,
     flights: Vec<Flight>,
@@ -49,21 +55,31 @@ pub struct Links {
 unsafe impl Send for Links {}
 
 impl Links {
-    /// Takes over connections: `connections[peer]` lists the streams to that peer.
-    pub fn new(connections: Vec<Vec<Connection>>, patience: Patience) -> std::io::Result<Links> {
-        let mut streams = Vec::new();
-        let mut of_peer = Vec::with_capacity(connections.len());
-        for (peer, connections) in connections.into_iter().enumerate() {
-            let first = streams.len();
-            for connection in connections {
-                connection.socket().set_nonblocking(true)?;
-                streams.push(Stream::new(connection, peer));
-            }
-            of_peer.push(first..streams.len());
-        }
-        let inputs = Vec::with_capacity(of_peer.len());
-        let scratch = Scratch::default();
-        Ok(Links { streams, of_peer, patience, flights: Vec::new(), inputs, scratch })
+    /// Links of rank `rank` of `world`, none of which is open yet.
+    pub fn new(
+        rank: usize,
+        world: usize,
+        options: &Options,
+        network: Arc<dyn Network>,
+        watcher: Watcher,
+        patience: Patience,
+    ) -> Links {
+        let (streams, flights, scratch) = Default::default();
+        let opener = Opener::new(rank, options.streams, network, watcher);
+        let of_peer = vec![0..0; world];
+        let inputs = Vec::with_capacity(world);
+        Links { streams, of_peer, opener: Some(opener), patience, flights, inputs, scratch }
+    }
+
+    /// The only link of a rank, to another one.
+    #[cfg(test)]
+    fn to_one(peer: usize, connection: unisono_net::Connection, patience: Patience) -> Links {
+        let (mut streams, flights, inputs, scratch): (Vec<Stream>, _, _, _) = Default::default();
+        connection.socket().set_nonblocking(true).unwrap();
+        streams.push(Stream::new(connection, peer));
+        let mut of_peer = vec![0..0; peer + 1];
+        of_peer[peer] = 0..1;
+        Links { streams, of_peer, opener: None, patience, flights, inputs, scratch }
     }
 
     /// Room for the inputs of a fold, for whoever folds between runs.
@@ -71,9 +87,10 @@ impl Links {
         &mut self.inputs
     }
 
-    /// Handles to the sockets, each with its peer: to watch, and to shut down when the group fails.
-    pub fn handles(&self) -> impl Iterator<Item = (usize, Arc<Socket>)> {
-        self.streams.iter().map(|s| (s.peer, s.socket().clone()))
+    /// Handles to the sockets, each with its peer.
+    #[cfg(test)]
+    pub fn handles(&self) -> impl Iterator<Item = (usize, Arc<socket2::Socket>)> {
+        self.streams.iter().map(|stream| (stream.peer, stream.socket().clone()))
     }
 
     /// The streams that carry a message of `bytes` to or from `peer`, with the part each
@@ -111,7 +128,7 @@ impl Links {
         let ready = match self.streams.len() {
             0..=8 => self.poll::<8>(&nap),
             9..=64 => self.poll::<64>(&nap),
-            _ => self.poll::<1024>(&nap),
+            _ => rustix::event::poll(&mut self.waiting().collect::<Vec<_>>(), Some(&nap)),
         };
         match ready {
             Ok(0) => {
@@ -134,18 +151,23 @@ impl Links {
         let mut fds: [std::mem::MaybeUninit<PollFd<'_>>; N] =
             [const { std::mem::MaybeUninit::uninit() }; N];
         let mut used = 0;
-        let waiting =
-            self.streams.iter().filter(|s| s.expected > 0 && !s.is_parked() || s.has_output());
-        for (slot, stream) in fds.iter_mut().zip(waiting) {
-            let mut flags = PollFlags::empty();
-            flags.set(PollFlags::IN, stream.expected > 0 && !stream.is_parked());
-            flags.set(PollFlags::OUT, stream.has_output());
-            slot.write(PollFd::new(stream.socket(), flags));
+        for (slot, fd) in fds.iter_mut().zip(self.waiting()) {
+            slot.write(fd);
             used += 1;
         }
         // SAFETY: the first `used` entries were written just above.
         let fds =
             unsafe { std::slice::from_raw_parts_mut(fds.as_mut_ptr().cast::<PollFd<'_>>(), used) };
         rustix::event::poll(fds, Some(nap))
+    }
+
+    /// What the running call waits for.
+    fn waiting(&self) -> impl Iterator<Item = PollFd<'_>> {
+        self.streams.iter().filter_map(|stream| {
+            let mut flags = PollFlags::empty();
+            flags.set(PollFlags::IN, stream.expected > 0 && !stream.is_parked());
+            flags.set(PollFlags::OUT, stream.has_output());
+            (!flags.is_empty()).then(|| PollFd::new(&**stream.socket(), flags))
+        })
     }
 }

@@ -44,6 +44,7 @@ impl Links {
         if schedule.rounds.is_empty() {
             return Ok(());
         }
+        self.open_for(run)?;
         let depth = buffers.depth.min(segments.len());
         let mut waves = Waves::new(segments.len(), schedule.rounds.len(), depth);
         self.flights.clear();
@@ -122,10 +123,9 @@ impl Links {
                 let header = MessageHeader {
                     call: wire,
                     segment: (segment as u32).into(),
-                    round: (round as u16).into(),
-                    index: (index as u16).into(),
+                    round: (round as u32).into(),
+                    index: (index as u32).into(),
                     length: (bytes.len() as u32).into(),
-                    reserved: 0.into(),
                 };
                 let part = Part { segment, place: send.from, blocks: send.blocks.clone(), bytes };
                 self.streams[stream].enqueue(header, part);
@@ -292,10 +292,9 @@ mod tests {
 
     /// Rank 0 adds two messages that rank 1 sends in each of two rounds, two segments of them; the sum
     /// of all that arrive if rank 1 sends the messages `sent`, as (segment, round, index).
-    fn sum(sent: &[(u32, u16, u16)]) -> Result<[i64; 2], Error> {
+    fn sum(sent: &[(u32, u32, u32)]) -> Result<[i64; 2], Error> {
         let (here, mut there) = Socket::pair(Domain::UNIX, Type::STREAM, None).unwrap();
-        let mut links =
-            Links::new(vec![vec![], vec![here.into()]], Patience::for_crowd(2.0)).unwrap();
+        let mut links = Links::to_one(1, here.into(), Patience::for_crowd(2.0));
         let call = Call {
             seq: 7,
             op: Op::AllReduce,
@@ -315,10 +314,9 @@ mod tests {
                 round: round.into(),
                 index: index.into(),
                 length: 8.into(),
-                reserved: 0.into(),
             };
             there.write_all(header.as_bytes()).unwrap();
-            let value = 10i64.pow(u32::from(2 * round + index));
+            let value = 10i64.pow(2 * round + index);
             there.write_all(&value.to_ne_bytes()).unwrap();
         }
         // Whatever else is awaited does not come.
@@ -367,7 +365,7 @@ mod tests {
     }
 
     /// The messages of two segments in the order in which everybody sends them.
-    const ALL: [(u32, u16, u16); 8] =
+    const ALL: [(u32, u32, u32); 8] =
         [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1)];
 
     #[test]

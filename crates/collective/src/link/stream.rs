@@ -38,7 +38,7 @@ pub struct Stream {
     parked: Option<MessageHeader>,
     /// The last message of the running call that was accepted: its round's place in the order of all,
     /// and which of the round's it is.
-    last: Option<(order::Place, u16)>,
+    last: Option<(order::Place, u32)>,
 }
 
 /// Part of a message in the memory of a call.
@@ -111,7 +111,7 @@ impl Stream {
 
     /// Whether a message may come after those that were accepted. Everybody sends in one order, so
     /// that a message which does not come later has come twice, or is none of this call's.
-    pub fn is_next(&self, round: order::Place, index: u16) -> bool {
+    pub fn is_next(&self, round: order::Place, index: u32) -> bool {
         self.last.is_none_or(|last| last < (round, index))
     }
 
@@ -221,7 +221,7 @@ impl Stream {
 
     /// Says where the message of the header just received goes, and when it comes in the order of
     /// all.
-    pub fn accept(&mut self, part: Part, round: order::Place, index: u16) {
+    pub fn accept(&mut self, part: Part, round: order::Place, index: u32) {
         self.last = Some((round, index));
         self.body = Some(Incoming { part, received: 0 });
     }

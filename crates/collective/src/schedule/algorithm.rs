@@ -168,8 +168,13 @@ pub fn able(op: Op, topology: &Topology, canonical: bool) -> Vec<Algorithm> {
         .collect()
 }
 
+/// Ranks up to which each may have a link to each other one only because that is quicker. More: larger
+/// groups open more connections. Fewer: they are kept from what may be quicker.
+const LINKED: usize = 64;
+
 /// Those of the [`able`] ones that are worth pricing. Hierarchies of one level are left out, and
-/// sockets where all ranks share memory: they would win only on a machine too busy to measure.
+/// sockets where all ranks share memory: they would win only on a machine too busy to measure. In a large
+/// world, so is what needs links between all ranks, if anything with fewer messages can do it.
 pub fn candidates(op: Op, topology: &Topology, canonical: bool) -> Vec<Algorithm> {
     let able = able(op, topology, canonical);
     if topology.world() == 1 {
@@ -178,13 +183,20 @@ pub fn candidates(op: Op, topology: &Topology, canonical: bool) -> Vec<Algorithm
     let flat = topology.is_one_host() || topology.is_all_apart();
     // Two ranks move the same bytes either way, but wait half as often if both reduce everything.
     let pair = topology.world() == 2 && op == Op::AllReduce;
-    able.into_iter()
+    let mut able: Vec<Algorithm> = able
+        .into_iter()
         .filter(|a| *a != Algorithm::Hierarchical || !flat)
         .filter(|a| {
             !topology.is_one_host() || matches!(a, Algorithm::Window | Algorithm::WindowDirect)
         })
         .filter(|a| *a != Algorithm::Window || !pair)
-        .collect()
+        .collect();
+    let needs_all = |a: &Algorithm| matches!(a, Algorithm::Direct | Algorithm::Pairwise);
+    let has_fewer = |a: &Algorithm| !needs_all(a) && *a != Algorithm::Ring;
+    if topology.world() > LINKED && able.iter().any(has_fewer) {
+        able.retain(|a| !needs_all(a));
+    }
+    able
 }
 
 /// A world of one has nobody to talk to: the input is the output.
@@ -235,6 +247,16 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn large_worlds_have_few_links_where_they_can() {
+        let large = Topology::all_apart(100);
+        let reduces = candidates(Op::AllReduce, &large, true);
+        assert!(reduces.contains(&Algorithm::Tree) && !reduces.contains(&Algorithm::Pairwise));
+        // A ring has as many messages, one after the other.
+        assert!(candidates(Op::AllGather, &large, true).contains(&Algorithm::Pairwise));
+        assert!(candidates(Op::AllToAll, &large, true).contains(&Algorithm::Pairwise));
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! The memory of a window: one region per rank, written by its owner, read by all.
+//! The memory of a window: one region per rank, written by its owner, read by all. The regions of a host
+//! follow each other in one piece of memory.
 //!
 //! ```text
 //! 0      clock line: clock u32, pad, fingerprints of the last calls
@@ -7,14 +8,13 @@
 //! 4096   staging buffers
 //! ```
 
-use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use unisono_net::memory::Memory;
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::call::{Call, WireCall};
-use crate::error::FormError;
 
 /// Bytes before the staging buffers.
 const HEADER: usize = 4096;
@@ -49,50 +49,34 @@ const _: () = assert!(size_of::<WireCall>().is_multiple_of(8));
 
 /// One rank's part of a window, mapped into this process.
 pub struct Region {
-    memory: Memory,
+    memory: Arc<Memory>,
+    /// Where it starts in the memory.
+    start: usize,
     /// Bytes of one staging buffer.
     buffer: usize,
     buffers: usize,
 }
 
 impl Region {
-    /// Makes a region of this rank's own.
-    pub fn create(buffers: usize, buffer: usize) -> Result<Region, FormError> {
-        Region::of(buffers, buffer, Memory::create)
+    /// Bytes of a region: a multiple of a page if a buffer is.
+    pub fn bytes(buffers: usize, buffer: usize) -> usize {
+        HEADER.saturating_add(buffers.saturating_mul(buffer))
     }
 
-    /// Maps the region of another rank, received from it.
-    pub fn open(file: BorrowedFd<'_>, buffers: usize, buffer: usize) -> Result<Region, FormError> {
-        Region::of(buffers, buffer, |bytes| Memory::open(file, bytes))
-    }
-
-    fn of(
-        buffers: usize,
-        buffer: usize,
-        map: impl FnOnce(usize) -> std::io::Result<Memory>,
-    ) -> Result<Region, FormError> {
-        let bytes = HEADER + buffers * buffer;
-        let failed = |e: std::io::Error| FormError::Staging { bytes, reason: e.to_string() };
-        Ok(Region { memory: map(bytes).map_err(failed)?, buffer, buffers })
-    }
-
-    /// The file behind a region of this rank's own, to hand to other ranks.
-    pub fn file(&self) -> Option<BorrowedFd<'_>> {
-        self.memory.file()
-    }
-
-    /// A second mapping of a region of this rank's own.
-    pub fn duplicate(&self) -> Result<Region, FormError> {
-        let file = self.file().expect("only whoever made a region duplicates it");
-        Region::open(file, self.buffers, self.buffer)
+    /// Region `place` of the memory of a host.
+    pub fn new(memory: Arc<Memory>, place: usize, buffers: usize, buffer: usize) -> Region {
+        let bytes = Region::bytes(buffers, buffer);
+        let start = place * bytes;
+        assert!(bytes.is_multiple_of(HEADER) && start + bytes <= memory.len());
+        Region { memory, start, buffer, buffers }
     }
 
     /// The start of a staging buffer.
     pub fn buffer(&self, index: usize) -> *mut u8 {
         assert!(index < self.buffers);
-        // SAFETY: the map is HEADER + buffers × buffer bytes long and index is smaller than
-        // buffers.
-        unsafe { self.memory.as_ptr().add(HEADER + index * self.buffer) }
+        // SAFETY: from its start, the memory has HEADER + buffers × buffer bytes, and index is smaller
+        // than buffers.
+        unsafe { self.memory.as_ptr().add(self.start + HEADER + index * self.buffer) }
     }
 
     /// Bytes of a staging buffer.
@@ -135,8 +119,8 @@ impl Region {
     }
 
     fn header(&self) -> &Header {
-        // SAFETY: the map starts page-aligned and is at least HEADER bytes long; the header
+        // SAFETY: the region starts page-aligned and is at least HEADER bytes long; the header
         // consists of atomics only, for which any bytes are valid and shared access is sound.
-        unsafe { &*self.memory.as_ptr().cast::<Header>() }
+        unsafe { &*self.memory.as_ptr().add(self.start).cast::<Header>() }
     }
 }

@@ -103,6 +103,8 @@ fn endpoints(world: usize, ip: IpAddr, options: &Options) -> Vec<Group> {
 /// Ranks that meet over real sockets, each with its own settings.
 pub fn meet(ip: IpAddr, options: &[Options]) -> Vec<Result<Group, FormError>> {
     let world = options.len();
+    // As far as the system allows.
+    let _ = unisono_net::descriptors::ensure(256 + 128 * world as u64);
     let token = Token::random().expect("randomness");
     let endpoints: Vec<Endpoint> =
         (0..world).map(|_| Endpoint::bind(ip).expect("loopback has a free port")).collect();

@@ -8,12 +8,16 @@ use std::io::Read;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use socket2::Socket;
+use socket2::{Domain, Socket, Type};
 use unisono_collective::call::MessageHeader;
-use unisono_collective::fabric::{Connector, Fabric, LocalHub, Plan};
+use unisono_collective::fabric::{
+    Arrival, Arrivals, Connector, Fabric, Network, Opening, Plan, Use,
+};
+use unisono_collective::schedule::Topology;
 use unisono_collective::{
     Algorithm, Epoch, Error, FormError, Group, Options, Reduction, Request, Transport, Work,
 };
+use unisono_net::Connection;
 
 /// What takes longer than this hangs.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -33,8 +37,18 @@ pub struct Tapped {
     victim: Group,
     /// Keeps the victim's connections open.
     _silent: Group,
-    side: Socket,
-    data: Socket,
+    tap: Arc<Tap>,
+}
+
+/// What a stranger says on the lines of rank 1.
+#[derive(Clone, Debug, Default)]
+pub struct Lines {
+    /// On the control connection.
+    pub control: Vec<u8>,
+    /// On a connection for messages to the victim.
+    pub incoming: Vec<u8>,
+    /// On the connection for the victim's messages.
+    pub outgoing: Vec<u8>,
 }
 
 /// What the stranger does when it has said everything.
@@ -57,7 +71,7 @@ pub struct Outcomes {
 
 impl Tapped {
     pub fn new() -> Tapped {
-        let tap = Arc::new(Tap { hub: LocalHub::new(2), sockets: Mutex::default() });
+        let tap = Arc::new(Tap::new());
         let mut options = Options::default();
         options.transport = Transport::Tcp;
         let epoch = Epoch::new(0);
@@ -66,16 +80,15 @@ impl Tapped {
             let silent = scope.spawn(|| form(1).expect("the group forms"));
             (form(0).expect("the group forms"), silent.join().expect("forming does not panic"))
         });
-        let (side, data) = tap.sockets.lock().unwrap().take().expect("rank 1 has connected");
-        Tapped { victim, _silent: silent, side, data }
+        Tapped { victim, _silent: silent, tap }
     }
 
-    /// Rank 0 starts an all-reduce, a receive and a send. `side` is sent to it on the side
-    /// channel; on the data link, `reply` makes an answer from what it sent itself, which is what
+    /// Rank 0 starts an all-reduce, a receive and a send. `lines` says what it hears beside the data; on
+    /// the data link, `reply` makes an answer from what it sent itself, which is what
     /// an honest peer with the same input would send. Then the stranger acts as `ending` says.
     pub fn attack(
         self,
-        side: &[u8],
+        lines: &Lines,
         reply: impl FnOnce(Vec<u8>) -> Vec<u8>,
         ending: Ending,
     ) -> Outcomes {
@@ -93,11 +106,21 @@ impl Tapped {
         }
         .map(|work| work.expect("the call is valid"));
 
-        let honest = self.overhear(MessageHeader::SIZE + COUNT * size_of::<f32>());
-        speak(&self.data, &reply(honest));
-        speak(&self.side, side);
+        // Before anything is said that may end the group.
+        let outgoing = self.tap.line(|lines| &lines.outgoing);
+        let data = self.tap.line(|lines| &lines.data);
+        let honest = overhear(&data, MessageHeader::SIZE + COUNT * size_of::<f32>());
+        speak(&data, &reply(honest));
+        let control = self.tap.line(|lines| &lines.control);
+        let (ours, theirs) = Socket::pair(Domain::UNIX, Type::STREAM, None).unwrap();
+        let connection = Connection::from(theirs);
+        let arrival = Arrival { peer: 1, purpose: Use::Messages, connection };
+        self.tap.victim.others.put(arrival);
+        speak(&outgoing, &lines.outgoing);
+        speak(&ours, &lines.incoming);
+        speak(&control, &lines.control);
         if ending == Ending::HangUp {
-            for line in [&self.side, &self.data] {
+            for line in [&control, &outgoing, &ours, &data] {
                 // The victim may have hung up already.
                 let _ = line.shutdown(std::net::Shutdown::Write);
             }
@@ -111,26 +134,26 @@ impl Tapped {
             send,
         }
     }
+}
 
-    /// Reads what rank 0 says on the data link.
-    fn overhear(&self, length: usize) -> Vec<u8> {
-        let deadline = Instant::now() + PATIENCE;
-        let mut bytes = vec![0; length];
-        let mut filled = 0;
-        while filled < length {
-            match (&self.data).read(&mut bytes[filled..]) {
-                Ok(0) => break,
-                Ok(n) => filled += n,
-                Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {
-                    assert!(Instant::now() < deadline, "the victim says nothing");
-                    std::thread::yield_now();
-                }
-                Err(e) => panic!("the line is broken: {e}"),
+/// Reads what rank 0 says on the data link.
+fn overhear(mut data: &Socket, length: usize) -> Vec<u8> {
+    let deadline = Instant::now() + PATIENCE;
+    let mut bytes = vec![0; length];
+    let mut filled = 0;
+    while filled < length {
+        match data.read(&mut bytes[filled..]) {
+            Ok(0) => break,
+            Ok(n) => filled += n,
+            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {
+                assert!(Instant::now() < deadline, "the victim says nothing");
+                std::thread::yield_now();
             }
+            Err(e) => panic!("the line is broken: {e}"),
         }
-        bytes.truncate(filled);
-        bytes
     }
+    bytes.truncate(filled);
+    bytes
 }
 
 /// Sends what the socket takes; whoever hung up misses the rest.
@@ -144,21 +167,104 @@ fn speak(socket: &Socket, bytes: &[u8]) {
     }
 }
 
-/// Connects ranks through a hub and keeps a second handle to what rank 1 gets.
+/// Connects two ranks and keeps a second handle to what rank 1 gets.
 struct Tap {
-    hub: Arc<LocalHub>,
-    sockets: Mutex<Option<(Socket, Socket)>>,
+    victim: Arc<Ends>,
+    silent: Arc<Ends>,
+    control: Mutex<[Option<Connection>; 2]>,
+    lines: Mutex<Handles>,
+}
+
+#[derive(Default)]
+struct Handles {
+    control: Option<Socket>,
+    data: Option<Socket>,
+    outgoing: Option<Socket>,
+}
+
+/// What a rank has been sent.
+struct Ends {
+    links: Arrivals,
+    others: Arrivals,
+}
+
+impl Ends {
+    fn new() -> Arc<Ends> {
+        Arc::new(Ends { links: Arrivals::new().unwrap(), others: Arrivals::new().unwrap() })
+    }
+}
+
+impl Tap {
+    fn new() -> Tap {
+        let (here, there) = Socket::pair(Domain::UNIX, Type::STREAM, None).unwrap();
+        let control = Some(there.try_clone().unwrap());
+        let lines = Mutex::new(Handles { control, ..Handles::default() });
+        let control = Mutex::new([here, there].map(|end| Some(end.into())));
+        Tap { victim: Ends::new(), silent: Ends::new(), control, lines }
+    }
+
+    /// A line, once there is one.
+    fn line(&self, which: impl Fn(&Handles) -> &Option<Socket>) -> Socket {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(line) = which(&self.lines.lock().unwrap()) {
+                return line.try_clone().unwrap();
+            }
+            assert!(Instant::now() < deadline, "the victim opens no connection");
+            std::thread::yield_now();
+        }
+    }
 }
 
 impl Connector for Tap {
     fn connect(self: Arc<Self>, plan: &Plan) -> Result<Fabric, FormError> {
-        let fabric = self.hub.clone().connect(plan)?;
-        if plan.me == 1 {
-            let side = fabric.side[0].as_ref().expect("ranks have a side channel");
-            let data = &fabric.data[0][0];
-            let both = (side.socket().try_clone().unwrap(), data.socket().try_clone().unwrap());
-            *self.sockets.lock().unwrap() = Some(both);
+        let control = self.control.lock().unwrap()[plan.me].take().expect("a rank connects once");
+        Ok(Fabric {
+            topology: Topology::all_apart(2),
+            control: vec![(1 - plan.me, control)],
+            regions: Vec::new(),
+            crowd: 1.0,
+            network: Arc::new(TapNetwork { me: plan.me, tap: self }),
+        })
+    }
+}
+
+/// The victim opens all connections, and the tap keeps a handle to their other ends.
+struct TapNetwork {
+    me: usize,
+    tap: Arc<Tap>,
+}
+
+impl Network for TapNetwork {
+    fn dial(&self, purpose: Use, _: usize) -> Opening {
+        if self.me == 1 {
+            return Opening::Coming;
         }
-        Ok(fabric)
+        let (here, there) = Socket::pair(Domain::UNIX, Type::STREAM, None).unwrap();
+        let mut lines = self.tap.lines.lock().unwrap();
+        match purpose {
+            Use::Data(_) => {
+                lines.data = Some(there.try_clone().unwrap());
+                let connection = Connection::from(there);
+                self.tap.silent.links.put(Arrival { peer: 0, purpose, connection });
+            }
+            Use::Messages | Use::Control => lines.outgoing = Some(there),
+        }
+        Opening::Open(Some(here.into()))
+    }
+
+    fn advance(&self, opening: &mut Opening) -> Result<Option<Connection>, String> {
+        match opening {
+            Opening::Open(connection) => Ok(connection.take()),
+            _ => Ok(None),
+        }
+    }
+
+    fn links(&self) -> &Arrivals {
+        if self.me == 0 { &self.tap.victim.links } else { &self.tap.silent.links }
+    }
+
+    fn others(&self) -> &Arrivals {
+        if self.me == 0 { &self.tap.victim.others } else { &self.tap.silent.others }
     }
 }

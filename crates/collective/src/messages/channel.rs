@@ -1,4 +1,4 @@
-//! The side channel to one peer: frames in and out, transfers under way.
+//! A connection for messages from one rank to another: frames in and out, transfers under way.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -11,27 +11,25 @@ use unisono_net::{Connection, Receiver};
 use super::Transfer;
 use super::frame::{self, Frame, MAX_DATA};
 use super::mailbox::Announced;
-use crate::call::{Call, WireCall};
 use crate::error::Error;
+use crate::fabric::{Network, Opening};
 use crate::state::GroupState;
-use crate::waits::Statement;
 
-/// Room in the queues of a peer before they grow. More: more idle memory. Less: the first burst
+/// Room in the queues of a channel before they grow. More: more idle memory. Less: the first burst
 /// of messages allocates.
 const ROOM: usize = 16;
 
-/// The connection to one peer and what is under way on it.
-pub struct Peer {
+/// The connection by which one rank sends messages to another, and what is under way on it.
+pub struct Channel {
+    /// The other rank.
     pub rank: usize,
     /// This rank.
     me: usize,
-    connection: Connection,
-    pub last_heard: Instant,
+    /// Whether this rank sends.
+    is_outgoing: bool,
+    line: Line,
     /// Whether the socket may have something to read, or room.
     pub ready: bool,
-    /// A call in which it waits and which this rank has not made yet.
-    pub stuck: Option<Call>,
-    presence: Presence,
     output: VecDeque<Output>,
     input: Input,
     /// Sends in order of submission.
@@ -41,47 +39,24 @@ pub struct Peer {
     cleared: Vec<Receiving>,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Presence {
-    Here,
-    /// Said goodbye; its connection may close.
-    Leaving,
-    Gone,
+enum Line {
+    Opening(Opening),
+    Open(Connection),
+    Closed,
 }
 
-/// What a peer did.
+/// What happened on a channel.
 pub enum Event {
-    /// Its connection closed without a goodbye.
-    Lost,
-    /// It says that the group failed.
-    Aborted(Error),
-    /// It broke the rules, or a transfer does not fit.
+    /// Its connection closed, or could not be opened.
+    Closed,
+    /// The other rank broke the rules.
     Failed(Error),
-    /// It waits in a call.
-    Stuck(Call),
     /// It has a message.
     Announced(Announced),
-    /// It said goodbye.
-    Left {
-        /// The first call without it.
-        seq: u32,
-        /// Why, where it was not done.
-        reason: Option<String>,
-    },
-    /// It tells where it made a call.
-    Place {
-        /// The number of the call.
-        number: u32,
-        /// The place, if it knows.
-        place: Option<String>,
-    },
-    /// It says that a thread of it waits.
-    Waits(Statement),
 }
 
 struct Output {
     head: [u8; frame::SIZE],
-    body: Vec<u8>,
     /// A part of the first cleared send follows the head.
     data: usize,
     sent: usize,
@@ -135,23 +110,29 @@ impl Idle {
 /// What is being read.
 enum Input {
     Head { bytes: [u8; frame::SIZE], filled: usize },
-    Body { of: Frame, bytes: Vec<u8>, filled: usize },
-    Stuck { bytes: [u8; size_of::<WireCall>()], filled: usize },
     Data { id: u32, left: usize },
 }
 
 const EMPTY: Input = Input::Head { bytes: [0; frame::SIZE], filled: 0 };
 
-impl Peer {
-    pub fn new(connection: Connection, rank: usize, me: usize) -> Peer {
-        Peer {
+impl Channel {
+    /// A channel that this rank opens.
+    pub fn outgoing(opening: Opening, rank: usize, me: usize) -> Channel {
+        Channel::new(Line::Opening(opening), rank, me, true)
+    }
+
+    /// A channel that another rank has opened; its connection does not block.
+    pub fn incoming(connection: Connection, rank: usize, me: usize) -> Channel {
+        Channel::new(Line::Open(connection), rank, me, false)
+    }
+
+    fn new(line: Line, rank: usize, me: usize, is_outgoing: bool) -> Channel {
+        Channel {
             rank,
             me,
-            connection,
-            last_heard: Instant::now(),
+            is_outgoing,
+            line,
             ready: true,
-            stuck: None,
-            presence: Presence::Here,
             output: VecDeque::with_capacity(ROOM),
             input: EMPTY,
             sends: VecDeque::with_capacity(ROOM),
@@ -160,36 +141,44 @@ impl Peer {
         }
     }
 
-    pub fn socket(&self) -> &Socket {
-        self.connection.socket()
+    /// The socket, if the connection is open.
+    pub fn socket(&self) -> Option<&Socket> {
+        match &self.line {
+            Line::Open(connection) => Some(connection.socket()),
+            Line::Opening(_) | Line::Closed => None,
+        }
     }
 
-    pub fn is_present(&self) -> bool {
-        self.presence != Presence::Gone
+    /// The connection, while it is being opened.
+    pub fn opening(&self) -> Option<&Opening> {
+        match &self.line {
+            Line::Opening(opening) => Some(opening),
+            Line::Open(_) | Line::Closed => None,
+        }
     }
 
-    /// Whether it may still send something.
-    pub fn is_here(&self) -> bool {
-        self.presence == Presence::Here
+    pub fn is_closed(&self) -> bool {
+        matches!(self.line, Line::Closed)
     }
 
     pub fn has_output(&self) -> bool {
-        !self.output.is_empty() || !self.connection.sender.is_flushed()
+        let unsent = match &self.line {
+            Line::Open(connection) => !connection.sender.is_flushed(),
+            Line::Opening(_) | Line::Closed => false,
+        };
+        unsent || !self.output.is_empty()
     }
 
-    /// Queues a frame with what follows it.
-    pub fn queue(&mut self, frame: Frame, body: Vec<u8>) {
-        self.output.push_back(Output { head: frame.encode(), body, data: 0, sent: 0 });
+    /// Queues a frame.
+    fn queue(&mut self, frame: Frame) {
+        self.output.push_back(Output { head: frame.encode(), data: 0, sent: 0 });
     }
 
-    pub fn submit_send(&mut self, transfer: Transfer, state: &GroupState) {
-        if self.presence != Presence::Here || state.is_over() {
-            return transfer.work.complete(Err(self.left(state)));
-        }
+    pub fn submit_send(&mut self, transfer: Transfer) {
         let id = self.next_id;
         self.next_id = self.next_id.wrapping_add(1);
         let length = transfer.length as u64;
-        self.queue(Frame::Announce { tag: transfer.tag, id, length }, Vec::new());
+        self.queue(Frame::Announce { tag: transfer.tag, id, length });
         self.sends.push_back(Sending {
             transfer,
             idle: Idle::new(),
@@ -201,33 +190,15 @@ impl Peer {
         });
     }
 
-    /// Ends all transfers under way with this error.
-    pub fn fail_transfers(&mut self, error: &Error) {
-        self.detach_data();
+    /// Ends all transfers under way with this error, and the channel with them: a message may be half sent.
+    pub fn end(&mut self, error: &Error) {
+        self.line = Line::Closed;
+        // They name the memory of transfers.
+        self.output.clear();
         let sends = self.sends.drain(..).map(|s| s.transfer);
         let cleared = self.cleared.drain(..).map(|r| r.transfer);
         for transfer in sends.chain(cleared) {
             transfer.work.complete(Err(error.clone()));
-        }
-    }
-
-    /// Detaches the data frames under way from the memory of their transfer, which its owner may
-    /// reuse once the transfer has ended. A frame that has not begun is dropped. One that has
-    /// keeps a copy of its rest: the peer counts its bytes, and would take the next frame for
-    /// data.
-    fn detach_data(&mut self) {
-        let Some(sending) = self.sends.front() else { return };
-        self.output.retain(|o| o.data == 0 || o.sent > 0);
-        for output in self.output.iter_mut().filter(|o| o.data > 0) {
-            let done = output.sent.saturating_sub(frame::SIZE);
-            let start = sending.sent - done;
-            // SAFETY: the frame's part of the transfer's memory, which its submitter keeps valid
-            // until the work is done.
-            let bytes = unsafe {
-                std::slice::from_raw_parts(sending.transfer.address.add(start), output.data)
-            };
-            output.body = bytes.to_vec();
-            output.data = 0;
         }
     }
 
@@ -241,11 +212,20 @@ impl Peer {
     }
 
     /// Sends and receives what the socket allows; what happened, or `None` when it is idle.
-    pub fn progress(&mut self) -> Option<Event> {
-        if self.presence == Presence::Gone {
+    pub fn progress(&mut self, network: &dyn Network) -> Option<Event> {
+        if let Line::Opening(opening) = &mut self.line {
+            match network.advance(opening) {
+                Ok(None) => return None,
+                Ok(Some(connection)) if connection.socket().set_nonblocking(true).is_ok() => {
+                    self.line = Line::Open(connection);
+                }
+                Ok(Some(_)) | Err(_) => return self.closed(),
+            }
+        }
+        if self.is_closed() {
             return None;
         }
-        // A peer that hung up may have said why: what can still be read comes first.
+        // A rank that hung up may have sent something: what can still be read comes first.
         let broken = self.write().is_err();
         loop {
             match self.read() {
@@ -264,19 +244,14 @@ impl Peer {
     }
 
     fn closed(&mut self) -> Option<Event> {
-        let was = std::mem::replace(&mut self.presence, Presence::Gone);
-        self.output.clear();
-        (was == Presence::Here).then_some(Event::Lost)
-    }
-
-    /// The error of a transfer with a rank that has left.
-    pub fn left(&self, state: &GroupState) -> Error {
-        Error::PeerLost { peer: self.rank, loss: state.parting_of(self.rank), during: None }
+        self.line = Line::Closed;
+        Some(Event::Closed)
     }
 
     fn write(&mut self) -> Result<(), Errno> {
         loop {
-            match self.connection.sender.flush(SendFlags::empty()) {
+            let Line::Open(connection) = &mut self.line else { return Ok(()) };
+            match connection.sender.flush(SendFlags::empty()) {
                 Ok(()) => {}
                 Err(Errno::AGAIN) => return Ok(()),
                 Err(Errno::INTR) => continue,
@@ -285,9 +260,10 @@ impl Peer {
             if self.output.is_empty() && !self.frame_data() {
                 return Ok(());
             }
+            let Line::Open(connection) = &mut self.line else { return Ok(()) };
             let Some(output) = self.output.front_mut() else { return Ok(()) };
             let head = output.head.len();
-            let sender = &mut self.connection.sender;
+            let sender = &mut connection.sender;
             let result = if output.sent < head {
                 sender.send(&output.head[output.sent..], SendFlags::empty())
             } else if output.data > 0 {
@@ -299,8 +275,6 @@ impl Peer {
                 let bytes =
                     unsafe { std::slice::from_raw_parts(sending.transfer.address.add(from), left) };
                 sender.send(bytes, SendFlags::empty())
-            } else if output.sent < head + output.body.len() {
-                sender.send(&output.body[output.sent - head..], SendFlags::empty())
             } else {
                 Ok(0)
             };
@@ -316,7 +290,7 @@ impl Peer {
                 sending.idle = Idle::new();
             }
             output.sent += sent;
-            if output.sent == head + output.body.len() + output.data {
+            if output.sent == head + output.data {
                 self.output.pop_front();
                 self.finish_send();
             }
@@ -338,7 +312,7 @@ impl Peer {
         sending.started = true;
         sending.framed += length;
         let head = Frame::Data { id: sending.id, length }.encode();
-        self.output.push_back(Output { head, body: Vec::new(), data: length, sent: 0 });
+        self.output.push_back(Output { head, data: length, sent: 0 });
         true
     }
 
@@ -350,10 +324,10 @@ impl Peer {
     }
 
     fn read(&mut self) -> Result<Option<Event>, Errno> {
+        let Line::Open(connection) = &mut self.line else { return Err(Errno::AGAIN) };
         match &mut self.input {
             Input::Head { bytes, filled } => {
-                *filled += receive(&mut self.connection.receiver, &mut bytes[*filled..])?;
-                self.last_heard = Instant::now();
+                *filled += receive(&mut connection.receiver, &mut bytes[*filled..])?;
                 if *filled < frame::SIZE {
                     return Ok(None);
                 }
@@ -363,29 +337,6 @@ impl Peer {
                     Ok(frame) => self.act_on(frame),
                     Err(_) => Some(self.broke_rules("an unreadable frame")),
                 })
-            }
-            Input::Body { of, bytes, filled } => {
-                if *filled < bytes.len() {
-                    *filled += receive(&mut self.connection.receiver, &mut bytes[*filled..])?;
-                }
-                if *filled < bytes.len() {
-                    return Ok(None);
-                }
-                let (of, bytes) = (*of, std::mem::take(bytes));
-                self.input = EMPTY;
-                Ok(Some(self.act_on_body(of, &bytes)))
-            }
-            Input::Stuck { bytes, filled } => {
-                *filled += receive(&mut self.connection.receiver, &mut bytes[*filled..])?;
-                if *filled < bytes.len() {
-                    return Ok(None);
-                }
-                let wire: WireCall = zerocopy::transmute!(*bytes);
-                self.input = EMPTY;
-                Ok(Some(match Call::try_from(wire) {
-                    Ok(call) => Event::Stuck(call),
-                    Err(_) => self.broke_rules("an unreadable call"),
-                }))
             }
             Input::Data { id, left } => {
                 let Some(receiving) = self.cleared.iter_mut().find(|r| r.id == *id) else {
@@ -404,8 +355,7 @@ impl Peer {
                             *left,
                         )
                     };
-                    let n = receive(&mut self.connection.receiver, into)?;
-                    self.last_heard = Instant::now();
+                    let n = receive(&mut connection.receiver, into)?;
                     receiving.received += n;
                     receiving.idle = Idle::new();
                     *left -= n;
@@ -426,19 +376,7 @@ impl Peer {
 
     fn act_on(&mut self, frame: Frame) -> Option<Event> {
         match frame {
-            Frame::Heartbeat => None,
-            Frame::Stuck => {
-                self.input = Input::Stuck { bytes: [0; size_of::<WireCall>()], filled: 0 };
-                None
-            }
-            Frame::Goodbye { length, .. }
-            | Frame::Abort { length }
-            | Frame::Place { length, .. }
-            | Frame::Waits { length } => {
-                self.input = Input::Body { of: frame, bytes: vec![0; length], filled: 0 };
-                None
-            }
-            Frame::Announce { tag, id, length } => {
+            Frame::Announce { tag, id, length } if !self.is_outgoing => {
                 Some(Event::Announced(Announced { from: self.rank, tag, id, length }))
             }
             Frame::Clear { id } => match self.sends.iter_mut().find(|s| s.id == id && !s.cleared) {
@@ -448,27 +386,13 @@ impl Peer {
                 }
                 None => Some(self.broke_rules("a clearance for no message")),
             },
-            Frame::Data { id, length } => {
+            Frame::Data { id, length } if !self.is_outgoing => {
                 self.input = Input::Data { id, left: length };
                 None
             }
-        }
-    }
-
-    /// What a frame and that which followed it mean.
-    fn act_on_body(&mut self, frame: Frame, body: &[u8]) -> Event {
-        let text = || (!body.is_empty()).then(|| String::from_utf8_lossy(body).into_owned());
-        match frame {
-            Frame::Goodbye { seq, .. } => {
-                self.presence = Presence::Leaving;
-                Event::Left { seq, reason: text() }
+            Frame::Announce { .. } | Frame::Data { .. } => {
+                Some(self.broke_rules("a message where it receives"))
             }
-            Frame::Place { number, .. } => Event::Place { number, place: text() },
-            Frame::Waits { .. } => match postcard::from_bytes(body) {
-                Ok(statement) => Event::Waits(statement),
-                Err(_) => self.broke_rules("an unreadable statement"),
-            },
-            _ => Event::Aborted(frame::decode_reason(self.rank, body)),
         }
     }
 
@@ -485,16 +409,17 @@ impl Peer {
             transfer.work.complete(Err(error.clone()));
             return Err(error);
         }
-        self.queue(Frame::Clear { id: announced.id }, Vec::new());
+        self.queue(Frame::Clear { id: announced.id });
         let idle = Idle::new();
         self.cleared.push(Receiving { transfer, idle, id: announced.id, received: 0 });
         Ok(())
     }
 
+    /// The other rank sent what no rank sends.
     pub fn broke_rules(&mut self, what: &str) -> Event {
-        self.presence = Presence::Gone;
+        self.line = Line::Closed;
         Event::Failed(Error::System {
-            what: "the side channel",
+            what: "a connection for messages",
             reason: format!("rank {} sent {what}", self.rank),
         })
     }

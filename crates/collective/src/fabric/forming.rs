@@ -1,0 +1,379 @@
+//! Forms a group of processes: opens the control connections to the neighbours, tells them what this rank
+//! knows, and shares the memory of the host. [`Gathering`] says what it all means.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::net::SendFlags;
+use unisono_net::dial::{Dials, Refused};
+use unisono_net::frame::{FrameError, FrameReader, append};
+use unisono_net::keepalive::keep_alive;
+use unisono_net::memory::receive_with;
+use unisono_net::{Connection, HandshakeError, timespec};
+
+use super::gathering::{Failure, Gathering, Update, longest_update};
+use super::job::{Job, JobNetwork};
+use super::staging::HostMemory;
+use super::{CONTROL, MEMORY, Plan, system};
+use crate::control::overlay;
+use crate::error::FormError;
+use crate::schedule::Topology;
+use crate::window::region::Region;
+
+/// How often neighbours hear that one more rank has come, or is ready. Longer: a large group forms later.
+/// Shorter: more messages.
+const NOW_AND_THEN: Duration = Duration::from_millis(4);
+
+/// How long the ranks wait for each other once all have come, in timeouts.
+const TIMEOUTS: u32 = 3;
+
+/// How long a rank that gives up tries to tell its neighbours why, and how long ranks whose settings
+/// differ hear each other out.
+const GRACE: Duration = Duration::from_secs(1);
+
+/// What a group is made of: control connections, regions of the host's memory, and the network.
+type Formed = (Vec<(usize, Connection)>, Vec<Region>, JobNetwork);
+
+/// Forms a group, together with its other members.
+pub fn form(job: &Arc<Job>, plan: &Plan, topology: &Topology) -> Result<Formed, FormError> {
+    let mut attempt = Attempt::begin(job, plan, topology)?;
+    let outcome = attempt.run();
+    job.inbox.end(plan.id);
+    if let Err(error) = outcome {
+        attempt.tell(&error);
+        return Err(error);
+    }
+    let Attempt { network, memory, neighbours, .. } = attempt;
+    let network = network.expect("a group that has formed has an instance");
+    let MemoryState::There(regions) = memory else { unreachable!("a ready rank has its memory") };
+    job.inbox.keep(network.instance());
+    let control = neighbours.into_iter().map(|n| (n.rank, n.connection)).collect();
+    Ok((control, regions, network))
+}
+
+/// One attempt of a rank to form a group.
+struct Attempt<'a> {
+    job: &'a Arc<Job>,
+    plan: &'a Plan,
+    topology: &'a Topology,
+    bell: Arc<OwnedFd>,
+    gathering: Gathering,
+    /// The neighbours that connect to this rank.
+    expected: Vec<usize>,
+    dials: Dials,
+    /// The neighbours to which there is a connection.
+    neighbours: Vec<Neighbour>,
+    network: Option<JobNetwork>,
+    memory: MemoryState,
+    deadline: Instant,
+}
+
+struct Neighbour {
+    rank: usize,
+    connection: Connection,
+    reader: FrameReader,
+    output: Vec<u8>,
+    closed: bool,
+}
+
+/// The memory of this rank's host.
+enum MemoryState {
+    /// Not begun.
+    Later,
+    /// Asked for.
+    Dialing(Dials),
+    /// About to be sent by the rank that made it.
+    Coming(Connection),
+    /// Mapped; no regions if this rank is alone on its host.
+    There(Vec<Region>),
+}
+
+impl<'a> Attempt<'a> {
+    fn begin(
+        job: &'a Arc<Job>,
+        plan: &'a Plan,
+        topology: &'a Topology,
+    ) -> Result<Attempt<'a>, FormError> {
+        let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        let bell = Arc::new(bell.map_err(|e| system("making an eventfd")(e.into()))?);
+        let world = plan.members.len();
+        let all = overlay::neighbours(plan.me, world);
+        let instance = (plan.me == 0).then(|| instance(plan)).transpose()?;
+        let settings = plan.options.fingerprint();
+        let gathering = Gathering::new(plan.me, world, &all, settings, instance);
+        // Between two, the higher rank connects to the lower.
+        let (lower, expected): (Vec<_>, Vec<_>) =
+            all.into_iter().partition(|&peer| plan.members[peer] < job.rank);
+        let door = |peer| job.door(plan, topology, peer, (CONTROL, plan.id, 0));
+        let dials = Dials::new(lower.into_iter().map(door).collect());
+        job.inbox.begin(plan.id, &bell);
+        Ok(Attempt {
+            job,
+            plan,
+            topology,
+            bell,
+            gathering,
+            expected,
+            dials,
+            neighbours: Vec::new(),
+            network: None,
+            memory: MemoryState::Later,
+            deadline: plan.options.deadline(1),
+        })
+    }
+
+    fn run(&mut self) -> Result<(), FormError> {
+        let last = self.plan.options.deadline(TIMEOUTS);
+        let mut heard_out = None;
+        let mut next_news = Instant::now();
+        loop {
+            self.connect()?;
+            self.listen();
+            self.prepare()?;
+            let now = Instant::now();
+            let now_and_then = now >= next_news;
+            if now_and_then {
+                next_news = now + NOW_AND_THEN;
+            }
+            self.talk(now_and_then);
+            let error = self.gathering.error(self.plan.options.timeout);
+            if let Some(error) = error {
+                let until = *heard_out.get_or_insert(now + GRACE);
+                if self.gathering.has_failed() || now >= until {
+                    return Err(error);
+                }
+            } else if self.gathering.is_formed()
+                && self.neighbours.iter().all(|neighbour| !neighbour.has_output())
+            {
+                return Ok(());
+            } else if now >= self.deadline && !self.gathering.missing().is_empty() {
+                let missing = self.gathering.missing();
+                return Err(FormError::Missing { missing, after: self.plan.options.timeout });
+            } else if now >= last {
+                let peer = self.gathering.unready().first().copied().unwrap_or(self.plan.me);
+                return Err(FormError::Peer { peer, reason: "it did not answer in time".into() });
+            }
+            let wake = if self.gathering.missing().is_empty() { last } else { self.deadline };
+            self.wait(wake.min(next_news).min(heard_out.unwrap_or(wake)));
+        }
+    }
+
+    /// Opens connections, and takes those that neighbours have opened.
+    fn connect(&mut self) -> Result<(), FormError> {
+        let timeout = self.plan.options.timeout;
+        let mut open = Vec::new();
+        let dialed = self.dials.advance(&self.job.dialer(timeout), |door, connection| {
+            open.push((door.peer, connection))
+        });
+        match dialed {
+            Ok(()) => {}
+            Err(Refused { peer, cause: HandshakeError::Encryption { theirs } }) => {
+                return Err(FormError::Encryption { peer, theirs });
+            }
+            Err(Refused { peer, cause }) => {
+                let reason = format!("cannot connect to it: {cause}");
+                return Err(FormError::Peer { peer, reason });
+            }
+        }
+        let (members, expected) = (&self.plan.members, &self.expected);
+        let wanted = |member: usize| expected.iter().any(|peer| members[*peer] == member);
+        for (member, connection) in self.job.inbox.take(self.plan.epoch, self.plan.id, wanted) {
+            let peer = members.iter().position(|m| *m == member).expect("it is wanted");
+            open.push((peer, connection));
+        }
+        for (rank, connection) in open {
+            self.expected.retain(|peer| *peer != rank);
+            keep_alive(connection.socket(), timeout)
+                .and_then(|()| connection.socket().set_nonblocking(true))
+                .map_err(system("preparing a connection"))?;
+            self.gathering.connect(rank);
+            let (reader, output) = Default::default();
+            self.neighbours.push(Neighbour { rank, connection, reader, output, closed: false });
+        }
+        Ok(())
+    }
+
+    /// Hears what the neighbours tell.
+    fn listen(&mut self) {
+        let limit = longest_update(self.plan.members.len());
+        for neighbour in self.neighbours.iter_mut().filter(|neighbour| !neighbour.closed) {
+            let Neighbour { rank, connection, reader, closed, .. } = neighbour;
+            // What follows its last update is for the group.
+            while !self.gathering.is_final(*rank) {
+                let heard = reader.poll::<Update>(&mut connection.receiver, limit);
+                let heard = heard.map(|update| {
+                    update.map(|update| self.gathering.hear(*rank, update)).transpose()
+                });
+                match heard {
+                    Ok(Ok(Some(()))) => {}
+                    Ok(Ok(None)) => break,
+                    Err(FrameError::Closed | FrameError::Io(_)) => {
+                        *closed = true;
+                        self.gathering.lose(*rank);
+                        break;
+                    }
+                    Ok(Err(_)) | Err(_) => {
+                        *closed = true;
+                        let reason = "it sent an unreadable message".into();
+                        self.gathering.fail(Failure::Rank { rank: *rank as u32, reason });
+                        break;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Once all are here, opens this instance of the group and gets the memory of the host.
+    fn prepare(&mut self) -> Result<(), FormError> {
+        let Some(instance) = self.gathering.instance() else { return Ok(()) };
+        if self.network.is_none() {
+            let network = JobNetwork::open(self.job, self.plan, self.topology, instance)?;
+            self.network = Some(network);
+        }
+        let host = HostMemory::of(&self.plan.options, self.topology, self.plan.me);
+        if let MemoryState::Later = self.memory {
+            self.memory = match host.place() {
+                _ if host.members.len() < 2 => MemoryState::There(Vec::new()),
+                // The first rank of the host makes it.
+                0 => {
+                    let memory = host.create()?;
+                    self.job.inbox.share(instance, &memory);
+                    MemoryState::There(host.regions(&memory))
+                }
+                _ => {
+                    let what = (MEMORY, instance, 0);
+                    let door = self.job.door(self.plan, self.topology, host.members[0], what);
+                    MemoryState::Dialing(Dials::new(vec![door]))
+                }
+            };
+        }
+        if let MemoryState::Dialing(dials) = &mut self.memory {
+            let mut open = None;
+            let dialer = self.job.dialer(self.plan.options.timeout);
+            let dialed =
+                dials.advance(&dialer, |_, connection: Connection| open = Some(connection));
+            if let Err(Refused { peer, cause }) = dialed {
+                let reason = format!("cannot ask it for memory: {cause}");
+                return Err(FormError::Peer { peer, reason });
+            }
+            if let Some(connection) = open {
+                let socket = connection.socket();
+                socket.set_nonblocking(true).map_err(system("preparing a connection"))?;
+                self.memory = MemoryState::Coming(connection);
+            }
+        }
+        if let MemoryState::Coming(connection) = &self.memory {
+            let mut file = None;
+            let received = receive_with(connection.socket(), &mut [0], &mut file);
+            match (received, file) {
+                (Err(Errno::AGAIN | Errno::INTR), _) => {}
+                (Ok(1), Some(file)) => {
+                    self.memory = MemoryState::There(host.regions(&host.open(&file)?));
+                }
+                // If it failed, it tells why on another connection.
+                _ => {
+                    let (peer, reason) = (host.members[0], "it sent no staging memory".into());
+                    self.gathering.fail(Failure::Rank { rank: peer as u32, reason });
+                }
+            }
+        }
+        if matches!(self.memory, MemoryState::There(_)) && self.gathering.is_connected() {
+            self.gathering.set_ready();
+        }
+        Ok(())
+    }
+
+    /// Tells the neighbours what they do not know.
+    fn talk(&mut self, now_and_then: bool) {
+        for neighbour in self.neighbours.iter_mut().filter(|neighbour| !neighbour.closed) {
+            if let Some(update) = self.gathering.due(neighbour.rank, now_and_then) {
+                append(&update, &mut neighbour.output).expect("an update is short");
+            }
+            neighbour.write();
+        }
+    }
+
+    /// Tells the neighbours why this rank gives up.
+    fn tell(&mut self, error: &FormError) {
+        self.gathering.fail(match error {
+            FormError::Missing { missing, .. } => {
+                Failure::Missing { missing: missing.iter().map(|rank| *rank as u32).collect() }
+            }
+            FormError::Peer { peer, reason } => {
+                Failure::Rank { rank: *peer as u32, reason: reason.clone() }
+            }
+            error => Failure::Rank { rank: self.plan.me as u32, reason: error.to_string() },
+        });
+        let deadline = Instant::now() + GRACE;
+        self.talk(true);
+        while self.neighbours.iter().any(|n| !n.closed && n.has_output())
+            && Instant::now() < deadline
+        {
+            self.wait(deadline);
+            self.talk(false);
+        }
+    }
+
+    /// Waits until something happens.
+    fn wait(&self, until: Instant) {
+        let mut fds = vec![PollFd::new(&*self.bell, PollFlags::IN)];
+        let mut until = until;
+        until = self.dials.watch(&mut fds).map_or(until, |end| until.min(end));
+        match &self.memory {
+            MemoryState::Dialing(dials) => {
+                until = dials.watch(&mut fds).map_or(until, |end| until.min(end));
+            }
+            MemoryState::Coming(connection) => {
+                fds.push(PollFd::new(&**connection.socket(), PollFlags::IN));
+            }
+            MemoryState::Later | MemoryState::There(_) => {}
+        }
+        for neighbour in self.neighbours.iter().filter(|neighbour| !neighbour.closed) {
+            let mut flags = PollFlags::empty();
+            flags.set(PollFlags::IN, !self.gathering.is_final(neighbour.rank));
+            flags.set(PollFlags::OUT, neighbour.has_output());
+            if !flags.is_empty() {
+                fds.push(PollFd::new(&**neighbour.connection.socket(), flags));
+            }
+        }
+        let left = until.saturating_duration_since(Instant::now());
+        // Interrupted or failed: the loop comes round again.
+        let _ = poll(&mut fds, Some(&timespec(left)));
+        // Silences the bell; nothing to read is fine.
+        let _ = rustix::io::read(&self.bell, &mut [0; 8]);
+    }
+}
+
+impl Neighbour {
+    /// Whether something is left to be sent.
+    fn has_output(&self) -> bool {
+        !self.output.is_empty() || !self.connection.sender.is_flushed()
+    }
+
+    /// Sends what the socket takes. That it is closed shows when it is read.
+    fn write(&mut self) {
+        // What does not go now goes with the next attempt.
+        let _ = self.connection.sender.flush(SendFlags::DONTWAIT);
+        while !self.output.is_empty() {
+            match self.connection.sender.send(&self.output, SendFlags::DONTWAIT) {
+                Ok(sent) => drop(self.output.drain(..sent)),
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return,
+                Err(_) => return self.output.clear(),
+            }
+        }
+    }
+}
+
+/// A number for an instance of a group that no other has.
+fn instance(plan: &Plan) -> Result<u64, FormError> {
+    let mut random = [0; 16];
+    getrandom::fill(&mut random).map_err(|e| system("drawing a number")(e.into()))?;
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(&plan.epoch.to_le_bytes()).update(&plan.id.to_le_bytes()).update(&random);
+    let bytes = hasher.finalize();
+    Ok(u64::from_le_bytes(bytes.as_bytes()[..8].try_into().expect("eight of 32 bytes")).max(1))
+}

@@ -1,0 +1,205 @@
+//! Ranks that are processes: connections that prove the job's token.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+use rustix::net::RecvFlags;
+use unisono_net::dial::{Dials, Door, Refused};
+use unisono_net::keepalive::keep_alive;
+use unisono_net::{Acceptor, Connection, Dialer, Introduction, Purpose, Target, Token};
+
+use super::cores::{crowd, shared_cores};
+use super::endpoint::{Address, HostId};
+use super::forming::form;
+use super::inbox::Inbox;
+use super::network::{Arrivals, Network, Opening, Use};
+use super::{CONTROL, Connector, DATA, Fabric, MESSAGES, Plan, system};
+use crate::error::FormError;
+use crate::options::Transport;
+use crate::schedule::Topology;
+
+/// A deadline that is never reached: a group that has formed has other means to notice that a rank is
+/// gone.
+const NEVER: Duration = Duration::from_secs(31_536_000);
+
+/// A rank that knows all the others.
+pub struct Job {
+    pub(super) rank: usize,
+    token: Token,
+    roster: Vec<Address>,
+    pub(super) inbox: Arc<Inbox>,
+    _acceptor: Acceptor,
+}
+
+impl Job {
+    /// A rank whose acceptor fills `inbox`.
+    pub fn new(
+        rank: usize,
+        token: Token,
+        roster: Vec<Address>,
+        inbox: Arc<Inbox>,
+        acceptor: Acceptor,
+    ) -> Job {
+        Job { rank, token, roster, inbox, _acceptor: acceptor }
+    }
+
+    /// A connection to be opened to a member of a group.
+    pub(super) fn door(
+        &self,
+        plan: &Plan,
+        topology: &Topology,
+        peer: usize,
+        (purpose, group, channel): (Purpose, u64, u32),
+    ) -> Door {
+        let member = plan.members[peer];
+        let address = &self.roster[member];
+        let target = match topology.together(plan.me, peer) {
+            true => Target::Unix(address.unix.clone()),
+            false => Target::Tcp(address.tcp),
+        };
+        let (from, to) = (self.rank as u32, member as u32);
+        let introduction = Introduction { purpose, epoch: plan.epoch, group, from, to, channel };
+        Door { peer, target, introduction }
+    }
+
+    /// How to open connections of a group with this timeout.
+    pub(super) fn dialer(&self, timeout: Duration) -> Dialer<'_> {
+        Dialer::new(&self.token, Instant::now() + NEVER).with_silence(timeout)
+    }
+
+    /// Ranks of this host per core, whatever the transport.
+    fn crowd(&self, plan: &Plan) -> f64 {
+        let own = &self.roster[self.rank];
+        let here = || plan.members.iter().map(|&m| &self.roster[m]).filter(|a| a.host == own.host);
+        crowd(here().count(), shared_cores(&own.cores, here().map(|address| &address.cores)))
+    }
+
+    fn topology(&self, plan: &Plan) -> Result<Topology, FormError> {
+        let world = plan.members.len();
+        if plan.options.transport == Transport::Tcp {
+            return Ok(Topology::all_apart(world));
+        }
+        let mut known: Vec<HostId> = Vec::new();
+        let mut number = |id: HostId| {
+            known.iter().position(|host| *host == id).unwrap_or_else(|| {
+                known.push(id);
+                known.len() - 1
+            }) as u32
+        };
+        let hosts: Vec<u32> = plan.members.iter().map(|&m| number(self.roster[m].host)).collect();
+        let topology = Topology::new(&hosts);
+        if plan.options.transport == Transport::Shm && !topology.is_one_host() {
+            return Err(FormError::Transport { transport: Transport::Shm });
+        }
+        Ok(topology)
+    }
+}
+
+impl Connector for Job {
+    fn connect(self: Arc<Self>, plan: &Plan) -> Result<Fabric, FormError> {
+        if plan.options.encrypt != self.token.encrypts() {
+            let reason = "the options of the group and the token of the endpoint disagree".into();
+            return Err(FormError::System { what: "encryption", reason });
+        }
+        let topology = self.topology(plan)?;
+        let crowd = self.crowd(plan);
+        let (control, regions, network) = form(&self, plan, &topology)?;
+        Ok(Fabric { topology, control, regions, crowd, network: Arc::new(network) })
+    }
+}
+
+/// One instance of a group, as its connections are opened.
+pub struct JobNetwork {
+    job: Arc<Job>,
+    plan: Plan,
+    topology: Topology,
+    instance: u64,
+    links: Arc<Arrivals>,
+    others: Arc<Arrivals>,
+}
+
+impl JobNetwork {
+    /// From now on, connections for this instance are accepted.
+    pub fn open(
+        job: &Arc<Job>,
+        plan: &Plan,
+        topology: &Topology,
+        instance: u64,
+    ) -> Result<JobNetwork, FormError> {
+        let arrivals = || Arrivals::new().map(Arc::new).map_err(system("making an eventfd"));
+        let (links, others) = (arrivals()?, arrivals()?);
+        job.inbox.open(instance, plan, &links, &others);
+        let (job, plan, topology) = (job.clone(), plan.clone(), topology.clone());
+        Ok(JobNetwork { job, plan, topology, instance, links, others })
+    }
+
+    /// Which instance it is.
+    pub fn instance(&self) -> u64 {
+        self.instance
+    }
+}
+
+impl Network for JobNetwork {
+    fn dial(&self, purpose: Use, peer: usize) -> Opening {
+        let (purpose, channel) = match purpose {
+            Use::Data(channel) => (DATA, channel),
+            Use::Messages => (MESSAGES, 0),
+            Use::Control => (CONTROL, 0),
+        };
+        let what = (purpose, self.instance, channel);
+        let dials = || Dials::new(vec![self.job.door(&self.plan, &self.topology, peer, what)]);
+        if purpose != DATA {
+            return Opening::Dialing(dials());
+        }
+        match self.job.inbox.claim(self.instance, peer, channel) {
+            true => Opening::Asking(dials(), None),
+            false => Opening::Coming,
+        }
+    }
+
+    fn advance(&self, opening: &mut Opening) -> Result<Option<Connection>, String> {
+        let timeout = self.plan.options.timeout;
+        let mut open = None;
+        match opening {
+            Opening::Open(connection) => open = connection.take(),
+            Opening::Dialing(dials) | Opening::Asking(dials, None) => {
+                let opened = |_, connection| open = Some(connection);
+                let dialed = dials.advance(&self.job.dialer(timeout), opened);
+                dialed.map_err(|Refused { cause, .. }| cause.to_string())?;
+            }
+            Opening::Asking(..) | Opening::Coming => {}
+        }
+        if let Opening::Asking(_, asked) = opening {
+            *asked = asked.take().or(open.take());
+            if let Some(connection) = asked {
+                match connection.receiver.receive(&mut [0], RecvFlags::DONTWAIT) {
+                    Ok(1..) => open = asked.take(),
+                    Err(Errno::AGAIN | Errno::INTR) => {}
+                    // The other rank opens it, or is gone.
+                    Ok(0) | Err(_) => *opening = Opening::Coming,
+                }
+            }
+        }
+        if let Some(connection) = &open {
+            keep_alive(connection.socket(), timeout).map_err(|error| error.to_string())?;
+        }
+        Ok(open)
+    }
+
+    fn links(&self) -> &Arrivals {
+        &self.links
+    }
+
+    fn others(&self) -> &Arrivals {
+        &self.others
+    }
+}
+
+impl Drop for JobNetwork {
+    fn drop(&mut self) {
+        self.job.inbox.close(self.instance);
+        self.links.close();
+        self.others.close();
+    }
+}

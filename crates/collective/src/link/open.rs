@@ -1,0 +1,164 @@
+//! Opens links when a schedule first needs them.
+//!
+//! Before a run, a rank opens the links to all ranks of the schedule that it lacks, all at once. That waits
+//! for no call of the others: their acceptors answer. So it ends soon, or with the group: it has no
+//! deadline of its own. Links that other ranks have opened for what they are about to send are taken on
+//! the way.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Weak};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use socket2::Socket;
+use unisono_net::keepalive::Flow;
+
+use super::stream::Stream;
+use super::{Links, NAP, Run};
+use crate::control::Watcher;
+use crate::error::Error;
+use crate::fabric::{Arrival, Network, Opening, Use};
+use crate::state::GroupState;
+
+/// Opens the links of a rank.
+pub struct Opener {
+    rank: usize,
+    /// Streams of a link.
+    streams: usize,
+    network: Arc<dyn Network>,
+    watcher: Watcher,
+    /// Streams of links that are not complete.
+    early: Vec<Arrival>,
+}
+
+impl Opener {
+    pub fn new(rank: usize, streams: usize, network: Arc<dyn Network>, watcher: Watcher) -> Opener {
+        Opener { rank, streams, network, watcher, early: Vec::new() }
+    }
+}
+
+impl Links {
+    /// Opens the links that a run needs.
+    pub(super) fn open_for(&mut self, run: &Run<'_>) -> Result<(), Error> {
+        let is_open = |peer: &usize| !self.of_peer[*peer].is_empty();
+        let mut peers = run.schedule.rounds.iter().flat_map(|round| {
+            let sends = round.sends.iter().map(|send| send.to);
+            sends.chain(round.recvs.iter().map(|recv| recv.from))
+        });
+        if peers.clone().all(|peer| is_open(&peer)) {
+            return Ok(());
+        }
+        let lacking: BTreeSet<usize> = peers.by_ref().filter(|peer| !is_open(peer)).collect();
+        self.open(lacking.into_iter().collect(), run)
+    }
+
+    /// Opens the links to these ranks.
+    fn open(&mut self, mut lacking: Vec<usize>, run: &Run<'_>) -> Result<(), Error> {
+        let Some(Opener { rank, streams, network, .. }) = &self.opener else {
+            unreachable!("a schedule needs links only to other ranks of its group")
+        };
+        debug_assert!(!lacking.contains(rank), "a rank has no link to itself");
+        let network = network.clone();
+        let numbers = 0..*streams as u32;
+        self.take_arrivals(run.state)?;
+        lacking.retain(|peer| self.of_peer[*peer].is_empty());
+        let mut openings: Vec<(usize, u32, Opening)> = lacking
+            .iter()
+            .flat_map(|peer| numbers.clone().map(move |number| (*peer, number)))
+            .map(|(peer, number)| (peer, number, network.dial(Use::Data(number), peer)))
+            .collect();
+        let mut watch = None;
+        loop {
+            let mut refused = None;
+            openings.retain_mut(|(peer, number, opening)| match network.advance(opening) {
+                Ok(None) => true,
+                Ok(Some(connection)) => {
+                    let purpose = Use::Data(*number);
+                    let arrival = Arrival { peer: *peer, purpose, connection };
+                    self.opener.as_mut().expect("checked above").early.push(arrival);
+                    false
+                }
+                Err(_) => {
+                    refused.get_or_insert(*peer);
+                    false
+                }
+            });
+            if let Some(peer) = refused {
+                return Err(run.state.lost_link(peer, run.call));
+            }
+            self.take_arrivals(run.state)?;
+            lacking.retain(|peer| self.of_peer[*peer].is_empty());
+            if lacking.is_empty() {
+                return Ok(());
+            }
+            if lacking.iter().any(|peer| run.state.is_over_for(*peer, run.call)) {
+                return Err(run.state.error(Some(*run.call)));
+            }
+            let bell = network.links().bell();
+            let mut fds = vec![PollFd::new(&**bell, PollFlags::IN)];
+            let pauses = openings.iter().filter_map(|(.., opening)| opening.watch(&mut fds)).min();
+            let nap = pauses.map_or(NAP, |end| {
+                end.saturating_duration_since(std::time::Instant::now()).min(NAP)
+            });
+            let nap = Timespec { tv_sec: 0, tv_nsec: nap.as_nanos() as i64 };
+            // Interrupted or failed: the loop comes round again.
+            if rustix::event::poll(&mut fds, Some(&nap)) == Ok(0) {
+                let watch = watch.get_or_insert_with(|| run.state.watch(run.call));
+                watch.tick(|| lacking.clone());
+            }
+            network.links().hush();
+        }
+    }
+
+    /// Takes what other ranks have opened, and puts complete links to use.
+    fn take_arrivals(&mut self, state: &GroupState) -> Result<(), Error> {
+        let Some(opener) = &mut self.opener else { return Ok(()) };
+        opener.early.extend(opener.network.links().take());
+        let number = |arrival: &Arrival| match arrival.purpose {
+            Use::Data(number) => number as usize,
+            Use::Messages | Use::Control => usize::MAX,
+        };
+        let peers: BTreeSet<usize> = opener.early.iter().map(|arrival| arrival.peer).collect();
+        for peer in peers {
+            let of_peer =
+                |arrival: &Arrival| arrival.peer == peer && number(arrival) < opener.streams;
+            let mut numbers: Vec<usize> =
+                opener.early.iter().filter(|a| of_peer(a)).map(number).collect();
+            numbers.sort_unstable();
+            numbers.dedup();
+            if numbers.len() < opener.streams || !self.of_peer[peer].is_empty() {
+                continue;
+            }
+            let mut link: Vec<Arrival> =
+                opener.early.extract_if(.., |arrival| arrival.peer == peer).collect();
+            link.retain(|arrival| number(arrival) < opener.streams);
+            link.sort_by_key(number);
+            link.dedup_by_key(|arrival| number(arrival));
+            let first = self.streams.len();
+            for Arrival { connection, .. } in link {
+                let socket = connection.socket().clone();
+                socket.set_nonblocking(true).map_err(|e| Error::System {
+                    what: "preparing a link",
+                    reason: e.to_string(),
+                })?;
+                if let Some(flow) = Flow::new(socket.clone()) {
+                    opener.watcher.watch(peer, flow);
+                }
+                shut_down_on_failure(state, Arc::downgrade(&socket));
+                self.streams.push(Stream::new(connection, peer));
+            }
+            self.of_peer[peer] = first..self.streams.len();
+        }
+        Ok(())
+    }
+}
+
+/// Ends waits for a socket when the group fails. Nothing here keeps its descriptor open: a handle that can
+/// end a group may outlive it.
+fn shut_down_on_failure(state: &GroupState, socket: Weak<Socket>) {
+    state.on_failure(move || {
+        if let Some(socket) = socket.upgrade() {
+            // A socket that is closed already needs no shutdown.
+            let _ = socket.shutdown(std::net::Shutdown::Both);
+        }
+    });
+}
