@@ -22,10 +22,13 @@ const DEVICE: Memory = Memory::Device(7);
 /// Elements of a column: few, so that calls have several segments.
 const COLUMN: usize = 300;
 
-/// What ranks send to each other through the device: by its session, from whom, and to whom.
+/// A session, who sends, and who receives.
+type Wire = (i64, usize, usize);
+
+/// What ranks send to each other through the device.
 #[derive(Default)]
 struct Wires {
-    messages: Mutex<HashMap<(i64, usize, usize), VecDeque<Vec<u8>>>>,
+    messages: Mutex<HashMap<Wire, VecDeque<Vec<u8>>>>,
     arrival: Condvar,
     sessions: AtomicI64,
     /// The calls of rank 0 on the device.

@@ -246,8 +246,8 @@ impl Group {
     }
 
     /// What a call of this kind and size would do, and what it would cost.
-    pub fn explain(&self, request: Request<'_>) -> Result<Explanation, Error> {
-        let request = request.divided(self.rank(), self.size());
+    pub fn explain(&self, mut request: Request<'_>) -> Result<Explanation, Error> {
+        request.divide(self.rank(), self.size());
         request.check_kind(&self.inner.topology)?;
         self.inner.queue.with_calls(|calls| calls.explain(&request))
     }

@@ -44,7 +44,6 @@ struct Line {
     pool: WorkPool,
 }
 
-#[expect(clippy::large_enum_variant, reason = "submitting a call allocates nothing")]
 enum Entry {
     Call(u32, Checked<'static>),
     Task(Task),

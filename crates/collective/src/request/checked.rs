@@ -139,7 +139,7 @@ pub(super) struct Part {
     /// Elements, unless its owner vouches for them.
     pub length: Option<usize>,
     /// Where the blocks start, in elements from the address, if they do not follow each other.
-    pub starts: Option<Vec<usize>>,
+    pub starts: Option<Box<[usize]>>,
 }
 
 /// Where blocks of different lengths start; one entry more than blocks.
@@ -157,7 +157,7 @@ pub(super) struct Unequal {
 
 impl<'a> Request<'a> {
     /// Finds the blocks of a rank, one of so many.
-    pub(crate) fn divided(mut self, rank: usize, world: usize) -> Request<'a> {
+    pub(crate) fn divide(&mut self, rank: usize, world: usize) {
         if std::mem::take(&mut self.is_whole) {
             self.count /= world;
             match self.op {
@@ -166,7 +166,6 @@ impl<'a> Request<'a> {
                 _ => {}
             }
         }
-        self
     }
 
     /// What is wrong with the call by itself, whatever its memory.
@@ -190,12 +189,12 @@ impl<'a> Request<'a> {
     }
 
     /// The request, if its memory is what a rank of these needs for the call.
-    pub fn check(self, rank: usize, topology: &Topology) -> Result<Checked<'a>, Error> {
+    pub fn check(mut self, rank: usize, topology: &Topology) -> Result<Checked<'a>, Error> {
         let world = topology.world();
-        let divided = self.divided(rank, world);
-        divided.check_kind(topology)?;
-        divided.check_memory(rank, world)?;
-        Ok(Checked { request: divided, rank, world })
+        self.divide(rank, world);
+        self.check_kind(topology)?;
+        self.check_memory(rank, world)?;
+        Ok(Checked { request: self, rank, world })
     }
 
     fn check_memory(&self, rank: usize, world: usize) -> Result<(), Error> {
@@ -243,7 +242,7 @@ impl Part {
             let distance = block.addr() - address.addr();
             distance.is_multiple_of(dtype.size()).then_some(distance / dtype.size())
         };
-        let starts: Option<Vec<usize>> = blocks.iter().map(start).collect();
+        let starts: Option<Box<[usize]>> = blocks.iter().map(start).collect();
         let starts = Some(starts.ok_or(InvalidCall::Distance { dtype })?);
         Ok(Part { what, address, length: None, starts })
     }

@@ -32,7 +32,7 @@ pub struct Request<'a> {
     memory: Memory,
     input: Part,
     output: Part,
-    unequal: Option<Unequal>,
+    unequal: Option<Box<Unequal>>,
     algorithm: Option<Algorithm>,
     unit: Unit,
     place: Option<Arc<str>>,
@@ -114,7 +114,7 @@ impl<'a> Request<'a> {
     ) -> Request<'a> {
         let (longest, shape) = (counts.iter().copied().max(), shape(counts));
         let unequal = Unequal { input: None, output: offsets(counts), longest, shape };
-        Request { unequal: Some(unequal), ..Request::all_gather(input, output) }
+        Request { unequal: Some(Box::new(unequal)), ..Request::all_gather(input, output) }
     }
 
     /// Everybody gets the root's buffer.
@@ -183,7 +183,7 @@ impl<'a> Request<'a> {
     ) -> Request<'a> {
         let (from, into) = (offsets(sent), offsets(received));
         let unequal = Unequal { input: Some(from), output: into, longest, shape: 0 };
-        Request { unequal: Some(unequal), ..Request::new(Op::AllToAll, input, output, 0) }
+        Request { unequal: Some(Box::new(unequal)), ..Request::new(Op::AllToAll, input, output, 0) }
     }
 
     /// A barrier: an all-reduce of nothing.
@@ -233,6 +233,7 @@ impl<'a> Request<'a> {
     }
 
     /// Reduces in this way; a sum unless this says otherwise.
+    #[inline]
     #[must_use]
     pub fn with_reduction(self, reduction: Reduction) -> Request<'a> {
         Request { reduction, ..self }
@@ -245,12 +246,14 @@ impl<'a> Request<'a> {
     }
 
     /// Says what the caller counts in, for messages; equal on all ranks.
+    #[inline]
     #[must_use]
     pub fn with_unit(self, unit: Unit) -> Request<'a> {
         Request { unit, ..self }
     }
 
     /// Says from which line of the program the call comes, for messages.
+    #[inline]
     #[must_use]
     pub fn with_place(self, place: Option<Arc<str>>) -> Request<'a> {
         Request { place, ..self }
@@ -343,6 +346,7 @@ impl<'a> Request<'a> {
         Request { is_whole: true, ..Request::in_place(op, buffer.len(), buffer) }
     }
 
+    #[inline]
     fn assembled(op: Op, dtype: Dtype, count: usize, input: Part, output: Part) -> Request<'a> {
         Request {
             op,
