@@ -87,10 +87,15 @@ impl Links {
             }
             self.take_arrivals(run.state)?;
             lacking.retain(|peer| self.of_peer[*peer].is_empty());
-            if lacking.is_empty() {
+            // A dial is not broken off because the other rank was quicker: its acceptor would take it for a
+            // stranger's.
+            let dialed =
+                openings.iter().filter(|(.., opening)| !matches!(opening, Opening::Coming));
+            let mut dialed = dialed.map(|(peer, ..)| peer).peekable();
+            if lacking.is_empty() && dialed.peek().is_none() {
                 return Ok(());
             }
-            if lacking.iter().any(|peer| run.state.is_over_for(*peer, run.call)) {
+            if lacking.iter().chain(dialed).any(|peer| run.state.is_over_for(*peer, run.call)) {
                 return Err(run.state.error(Some(*run.call)));
             }
             let bell = network.links().bell();
