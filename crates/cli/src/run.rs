@@ -188,7 +188,8 @@ fn find_program(name: &Path) -> Option<PathBuf> {
 /// Runs `command` on `ranks` ranks of this machine, which has nothing else to do.
 pub fn launch_here(ranks: usize, command: Vec<OsString>) -> anyhow::Result<ExitCode> {
     let ranks = u32::try_from(ranks).context("too many ranks").wrong_call()?;
-    start(&Launch { bind: true, ..Launch::new(command, ranks) })
+    let encrypt = unisono::Options::from_env().wrong_call()?.encrypt;
+    start(&Launch { bind: true, encrypt, ..Launch::new(command, ranks) })
 }
 
 /// `unisono serve`, so many times.

@@ -431,3 +431,19 @@ fn listens(pid: i32) -> bool {
         })
     })
 }
+
+/// Whatever starts the ranks encrypts as they do.
+#[test]
+fn every_command_that_starts_ranks_can_encrypt() {
+    let desk = Desk::new();
+    for arguments in [
+        "bench collective --ranks 2 --sizes 1KiB --seconds 0.01 --transport tcp",
+        "train --steps 3 --transport tcp",
+        "train --steps 3 --transport tcp --strategy ssp:1 --servers 1",
+        "train --steps 3 --strategy gossip",
+        "run -n 2 -- true",
+    ] {
+        let mut command = desk.command(arguments);
+        desk.start(command.env("UNISONO_ENCRYPT", "true")).wait().expect_success();
+    }
+}

@@ -2,7 +2,7 @@
 //!
 //! Each is a [`Format`]: two functions between f32 and 16 bits, without branches, so that a loop
 //! over them compiles to the vector instructions of every CPU. The encodings can be summed: the
-//! codec hands the gradient on as it is, and whoever sends it casts it. As the values of a sparse
+//! codec hands the gradient on as it is, and the strategy that sends it casts it. As the values of a sparse
 //! codec they are bytes, two for each element, little-endian.
 
 use crate::{BadEncoding, Codec, Key, Passage, Spans, Summed, Task, Wire, elements};

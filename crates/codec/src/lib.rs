@@ -7,12 +7,12 @@
 //!   They ride an all-reduce ([`fp16`], [`bf16`], [`randk`], [`powersgd`]).
 //! * [`Spans`]: every block of elements is encoded by itself. Each worker decodes one span of all
 //!   shards, averages, and encodes the mean again ([`int8`], [`int4`], [`qsgd`], [`sign`]).
-//! * [`Gathered`]: an encoding is of no use to anybody who does not have all of it. All workers get
+//! * [`Gathered`]: an encoding is of no use to a worker that does not have all of it. All workers get
 //!   all encodings ([`topk`], [`dgc`]).
 //!
 //! What an encoding leaves out stays in the [`Memory`] of its parameter and shard, the residual, and
 //! is added to the next gradient. Whatever is random follows from a [`Task`], so that the same
-//! gradients give the same bytes, whoever encodes them.
+//! gradients give the same bytes, on every worker.
 //!
 //! A [`Sender`] encodes for one receiver instead, such as a parameter server ([`parcel`]).
 //!
@@ -154,7 +154,7 @@ pub trait Summed: fmt::Debug + Send + Sync {
     /// The type in which they travel.
     fn wire(&self) -> Wire;
 
-    /// Whether an encoding is what is encoded, so that nobody needs to copy it.
+    /// Whether an encoding is what is encoded, so that it need not be copied.
     fn is_identity(&self) -> bool {
         false
     }

@@ -3,7 +3,7 @@
 //! A [`Sender`] encodes the gradients of one parameter, step by step, and remembers what each encoding
 //! left out. A receiver remembers nothing: what it [decodes](decode) follows from the [`Task`] and the
 //! bytes. So it may decode the parcels of any number of senders in any order, and a parcel that is lost
-//! or sent twice is the business of whoever carries it.
+//! or sent twice is the business of the client that carries it.
 //!
 //! What the bytes are depends on the codec's [`Passage`]:
 //!
@@ -183,7 +183,7 @@ pub struct Scratch {
     forgotten: Vec<f32>,
 }
 
-/// The encodings of all rounds of a codec that sums, with nobody to sum with.
+/// The encodings of all rounds of a codec that sums, with no other worker to sum with.
 #[derive(Debug, Default)]
 pub(crate) struct Rounds(Vec<Vec<f32>>);
 

@@ -38,7 +38,7 @@ impl Rules {
         codec.filter(|codec| codec.build().suits(shape))
     }
 
-    /// Fails if a rule fits none of these parameters: somebody meant others.
+    /// Fails if a rule fits none of these parameters: the user meant others.
     pub fn expect_fits<'a>(
         &self,
         names: impl Iterator<Item = &'a str> + Clone,

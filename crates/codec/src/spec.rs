@@ -21,10 +21,10 @@ use crate::sign::Sign;
 use crate::topk::{Selection, TopK};
 use crate::{Codec, Rounding, Spans, Wire};
 
-/// The share of elements that `topk` sends if nobody says otherwise.
+/// The share of elements that `topk` sends unless it is told another.
 const TOPK_RATE: f64 = 0.04;
 
-/// The share of elements that `randk` sends if nobody says otherwise.
+/// The share of elements that `randk` sends unless it is told another.
 const RANDK_RATE: f64 = 0.1;
 
 /// The description of a codec.

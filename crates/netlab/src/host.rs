@@ -115,7 +115,7 @@ impl Host {
 
     /// Pulls the plug: from here on, no packet reaches or leaves this host.
     ///
-    /// Nobody is told. Connections stay open on both sides until something notices the silence;
+    /// No process is told. Connections stay open on both sides until something notices the silence;
     /// packets already delivered stay delivered.
     ///
     /// # Errors
@@ -155,7 +155,7 @@ impl Host {
     /// there were.
     ///
     /// The kernel closes their connections, as it does when programs crash, so peers that can
-    /// still be reached learn of it. A host that loses power tells nobody: [`Host::cut`] first.
+    /// still be reached learn of it. A host that loses power tells no other host: [`Host::cut`] first.
     ///
     /// # Errors
     ///

@@ -2,7 +2,7 @@
 //!
 //! A process that is killed cannot delete its namespaces, so their names tell who made them:
 //! `unisono-lab-<pid>-<start>-<lab>-<role>`. Process numbers are used again; the number together
-//! with the time the process started, in clock ticks since boot, is not. Whoever builds a lab
+//! with the time the process started, in clock ticks since boot, is not. The process that builds a lab
 //! first deletes the namespaces whose owner is no more.
 
 use std::fmt;

@@ -189,7 +189,7 @@ fn a_killed_process_leaves_nothing_for_long() {
     assert_eq!(doomed.wait().unwrap().signal(), Some(9));
     drop(Lab::new(1, LINK).unwrap());
     assert!(!exists(&namespace));
-    // Dead, though whoever adopts orphans may not have reaped it yet.
+    // Dead, though the process that adopts orphans may not have reaped it yet.
     assert!(!orphan.join("ns/net").exists());
 }
 
@@ -265,8 +265,8 @@ fn receive(socket: &UdpSocket) -> Vec<u8> {
     datagram[..length].to_vec()
 }
 
-/// A process on `host` that does nothing until it is killed. Should nobody kill it, it ends after
-/// a minute, and it holds no output open for which somebody may wait.
+/// A process on `host` that does nothing until it is killed. If the test does not kill it, it ends after
+/// a minute, and it holds no output open for which the test may wait.
 fn idle(host: &Host) -> Child {
     let mut command = host.command("sleep");
     command.arg("60").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());

@@ -9,8 +9,8 @@
 //! weights ← weights − rate · slope / (√sum + epsilon)
 //! ```
 //!
-//! The sum never fades, so steps grow shorter with every update, without a schedule and whoever the
-//! gradient came from. That makes it forgiving to gradients of old weights, and many workers that
+//! The sum never fades, so steps grow shorter with every update, without a schedule and whichever worker
+//! the gradient came from. That makes it forgiving to gradients of old weights, and many workers that
 //! do not wait for each other are what it is mostly used for.
 
 use crate::{LearningRate, Optimizer, WrongState, check_lengths, restore, zeros};

@@ -30,7 +30,7 @@ pub use spec::{BadOptimizer, OptimizerSpec, UnknownOptimizer};
 /// A rule that turns gradients into weights.
 ///
 /// Parameters are numbered from 0 in the order of the lengths that the optimizer was built for. A
-/// parameter that nobody has a gradient for in some step is not updated in it: neither its weights
+/// parameter that no worker has a gradient for in some step is not updated in it: neither its weights
 /// nor its state change.
 pub trait Optimizer: Send {
     /// The name on the command line.

@@ -13,10 +13,9 @@ const FOLDER: &str = "UNISONO_TEST_JOURNAL";
 /// comes in the middle.
 const NUMBERS: usize = 300_000;
 
-/// The process that is killed: appends updates, and says when each is safe. With every seventh, it
+/// The process that is killed, which does nothing unless the test below starts it: appends updates, and says when each is safe. With every seventh, it
 /// takes a snapshot, of which the header is the last update in it.
 #[test]
-#[ignore = "part of the other test, which starts it as a process"]
 fn appends_until_killed() {
     let Some(folder) = std::env::var_os(FOLDER) else { return };
     let (mut journal, next) = open(Path::new(&folder));
@@ -38,7 +37,7 @@ fn what_was_safe_survives_kill_9() {
     let mut safe = 0;
     for round in 0..20 {
         let mut writer = Command::new(std::env::current_exe().unwrap())
-            .args(["appends_until_killed", "--exact", "--ignored", "--nocapture"])
+            .args(["appends_until_killed", "--exact", "--nocapture"])
             .env(FOLDER, folder.path())
             .stdout(Stdio::piped())
             .spawn()

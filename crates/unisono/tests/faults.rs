@@ -321,7 +321,7 @@ fn a_rank_that_was_stopped_for_a_moment_is_forgiven() {
         world.form(&wiring.settings());
         world.ranks[1].stop();
         world.tell_all(&Command::Call(SUM));
-        // The fault had an effect: nobody can finish without the rank.
+        // The fault had an effect: no rank can finish without it.
         assert_eq!(world.ranks[0].reply_within(Duration::from_millis(300)), None);
         world.ranks[1].signal(Signal::CONT);
         for rank in &world.ranks {
@@ -395,7 +395,7 @@ fn ranks_that_disagree_are_named_with_their_calls() {
                     _ => panic!("{what}: ranks {rank} and {peer} are said to disagree"),
                 };
                 let (theirs, ours) = (Named::parse(&theirs), Named::parse(&ours));
-                // A rank that needed nobody may be a call ahead when the others notice.
+                // A rank that needed no other may be a call ahead when the others notice.
                 let settling = |call: &Named, other: &Named| {
                     call.text == "barrier" && call.number == other.number + 1
                 };

@@ -1,7 +1,7 @@
 //! An all-reduce fills the links between hosts. In a test binary of its own, so that no other test
 //! competes with it for the processor.
 //!
-//! What a machine that does other things as well can be held to: nobody sends more than an all-reduce
+//! What a machine that does other things as well can be held to: no rank sends more than an all-reduce
 //! must, and it takes hardly longer than as much data that is only passed on, in turns with it. The
 //! algorithm is given, for on such a machine a group may measure links that suit another. With
 //! `BENCH_LINKS` set, as `bench/links` does, the group chooses, and must also reach the share of the

@@ -185,7 +185,7 @@ fn strangers_are_kept_out(transport: Transport) {
     let roster = world.bind();
     let doors: Vec<Door> = roster.iter().flat_map(Door::of).collect();
 
-    // They are there before anybody answers the doors, and stay while the group forms.
+    // They are there before the ranks answer the doors, and stay while the group forms.
     let every = |_| Settings::new(transport);
     let replies = flooded(&doors, &token, |knocks| {
         wait_until("the strangers are there", || knocks.load(Ordering::Relaxed) >= FLOOD);
@@ -237,7 +237,7 @@ fn every_stranger_is_refused_with_a_reason() {
         let roster = world.bind();
         let doors = roster.iter().map(|address| Door::of(address)[way_in].clone());
         let doors: Vec<Door> = doors.collect();
-        // One falls silent in the middle of its hello before anybody answers.
+        // One falls silent in the middle of its hello before the rank answers.
         let mut silent: Vec<_> =
             doors.iter().map(|door| door.knock().expect("the door is there")).collect();
         for connection in &mut silent {

@@ -148,6 +148,15 @@ pub trait Weights {
 
     /// Calls `with` once, with the weights of a parameter, and takes over what it makes of them.
     fn change(&mut self, parameter: usize, with: &mut dyn FnMut(&mut [f32]));
+
+    /// A copy of the weights of so many parameters.
+    fn to_vecs(&self, parameters: usize) -> Vec<Vec<f32>> {
+        let mut all = Vec::with_capacity(parameters);
+        for parameter in 0..parameters {
+            self.read(parameter, &mut |weights| all.push(weights.to_vec()));
+        }
+        all
+    }
 }
 
 /// The vector of every parameter.

@@ -133,7 +133,7 @@ pub(super) fn serve<'a>(
     let (servers, token, initial) = match named {
         Some(servers) => {
             let token = identity.token()?.with_encryption(environment.encrypt);
-            (servers, token, copy(parameters.len(), weights))
+            (servers, token, weights.to_vecs(parameters.len()))
         }
         None => {
             make_folder("inside")?;
@@ -190,15 +190,6 @@ pub(super) fn serve<'a>(
     Ok((Worker::relaxed(rank, parameters, collector, level), workers, ending))
 }
 
-/// The weights.
-fn copy(parameters: usize, weights: &dyn Weights) -> Vec<Vec<f32>> {
-    let mut copied = Vec::with_capacity(parameters);
-    for parameter in 0..parameters {
-        weights.read(parameter, &mut |own| copied.push(own.to_vec()));
-    }
-    copied
-}
-
 /// Makes the weights those of rank 0; what they are.
 fn broadcast(
     group: &Group,
@@ -210,7 +201,7 @@ fn broadcast(
         weights.change(parameter, &mut |own| done = group.broadcast(own, 0));
         done?;
     }
-    Ok(copy(parameters, weights))
+    Ok(weights.to_vecs(parameters))
 }
 
 /// A secret that the ranks of a group have in common.

@@ -51,7 +51,7 @@ pub struct Training {
     pub stale: Stale,
     /// Where weights live, at levels with servers.
     pub servers: Servers,
-    /// Threads, with `hogwild`. At other levels whoever starts the processes decides.
+    /// Threads, with `hogwild`. At other levels the launcher decides.
     pub threads: usize,
     /// What chance depends on.
     pub seed: u64,

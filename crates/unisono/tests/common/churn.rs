@@ -112,7 +112,7 @@ fn call(group: &Group, random: &mut Random) -> Result<(), Error> {
     }
 }
 
-/// Everybody sends to the next rank and receives from the previous one.
+/// Every rank sends to the next rank and receives from the previous one.
 fn pass_on(group: &Group, count: usize) -> Result<(), Error> {
     let (world, me) = (group.size(), group.rank());
     if world == 1 {

@@ -179,7 +179,7 @@ impl World {
         self.assert_nothing_left();
     }
 
-    /// Nobody can connect to a rank of the latest group any more.
+    /// No process can connect to a rank of the latest group any more.
     pub fn assert_unreachable(&self, rank: usize) {
         let latest = &self.sockets[self.sockets.len() - self.ranks.len()..];
         wait_until("its socket is gone", || !machine::abstract_sockets().contains(&latest[rank]));

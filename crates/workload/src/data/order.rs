@@ -2,7 +2,7 @@
 //!
 //! A run reads one endless stream of samples. The stream is a chain of passes over the data, and
 //! every pass is a permutation of it that follows from the seed and the number of the pass. So
-//! position `p` names the same sample for whoever asks, in whatever order they ask: a worker that
+//! position `p` names the same sample for every worker, in whatever order they ask: a worker that
 //! reads every eighth batch, one that resumes in the middle, or one that reads everything.
 
 use crate::random::Random;

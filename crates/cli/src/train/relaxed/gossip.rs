@@ -9,13 +9,14 @@ use unisono::insight::relaxed::RelaxedFolder;
 use unisono::insight::relaxed::folder::Log;
 use unisono::insight::updates::UpdateRecord;
 use unisono::relaxed::gossip::{Gossip, GossipConfig};
+use unisono::sync::strategy::Weights as _;
 use unisono::worker::{GossipLog, Gossiping, Worker};
 
 use super::super::args::{Plan, TrainArgs};
 use super::super::computation::{Learner, Learning};
 use super::super::progress::Reporter;
 use super::worker::{Place, need_leader, peers};
-use super::{collector, copy, explain, run_dir, train, weights as files};
+use super::{collector, explain, run_dir, train, weights as files};
 use crate::serve;
 
 /// Trains its replica, and exchanges after every step.
@@ -49,7 +50,7 @@ pub fn run(args: &TrainArgs, plan: &Plan, place: &Place) -> anyhow::Result<ExitC
     let is_new = updates == 0;
     let initial = match left_behind(&dir, place) {
         Some(left) if is_new => files::read(&left, &lengths)?,
-        _ => copy(&weights, parameters.len()),
+        _ => weights.to_vecs(parameters.len()),
     };
     let gossip = Gossip::start(config, initial)?;
     if !is_new
@@ -87,7 +88,7 @@ pub fn run(args: &TrainArgs, plan: &Plan, place: &Place) -> anyhow::Result<ExitC
     let done = learner.replica.worker().exchanges().unwrap_or(0);
     std::fs::write(exchanges(&dir, place.rank), done.to_string()).context("counting exchanges")?;
     let weights = learner.finish()?.weights();
-    files::write(&files::path(&dir, place.rank), &copy(&weights, count))?;
+    files::write(&files::path(&dir, place.rank), &weights.to_vecs(count))?;
     if let Some(reporter) = reporter {
         reporter.finish();
     }

@@ -128,15 +128,6 @@ fn put(weights: &mut ModelWeights, values: &[Vec<f32>]) {
     }
 }
 
-/// The weights of a model.
-fn copy(weights: &ModelWeights, parameters: usize) -> Vec<Vec<f32>> {
-    let mut all = Vec::with_capacity(parameters);
-    for parameter in 0..parameters {
-        weights.read(parameter, &mut |own| all.push(own.to_vec()));
-    }
-    all
-}
-
 /// What sums the gradients of a worker's shards.
 fn collector(
     plan: &Plan,

@@ -14,6 +14,7 @@ use unisono::relaxed::server::{
     look,
 };
 use unisono::relaxed::spec::Level;
+use unisono::sync::strategy::Weights as _;
 use unisono::worker::{PATIENCE, Served, Worker, WorkerError};
 
 use super::super::args::{RelaxedPlan, ServersChoice, TrainArgs};
@@ -21,7 +22,7 @@ use super::super::computation::{Learner, Learning};
 use super::super::progress::Reporter;
 use super::folder::{Folder, advise_to_record, describe};
 use super::inside::Inside;
-use super::{collector, copy, described, explain, gossip, put, train};
+use super::{collector, described, explain, gossip, put, train};
 use crate::serve;
 
 /// Where a worker is in its job.
@@ -83,7 +84,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     };
     let inside = inside.map(Arc::new);
     let mut watch = None;
-    let initial = copy(&weights, parameters.len());
+    let initial = weights.to_vecs(parameters.len());
     let joined =
         Client::join_stoppable(&run, options.clone(), &|p| initial[p].clone(), |stopper| {
             watch = Some(Watch::over(stopper, &place.stop, inside.clone()));
