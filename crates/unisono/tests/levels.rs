@@ -89,7 +89,9 @@ fn check(level: &str) {
     };
     assert_eq!(name, "linear regression");
     assert_eq!(&saved, hash, "{level}: the report has the final weights");
-    assert!(loss < 0.05, "{level}: it learns: {loss}");
+    // Of weights of zero it is 4.4. A report's final loss is the mean over the last 32 pushes: half a
+    // run of downpour, more of its beginning the later a worker has a core.
+    assert!(loss < 0.44, "{level}: it learns: {loss}");
 }
 
 macro_rules! levels {
