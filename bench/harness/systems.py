@@ -51,6 +51,16 @@ class Unisono:
         return [([self.program, "run", "-n", str(world), "--", *serve], {})]
 
 
+class Before(Unisono):
+    """Another build of Unisono, such as that of the commit before: a peer like the others."""
+
+    key = "before"
+    title = "before"
+
+    def prepare(self):
+        return f"before: {super().prepare()} ({self.program})"
+
+
 class Gloo:
     key = "gloo"
     title = "Gloo"
