@@ -23,9 +23,13 @@ use crate::error::FormError;
 use crate::schedule::Topology;
 use crate::window::region::Region;
 
-/// How often neighbours hear that one more rank has come, or is ready. Longer: a large group forms later.
-/// Shorter: more messages.
+/// How often neighbours hear that one more rank has come, or is ready, in a group of up to
+/// [`FEW`] ranks. Longer: the group forms later. Shorter: more messages.
 const NOW_AND_THEN: Duration = Duration::from_millis(4);
+
+/// Ranks from which on neighbours hear less often, the more ranks the less: on a crowded host, each message
+/// takes the core from the rank that is awaited.
+const FEW: u32 = 64;
 
 /// How long the ranks wait for each other once all have come, in timeouts.
 const TIMEOUTS: u32 = 3;
@@ -127,6 +131,7 @@ impl<'a> Attempt<'a> {
 
     fn run(&mut self) -> Result<(), FormError> {
         let last = self.plan.options.deadline(TIMEOUTS);
+        let interval = NOW_AND_THEN * (self.plan.members.len() as u32).div_ceil(FEW);
         let mut heard_out = None;
         let mut next_news = Instant::now();
         loop {
@@ -136,7 +141,7 @@ impl<'a> Attempt<'a> {
             let now = Instant::now();
             let now_and_then = now >= next_news;
             if now_and_then {
-                next_news = now + NOW_AND_THEN;
+                next_news = now + interval;
             }
             self.talk(now_and_then);
             let error = self.gathering.error(self.plan.options.timeout);
@@ -149,15 +154,18 @@ impl<'a> Attempt<'a> {
                 && self.neighbours.iter().all(|neighbour| !neighbour.has_output())
             {
                 return Ok(());
-            } else if now >= self.deadline && !self.gathering.missing().is_empty() {
+            } else if now >= self.deadline && !self.gathering.are_all_here() {
                 let missing = self.gathering.missing();
                 return Err(FormError::Missing { missing, after: self.plan.options.timeout });
             } else if now >= last {
                 let peer = self.gathering.unready().first().copied().unwrap_or(self.plan.me);
                 return Err(FormError::Peer { peer, reason: "it did not answer in time".into() });
             }
-            let wake = if self.gathering.missing().is_empty() { last } else { self.deadline };
-            self.wait(wake.min(next_news).min(heard_out.unwrap_or(wake)));
+            let mut wake = if self.gathering.are_all_here() { last } else { self.deadline };
+            if self.gathering.has_news() {
+                wake = wake.min(next_news);
+            }
+            self.wait(wake.min(heard_out.unwrap_or(wake)));
         }
     }
 
@@ -233,6 +241,17 @@ impl<'a> Attempt<'a> {
             let network = JobNetwork::open(self.job, self.plan, self.topology, instance)?;
             self.network = Some(network);
         }
+        if !matches!(self.memory, MemoryState::There(_)) {
+            self.get_memory(instance)?;
+        }
+        if matches!(self.memory, MemoryState::There(_)) && self.gathering.is_connected() {
+            self.gathering.set_ready();
+        }
+        Ok(())
+    }
+
+    /// Makes the memory of the host, or gets it from the rank that does.
+    fn get_memory(&mut self, instance: u64) -> Result<(), FormError> {
         let host = HostMemory::of(&self.plan.options, self.topology, self.plan.me);
         if let MemoryState::Later = self.memory {
             self.memory = match host.place() {
@@ -279,9 +298,6 @@ impl<'a> Attempt<'a> {
                     self.gathering.fail(Failure::Rank { rank: peer as u32, reason });
                 }
             }
-        }
-        if matches!(self.memory, MemoryState::There(_)) && self.gathering.is_connected() {
-            self.gathering.set_ready();
         }
         Ok(())
     }

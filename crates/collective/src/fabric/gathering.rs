@@ -162,7 +162,7 @@ impl Gathering {
         if !here.is_of(self.world) || !ready.is_of(self.world) {
             return Err(Malformed);
         }
-        let is_final = ready.missing(self.world).is_empty();
+        let is_final = ready.is_full(self.world);
         let neighbour = self.neighbour(from).ok_or(Malformed)?;
         neighbour.heard = true;
         neighbour.is_final |= is_final;
@@ -192,7 +192,7 @@ impl Gathering {
 
     /// What to tell a neighbour now. News that are no new stage of the group wait until `now_and_then`.
     pub fn due(&mut self, rank: usize, now_and_then: bool) -> Option<Update> {
-        let (version, stage, update) = (self.version, self.stage(), self.known.clone());
+        let (version, stage) = (self.version, self.stage());
         let neighbour = self.neighbour(rank).filter(|neighbour| neighbour.connected)?;
         let due = match neighbour.told {
             None => true,
@@ -203,7 +203,21 @@ impl Gathering {
             return None;
         }
         neighbour.told = Some((version, stage));
-        Some(update)
+        Some(self.known.clone())
+    }
+
+    /// Whether a neighbour does not know all that this rank knows.
+    pub fn has_news(&self) -> bool {
+        let is_behind = |neighbour: &Neighbour| match neighbour.told {
+            Some((told, _)) => told < self.version,
+            None => true,
+        };
+        self.neighbours.iter().any(|neighbour| neighbour.connected && is_behind(neighbour))
+    }
+
+    /// Whether all ranks have come, as far as this rank knows.
+    pub fn are_all_here(&self) -> bool {
+        self.known.here.is_full(self.world)
     }
 
     /// Whether a neighbour will send no more updates: what follows is something else.
@@ -213,7 +227,7 @@ impl Gathering {
 
     /// The instance, once all ranks are here.
     pub fn instance(&self) -> Option<u64> {
-        self.known.instance.filter(|_| self.missing().is_empty())
+        self.known.instance.filter(|_| self.are_all_here())
     }
 
     /// The ranks that have not come, as far as this rank knows.
@@ -281,7 +295,7 @@ impl Gathering {
     fn stage(&self) -> Stage {
         match &self.known {
             Update { failure: Some(_), .. } => Stage::Failed,
-            Update { ready, .. } if ready.missing(self.world).is_empty() => Stage::Ready,
+            Update { ready, .. } if ready.is_full(self.world) => Stage::Ready,
             _ if self.instance().is_some() => Stage::Here,
             _ => Stage::Coming,
         }
@@ -319,6 +333,10 @@ impl Failure {
 impl Ranks {
     fn none(world: usize) -> Ranks {
         Ranks(vec![0; world.div_ceil(64)])
+    }
+
+    fn is_full(&self, world: usize) -> bool {
+        self.0.iter().map(|word| word.count_ones() as usize).sum::<usize>() == world
     }
 
     fn insert(&mut self, rank: usize) -> bool {
