@@ -9,7 +9,7 @@
 use std::sync::{Arc, LazyLock};
 
 use libfuzzer_sys::fuzz_target;
-use unisono_codec::parcel::{self, Origin, Scratch, Sender};
+use unisono_codec::sender::{self, Origin, Scratch, Sender};
 use unisono_codec::{Codec, CodecSpec, Gathered, Memory, Passage, RoundTrip, Spans, Task};
 
 /// Every codec, with all that can be chained to it.
@@ -60,7 +60,7 @@ fuzz_target!(|input: &[u8]| {
     // Beyond a block of any codec, and empty as well.
     let shape = [usize::from(*rows), usize::from(*columns) % 24];
     let task = Task { shape: &shape, parameter: 1, step: u64::from(*step), seed: 7 };
-    decode_parcel(&**codec, &task, bytes);
+    decode_sent(&**codec, &task, bytes);
     match codec.passage() {
         Passage::Summed(_) => {}
         Passage::Spans(spans) => decode_spans(spans, task.elements(), bytes),
@@ -72,11 +72,11 @@ fuzz_target!(|input: &[u8]| {
 });
 
 /// Decodes as one receiver does, as they are and with the length that most codecs expect.
-fn decode_parcel(codec: &dyn Codec, task: &Task, bytes: &[u8]) {
+fn decode_sent(codec: &dyn Codec, task: &Task, bytes: &[u8]) {
     let (mut decoded, mut scratch) = (vec![0.0; task.elements()], Scratch::default());
-    let _ = parcel::decode(codec, task, bytes, &mut decoded, &mut scratch);
+    let _ = sender::decode(codec, task, bytes, &mut decoded, &mut scratch);
     let fitting = fitted(bytes, codec.encoded_bytes(task.shape));
-    let _ = parcel::decode(codec, task, &fitting, &mut decoded, &mut scratch);
+    let _ = sender::decode(codec, task, &fitting, &mut decoded, &mut scratch);
 }
 
 /// Decodes as they are, and with the length that is expected, which few inputs have.
@@ -129,7 +129,7 @@ fn encode_owed(codec: &Arc<dyn Codec>, task: Task, gradient: &[f32]) {
         for step in task.step..task.step + 3 {
             let mut bytes = Vec::new();
             sender.encode(step, gradient, &mut scratch, &mut bytes);
-            parcel::decode(&**codec, &origin.task(step), &bytes, &mut decoded, &mut scratch)
+            sender::decode(&**codec, &origin.task(step), &bytes, &mut decoded, &mut scratch)
                 .expect("what was encoded can be decoded");
         }
     }

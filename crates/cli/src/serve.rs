@@ -1,4 +1,4 @@
-//! `unisono serve`: one shard of a parameter server.
+//! `unisono serve`: one of the parameter servers.
 
 use std::net::ToSocketAddrs;
 use std::path::{Path, PathBuf};
@@ -14,10 +14,10 @@ use socket2::{Domain, Socket, Type};
 use unisono::Options;
 use unisono::cluster::worker::{Worker, inherited_listener};
 use unisono::net::Token;
-use unisono::recording::relaxed::ShardRecorder;
+use unisono::recording::relaxed::ServerRecorder;
 use unisono::relaxed::events::Recorder;
 use unisono::relaxed::server::journal::{JournalError, Lock};
-use unisono::relaxed::server::{Files, Shard, ShardOptions};
+use unisono::relaxed::server::{Files, Server, ServerOptions};
 
 use crate::exit::{Wrong, WrongCall};
 
@@ -71,10 +71,10 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
         std::fs::create_dir_all(dir)
             .with_context(|| format!("--run-dir {}: name another folder", dir.display()))
             .wrong_call()?;
-        recorder = Some(Box::new(ShardRecorder::new(dir, args.server)));
+        recorder = Some(Box::new(ServerRecorder::new(dir, args.server)));
     }
-    let shard = Shard::start(listener, ShardOptions { token: token()?, files, recorder })?;
-    shard.serve_until(|| stop.load(Ordering::Relaxed))?;
+    let server = Server::start(listener, ServerOptions { token: token()?, files, recorder })?;
+    server.serve_until(|| stop.load(Ordering::Relaxed))?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -14,7 +14,7 @@
 //! is added to the next gradient. Whatever is random follows from a [`Task`], so that the same
 //! gradients give the same bytes, on every worker.
 //!
-//! A [`Sender`] encodes for one receiver instead, such as a parameter server ([`parcel`]).
+//! A [`Sender`] encodes for one receiver instead, such as a parameter server ([`sender`]).
 //!
 //! A [`CodecSpec`] is a codec's description: what the command line names and reports print.
 
@@ -26,13 +26,13 @@ pub mod fp16;
 pub mod int4;
 pub mod int8;
 mod pack;
-pub mod parcel;
 pub mod powersgd;
 pub mod qsgd;
 pub mod randk;
 mod random;
 mod round_trip;
 pub mod rules;
+pub mod sender;
 pub mod sign;
 mod sparse;
 pub mod spec;
@@ -40,10 +40,10 @@ pub mod topk;
 
 use std::fmt;
 
-pub use parcel::Sender;
 pub use random::Key;
 pub use round_trip::RoundTrip;
 pub use rules::{Rule, Rules, UnusedRule};
+pub use sender::Sender;
 pub use spec::{BadCodec, CodecSpec};
 
 /// A way to encode gradients.

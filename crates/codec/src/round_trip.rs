@@ -1,6 +1,6 @@
 //! Encodes and decodes on one machine, as if for one shard: what benchmarks time and tests check.
 
-use crate::parcel::Rounds;
+use crate::sender::Rounds;
 use crate::{BadEncoding, Codec, Memory, Passage, Task};
 
 /// One parameter's way through a codec and back, with all memory it needs.

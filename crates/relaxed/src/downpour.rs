@@ -9,6 +9,7 @@
 use serde::{Deserialize, Serialize};
 use unisono_optimizer::{BadOptimizer, Optimizer, OptimizerSpec};
 
+use crate::Clock;
 use crate::server::Gradient;
 use crate::server::wire::Measured;
 
@@ -50,12 +51,12 @@ impl Downpour {
         periods: Periods,
         optimizer: &OptimizerSpec,
         lengths: &[usize],
-        clock: u64,
+        clock: Clock,
     ) -> Result<Downpour, BadOptimizer> {
         Ok(Downpour {
             optimizer: optimizer.build(lengths)?,
             periods,
-            steps: clock.saturating_mul(periods.push.into()),
+            steps: clock.0.saturating_mul(periods.push.into()),
             gathered: lengths.iter().map(|length| vec![0.0; *length]).collect(),
             touched: vec![false; lengths.len()],
             measured: Measured::default(),
@@ -119,7 +120,7 @@ mod tests {
         let sgd: OptimizerSpec = "sgd".parse().unwrap();
         let rate = sgd.learning_rate().at(1) as f32;
         let periods = Periods { push: 2, fetch: 3 };
-        let mut replica = Downpour::new(periods, &sgd, &[1, 1], 5).unwrap();
+        let mut replica = Downpour::new(periods, &sgd, &[1, 1], Clock(5)).unwrap();
         assert_eq!(replica.steps(), 10, "five pushes of two steps");
         let mut weights = [0.0];
         let mut due = Vec::new();

@@ -1,11 +1,11 @@
-//! What a run tells those who record it.
+//! What a run tells of itself, to be recorded.
 //!
 //! There are no common steps to tell of: every gradient goes its own way, and each is one [`Update`], told
-//! where it met the weights. A shard of a server tells its [`Recorder`]; the threads of
+//! where it met the weights. A server tells its [`Recorder`]; the threads of
 //! [hogwild](crate::hogwild) tell the caller of the run.
 
 use crate::Cause;
-pub use crate::bound::Move;
+pub use crate::adaptive_bound::Move;
 use crate::server::core::{Age, PushId};
 use crate::server::wire::Measured;
 
@@ -38,13 +38,13 @@ pub struct Resumed<'a> {
     pub time: f64,
 }
 
-/// Records what happens at one shard.
+/// Records what happens at one server.
 ///
-/// The shard calls it under the lock that orders all its pushes, after it has written the same into its
-/// journal and before it acknowledges it. An error ends the run at this shard: what cannot be recorded is
+/// The server calls it under the lock that orders all its pushes, after it has written the same into its
+/// journal and before it acknowledges it. An error ends the run at this server: what cannot be recorded is
 /// not acknowledged.
 pub trait Recorder: Send {
-    /// Fails if another run is recorded here. The shard asks before it makes anything of the run durable.
+    /// Fails if another run is recorded here. The server asks before it makes anything of the run durable.
     fn expect_none(&self) -> Result<(), Cause>;
 
     /// A run begins, with this bound on staleness, if that adapts. Its first snapshot is in the journal.

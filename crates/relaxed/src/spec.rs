@@ -6,7 +6,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use unisono_optimizer::{LearningRate, OptimizerSpec};
 
-use crate::bound::Limits;
+use crate::adaptive_bound::Limits;
 use crate::downpour::Periods;
 
 /// How far the workers of a run may drift apart.
@@ -17,7 +17,7 @@ use crate::downpour::Periods;
 pub enum Level {
     /// `bsp`: not at all. Every update is the mean of one gradient of every worker.
     Bsp,
-    /// `ssp:S`: whoever is more than so many clocks ahead of the slowest waits.
+    /// `ssp:S`: a worker that is more than so many clocks ahead of the slowest waits.
     Ssp(u64),
     /// `ssp:auto`: as `ssp`, with a bound that adapts.
     SspAuto,

@@ -5,10 +5,11 @@ use std::time::{Duration, Instant};
 
 use unisono_net::{HandshakeError, Token};
 use unisono_netlab::Wiretap;
+use unisono_relaxed::Life;
 use unisono_relaxed::gossip::{Gossip, GossipConfig};
 use unisono_relaxed::server::wire::Measured;
 use unisono_relaxed::server::{
-    Client, ClientOptions, Files, Run, ServerError, Shard, ShardOptions, Transport,
+    Client, ClientOptions, Files, Run, Server, ServerError, ServerOptions, Transport,
 };
 
 const TOKEN: Token = Token::from_bytes([6; 32]);
@@ -32,7 +33,7 @@ fn options(servers: Vec<String>, token: Token) -> ClientOptions {
         servers,
         token,
         worker: 0,
-        life: Some(1),
+        life: Some(Life(1)),
         patience: HUNG,
         transport: Transport::Tcp,
         warm_up: 0,
@@ -50,12 +51,12 @@ fn run(shapes: Vec<Vec<usize>>) -> Run {
 fn train(encrypt: bool) -> (Vec<Vec<f32>>, bool) {
     let token = TOKEN.with_encryption(encrypt);
     let tap = Wiretap::default();
-    let (mut shards, mut servers) = (Vec::new(), Vec::new());
+    let (mut started, mut servers) = (Vec::new(), Vec::new());
     for number in 0..2 {
         let (listener, address) = listener();
         let files = Files { number, ..Files::default() };
-        let shard = ShardOptions { token: token.clone(), files, recorder: None };
-        shards.push(Shard::start(listener.into(), shard).unwrap());
+        let server = ServerOptions { token: token.clone(), files, recorder: None };
+        started.push(Server::start(listener.into(), server).unwrap());
         servers.push(tap.before(address).unwrap().to_string());
     }
     let (gradient, known) = secret(100_000);
@@ -88,15 +89,15 @@ fn a_worker_and_a_server_that_disagree_about_encryption_are_told_so() {
     for encrypt in [false, true] {
         let (listener, address) = listener();
         let token = TOKEN.with_encryption(encrypt);
-        let _shard = Shard::start(
+        let _server = Server::start(
             listener.into(),
-            ShardOptions { token, files: Files::default(), recorder: None },
+            ServerOptions { token, files: Files::default(), recorder: None },
         )
         .unwrap();
         let other = options(vec![address.to_string()], TOKEN.with_encryption(!encrypt));
         let joined = Client::join(&run(vec![vec![3]]), other, &|_| vec![0.0; 3]);
         let Err(ServerError::Handshake { cause, .. }) = joined.map(drop) else {
-            panic!("it joined, or nobody says why not");
+            panic!("it joined, or the error does not say why not");
         };
         assert!(matches!(cause, HandshakeError::Encryption { theirs } if theirs == encrypt));
     }
@@ -111,7 +112,7 @@ fn gossip(encrypt: bool) -> bool {
     let (weights, known) = secret(10_000);
     let config = |(rank, listener): (u32, TcpListener)| GossipConfig {
         rank,
-        life: 1,
+        life: Life(1),
         addresses: addresses.clone(),
         listener: listener.into(),
         token: TOKEN.with_encryption(encrypt),

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use socket2::Socket;
 use unisono_net::{Acceptor, Admission, Dialer, Introduction, Purpose, Target, Token};
 use unisono_relaxed::gossip::{Cut, Gossip, GossipConfig, GossipError};
+use unisono_relaxed::{Clock, Life};
 
 const PURPOSE: Purpose = Purpose::new(*b"goss");
 const TOKEN: Token = Token::from_bytes([9; 32]);
@@ -47,7 +48,7 @@ impl Job {
         Job { listeners, addresses, timeout }
     }
 
-    /// At the address of this worker nobody is, now or later: it refuses at once, where a socket that
+    /// At the address of this worker no process listens, now or later: it refuses at once, where a socket that
     /// listens and does not answer yet would be waited for. The worker may start elsewhere.
     fn absent(&mut self, rank: usize) {
         self.listeners[rank] = listeners(1).0.remove(0);
@@ -56,7 +57,7 @@ impl Job {
     fn config(&mut self, rank: usize) -> GossipConfig {
         GossipConfig {
             rank: rank as u32,
-            life: 1,
+            life: Life(1),
             addresses: self.addresses.clone(),
             listener: self.listeners[rank].take().expect("each rank starts once"),
             token: TOKEN,
@@ -152,7 +153,7 @@ fn workers_with_different_data_find_the_common_minimum() {
     };
     assert_eq!(sum(|stats| stats.done()), sum(|stats| stats.answered()));
     assert!(sum(|stats| stats.done()) > 300);
-    assert!(all.iter().all(|stats| stats.clock == 300 && stats.distance().is_some()));
+    assert!(all.iter().all(|stats| stats.clock == Clock(300) && stats.distance().is_some()));
     // An offer and its move, on both sides of each exchange that took place.
     let message = HEADER as u64 + 4 * 4;
     assert!(sum(|stats| stats.bytes()) >= sum(|stats| stats.done()) * 4 * message);
@@ -233,8 +234,8 @@ fn who_joins_late_takes_over_from_the_furthest() {
     }
     let late = job.start(2, vec![vec![-7.0; 3]]);
     let joined = late.joined().unwrap();
-    assert_eq!((joined.from, joined.clock), (1, 5));
-    assert_eq!((first(&late), late.stats().clock), (10.0, 5));
+    assert_eq!((joined.from, joined.clock), (1, Clock(5)));
+    assert_eq!((first(&late), late.stats().clock), (10.0, Clock(5)));
     // It is connected already, and exchanges at once.
     exchange_once(&late);
     assert_eq!(late.stats().done(), 1);
@@ -348,12 +349,15 @@ fn mistakes_of_the_caller_change_nothing() {
     assert!(matches!(gossip.weights(2, &mut []), Err(GossipError::NoParameter { .. })));
     assert!(matches!(gossip.weights(0, &mut []), Err(GossipError::Length { .. })));
     exchange_once(&gossip);
-    assert_eq!(gossip.stats().clock, 0);
+    assert_eq!(gossip.stats().clock, Clock::START);
     assert_eq!(gossip.leave(), [vec![1.0; 3], vec![2.0]]);
     let (mut listeners, addresses) = listeners(2);
     let listener = listeners[0].take().unwrap();
-    let nobody = GossipConfig { rank: 2, addresses, listener, ..Job::new(1, SHORT).config(0) };
-    assert!(matches!(Gossip::start(nobody, vec![]), Err(GossipError::Place { rank: 2, world: 2 })));
+    let outside = GossipConfig { rank: 2, addresses, listener, ..Job::new(1, SHORT).config(0) };
+    assert!(matches!(
+        Gossip::start(outside, vec![]),
+        Err(GossipError::Place { rank: 2, world: 2 })
+    ));
 }
 
 /// A worker 1 that is not one: it proves the token, greets like the one who dials it, and hands the
@@ -390,7 +394,7 @@ fn half_an_exchange_with_a_partner_that_dies_changes_nothing() {
 }
 
 #[test]
-fn a_partner_that_hangs_holds_nobody_up() {
+fn a_partner_that_hangs_holds_no_worker_up() {
     let mut job = Job::new(2, HUNG * 10);
     let (_acceptor, dialed) = impostor(job.listeners[1].take().unwrap());
     let gossip = job.start(0, vec![vec![1.0; 3]]);

@@ -1,4 +1,4 @@
-//! The journal of a server shard whose process is killed while it writes.
+//! The journal of a server whose process is killed while it writes.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::ExitStatusExt;

@@ -1,6 +1,6 @@
-//! `unisono bench server`: how fast workers push gradients to a server shard and pull weights.
+//! `unisono bench server`: how fast workers push gradients to a server and pull weights.
 //!
-//! The parts are processes of their own, as in a run: one server shard for every transport, and the
+//! The parts are processes of their own, as in a run: one server for every transport, and the
 //! workers. Beside them is the *loopback*, the limit: a process that takes as many bytes from each
 //! worker over plain TCP as a push has, and then sends as many back, and does nothing else. The
 //! transports and the loopback take turns, so that whatever disturbs the machine disturbs all alike,
@@ -26,7 +26,7 @@ use unisono::net::Token;
 use unisono::optimizer::{LearningRate, OptimizerSpec};
 use unisono_relaxed::server::wire::Measured;
 use unisono_relaxed::server::{
-    Client, ClientOptions, Files, Gradient, Run, Shard, ShardOptions, Transport, look,
+    Client, ClientOptions, Files, Gradient, Run, Server, ServerOptions, Transport, fetch_weights,
 };
 use unisono_relaxed::spec::Level;
 
@@ -233,7 +233,7 @@ impl Model {
 /// What a process is told to be.
 #[derive(Serialize, Deserialize)]
 enum Part {
-    /// A server shard. Answers with its address.
+    /// A server. Answers with its address.
     Server { token: String, journal: Option<PathBuf> },
     /// The limit. Answers with its address.
     Loopback { model: Model },
@@ -340,7 +340,7 @@ impl Bench {
                 continue;
             }
             let options = options(*way, *address, &self.token, 0);
-            let weights = look(&self.model.run(), &options)?;
+            let weights = fetch_weights(&self.model.run(), &options)?;
             let all = weights.iter().try_for_each(|weights| Model::verify(weights, *pushes));
             all.with_context(|| format!("after pushes over {}", way.name()))?;
         }
@@ -399,15 +399,15 @@ fn be_part() -> anyhow::Result<ExitCode> {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
             let address = listener.local_addr()?;
             let files = Files { journal, ..Files::default() };
-            let shard = Shard::start(
+            let server = Server::start(
                 listener.into(),
-                ShardOptions { token: token.parse()?, files, recorder: None },
+                ServerOptions { token: token.parse()?, files, recorder: None },
             )?;
             answer(&address)?;
             // Ends with the input, whose lock only another thread can wait for.
             drop(orders);
             let ended = std::thread::spawn(|| std::io::stdin().lines().for_each(drop));
-            shard.serve_until(|| ended.is_finished())?;
+            server.serve_until(|| ended.is_finished())?;
         }
         Part::Loopback { model } => {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;

@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_push_is_found_within_a_shard_and_across() {
+    fn a_lost_push_is_found_within_a_server_and_across() {
         let with_gap = file(&[(0, 1, 1, 1), (0, 1, 2, 2), (0, 1, 4, 3)]);
         assert_eq!(
             violation(&[with_gap]),

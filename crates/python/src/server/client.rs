@@ -109,7 +109,7 @@ impl ServerClient {
 
     /// Steps that this worker has finished, and bytes sent and received; `None` after it has left.
     fn state(&self, py: Python<'_>) -> Option<(u64, u64)> {
-        let state = |client: &Client| (client.clock(), client.traffic());
+        let state = |client: &Client| (client.clock().0, client.traffic());
         py.detach(|| self.lock().client.as_ref().map(state))
     }
 

@@ -9,7 +9,7 @@ use unisono_net::Token;
 use unisono_optimizer::OptimizerSpec;
 use unisono_relaxed::server::{self, ClientOptions, Run};
 use unisono_relaxed::spec::Level;
-use unisono_relaxed::stale::Stale;
+use unisono_relaxed::staleness::StalenessPolicy;
 
 use super::optimizer;
 
@@ -50,8 +50,8 @@ impl Settings {
                 "{level} has no servers; use bsp, ssp:S, ssp:auto, async or downpour"
             ));
         }
-        let stale: Stale = self.stale.parse().map_err(|error| format!("{error}"))?;
-        if level.is_lockstep() && stale != Stale::Keep {
+        let stale: StalenessPolicy = self.stale.parse().map_err(|error| format!("{error}"))?;
+        if level.is_lockstep() && stale != StalenessPolicy::Keep {
             return Err(format!("at bsp no gradient is stale: leave out {stale}"));
         }
         if self.worker >= self.workers {

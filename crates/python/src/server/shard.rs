@@ -6,7 +6,7 @@ use std::sync::Mutex;
 use pyo3::prelude::*;
 use socket2::{Domain, Socket, Type};
 use unisono_net::Token;
-use unisono_relaxed::server::{Files, Shard, ShardOptions};
+use unisono_relaxed::server::{Files, Server, ServerOptions};
 
 use super::settings::environment;
 use crate::error::not_begun;
@@ -21,7 +21,7 @@ pub struct ServerShard {
     #[pyo3(get)]
     address: String,
     /// Until it was closed.
-    shard: Mutex<Option<Shard>>,
+    shard: Mutex<Option<Server>>,
     /// Who started it. A child of `fork` has its memory but not its threads.
     process: u32,
 }
@@ -40,8 +40,8 @@ impl ServerShard {
         let files = Files { number, ..Files::default() };
         let encrypt = environment().map_err(failed)?.encrypt;
         let token = Token::from_bytes(token).with_encryption(encrypt);
-        let options = ShardOptions { token, files, recorder: None };
-        let shard = py.detach(|| Shard::start(listener, options));
+        let options = ServerOptions { token, files, recorder: None };
+        let shard = py.detach(|| Server::start(listener, options));
         let shard = Mutex::new(Some(shard.map_err(|error| failed(error.to_string()))?));
         Ok(ServerShard { address, shard, process: std::process::id() })
     }

@@ -13,8 +13,8 @@ use super::wire::{Kind, Message, Reason};
 
 /// Serves requests until the node is closed.
 pub fn run(node: &Arc<Shared>) {
-    // The weights that were sent and the reply share this memory: nobody needs the former once the
-    // latter is here.
+    // The weights that were sent and the reply share this memory: the former are not needed once
+    // the latter is here.
     let mut buffer = vec![0.0; node.weights.elements()];
     while node.await_request() {
         for peer in node.knock_at() {
@@ -97,17 +97,17 @@ fn judge(node: &Shared, partner: u32, reply: Message, half: &[f32]) -> Outcome {
                 return Outcome::Declined;
             }
             let distance = merge::root_mean_square(squares, half.len());
-            Outcome::Met(Meeting { lead: node.clock().abs_diff(reply.clock), distance })
+            Outcome::Met(Meeting { lead: node.clock().distance(reply.clock), distance })
         }
         Kind::Declined(Reason::NotFinite) => {
-            log::warn!("worker {}: its weights are not finite: nobody takes them", node.rank);
+            log::warn!("worker {}: its weights are not finite: no partner takes them", node.rank);
             Outcome::Declined
         }
         _ => Outcome::Declined,
     }
 }
 
-/// Dials a worker on a thread of its own: who does not answer holds up nobody.
+/// Dials a worker on a thread of its own: one that does not answer holds up no exchange.
 fn knock(node: &Arc<Shared>, peer: u32) {
     let visitor = Arc::clone(node);
     let spawned = node.spawn("unisono-knock", move || {

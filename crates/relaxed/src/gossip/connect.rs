@@ -20,7 +20,7 @@ use super::wire::{Kind, Message, Shape};
 pub const GOSSIP: Purpose = Purpose::new(*b"goss");
 
 /// Every socket of a node. They are kept here as well as with the thread that uses them, because
-/// whoever shuts a socket down ends every wait on it.
+/// to shut a socket down ends every wait on it.
 pub struct Sockets {
     register: Mutex<Register>,
     /// Ends attempts to connect.
@@ -121,7 +121,7 @@ impl Connection {
             return Err(io::Error::from(io::ErrorKind::HostUnreachable).into());
         }
         let introduction = Introduction::new(GOSSIP, node.rank, partner);
-        let introduction = Introduction { epoch: node.life, ..introduction };
+        let introduction = Introduction { epoch: node.life.0, ..introduction };
         let dialer = Dialer::new(&node.token, deadline)
             .with_silence(node.timeout)
             .with_abort(&node.sockets.abort);

@@ -4,7 +4,7 @@
 //! from seed, rank and the number of the cycle, so partners change and none is forgotten. Only those
 //! *within reach* (there is a connection) are chosen; the others lose their turn. A partner with whom
 //! an exchange failed is out of reach until the worker *knocked* and was answered. Knocking goes on
-//! beside the exchanges, so a network that swallows packets holds nobody up, and rests between two
+//! beside the exchanges, so a network that swallows packets holds no worker up, and rests between two
 //! attempts for a *backoff*, which doubles with every failure in a row; a sign of life (a reply, or an
 //! offer of the partner's own) ends it at once.
 //!
@@ -17,6 +17,7 @@
 use std::time::Duration;
 
 use super::stats::{GossipStats, PartnerStats};
+use crate::{Clock, Life};
 
 /// The bookkeeping of one worker.
 pub struct Core {
@@ -66,7 +67,7 @@ pub struct Meeting {
 
 /// What to do with a partner's offer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub enum Answer {
     /// Carry it out, now.
     Accept,
     /// This worker's own offer to that partner is under way and goes first.
@@ -93,7 +94,7 @@ struct Peer {
     /// Its backoff ends then.
     rests_until: Duration,
     /// Life and number of the latest offer that counted.
-    heard: (u64, u64),
+    heard: (Life, u64),
     stats: PartnerStats,
 }
 
@@ -136,7 +137,7 @@ impl Core {
         self.peers[peer as usize].fails(self.backoff, now);
     }
 
-    /// Begins an exchange with the next partner, unless one is under way or nobody is within reach.
+    /// Begins an exchange with the next partner, unless one is under way or no partner is within reach.
     pub fn begin(&mut self) -> Option<Exchange> {
         let partner = if self.active.is_none() { self.next_partner() } else { None };
         let Some(partner) = partner else {
@@ -176,20 +177,20 @@ impl Core {
 
     /// Judges an offer of another worker that has arrived whole.
     #[must_use]
-    pub fn offered(&mut self, from: u32, life: u64, number: u64) -> Verdict {
+    pub fn offered(&mut self, from: u32, life: Life, number: u64) -> Answer {
         let crossed = self.active.is_some_and(|own| own.partner == from) && self.rank < from;
         let peer = &mut self.peers[from as usize];
         peer.lives();
         if (life, number) <= peer.heard {
             peer.stats.declined += 1;
-            return Verdict::Repeated;
+            return Answer::Repeated;
         }
         peer.heard = (life, number);
         if crossed {
             peer.stats.declined += 1;
-            return Verdict::Crossed;
+            return Answer::Crossed;
         }
-        Verdict::Accept
+        Answer::Accept
     }
 
     /// An accepted offer of `from` was carried out.
@@ -214,7 +215,7 @@ impl Core {
     }
 
     /// What was counted so far, for a worker at `clock`.
-    pub fn stats(&self, clock: u64) -> GossipStats {
+    pub fn stats(&self, clock: Clock) -> GossipStats {
         GossipStats {
             clock,
             skipped: self.skipped,
@@ -230,7 +231,7 @@ impl Core {
     }
 
     fn next_partner(&mut self) -> Option<u32> {
-        // The rest of this cycle, and if nobody in it is within reach, one more.
+        // The rest of this cycle, and if no partner in it is within reach, one more.
         for _ in 0..2 {
             while let Some(&partner) = self.order.get(self.turn) {
                 self.turn += 1;
@@ -267,7 +268,7 @@ impl Peer {
 
 impl Backoff {
     /// The first backoff, as a fraction of the timeout. A larger one leaves a partner that stumbled
-    /// alone for longer; a smaller one knocks more often where nobody is.
+    /// alone for longer; a smaller one knocks more often where no worker listens.
     const FIRST: u32 = 64;
 
     fn within(timeout: Duration) -> Backoff {
@@ -314,7 +315,7 @@ mod tests {
     const NOW: Duration = Duration::ZERO;
     const MET: Outcome = Outcome::Met(Meeting { lead: 0, distance: 1.0 });
 
-    /// A core that has everyone within reach.
+    /// A core that has all partners within reach.
     fn connected(rank: u32, world: u32) -> Core {
         let mut core = Core::new(rank, world, 5, TIMEOUT);
         while let Some(peer) = core.knock(NOW) {
@@ -356,7 +357,7 @@ mod tests {
         let second = core.begin().unwrap();
         assert!(second.partner != first.partner && second.number > first.number);
         assert!(!core.finish(first, MET, NOW));
-        let stats = core.stats(0);
+        let stats = core.stats(Clock::START);
         assert_eq!((stats.done(), stats.failed(), stats.skipped), (0, 1, 1));
     }
 
@@ -373,7 +374,7 @@ mod tests {
         }
         assert_eq!(core.knock(now), Some(1));
         core.unanswered(1, now);
-        assert_eq!(core.offered(1, 1, 1), Verdict::Accept);
+        assert_eq!(core.offered(1, Life(1), 1), Answer::Accept);
         assert_eq!(core.knock(now), Some(1), "an offer is a sign of life");
         core.reached(1);
         assert_eq!(core.knock(now), None);
@@ -387,18 +388,18 @@ mod tests {
         assert!(core.finish(lost, Outcome::Lost, NOW));
         assert!(!partners(&mut core, 50).contains(&lost.partner));
         assert_eq!(connected(0, 1).begin(), None);
-        assert_eq!(Core::new(0, 4, 1, TIMEOUT).begin(), None, "nobody is within reach yet");
+        assert_eq!(Core::new(0, 4, 1, TIMEOUT).begin(), None, "no partner is within reach yet");
     }
 
     #[test]
     fn offers_count_once_and_in_order() {
         let mut core = Core::new(0, 2, 1, TIMEOUT);
-        assert_eq!(core.offered(1, 7, 1), Verdict::Accept);
-        assert_eq!(core.offered(1, 7, 1), Verdict::Repeated);
-        assert_eq!(core.offered(1, 7, 3), Verdict::Accept);
-        assert_eq!(core.offered(1, 7, 2), Verdict::Repeated);
-        assert_eq!(core.offered(1, 8, 1), Verdict::Accept, "a new life counts from 1");
-        assert_eq!(core.offered(1, 7, 4), Verdict::Repeated, "the old life is over");
+        assert_eq!(core.offered(1, Life(7), 1), Answer::Accept);
+        assert_eq!(core.offered(1, Life(7), 1), Answer::Repeated);
+        assert_eq!(core.offered(1, Life(7), 3), Answer::Accept);
+        assert_eq!(core.offered(1, Life(7), 2), Answer::Repeated);
+        assert_eq!(core.offered(1, Life(8), 1), Answer::Accept, "a new life counts from 1");
+        assert_eq!(core.offered(1, Life(7), 4), Answer::Repeated, "the old life is over");
     }
 
     #[test]
@@ -406,7 +407,7 @@ mod tests {
         let (mut low, mut high) = (connected(0, 2), connected(1, 2));
         let ours = low.begin().unwrap();
         let theirs = high.begin().unwrap();
-        assert_eq!(low.offered(1, 1, theirs.number), Verdict::Crossed);
-        assert_eq!(high.offered(0, 1, ours.number), Verdict::Accept);
+        assert_eq!(low.offered(1, Life(1), theirs.number), Answer::Crossed);
+        assert_eq!(high.offered(0, Life(1), ours.number), Answer::Accept);
     }
 }

@@ -9,6 +9,7 @@ use super::error::GossipError;
 use super::merge;
 use super::node::{Joined, Shared};
 use super::wire::{Kind, Message};
+use crate::Clock;
 
 /// The part of the timeout a worker waits at its start for others to greet it. Longer finds others
 /// that are slow to answer; shorter begins sooner where some host swallows packets.
@@ -16,7 +17,7 @@ const PATIENCE: u32 = 4;
 
 /// Connects to all others that are there, and takes over the weights of one that is under way.
 ///
-/// Workers that start at the same time all find nobody under way and start from what they have.
+/// Workers that start at the same time all find no other under way and start from what they have.
 pub fn join(node: &Shared) -> Result<Option<Joined>, GossipError> {
     let mut there = greet_all(node)?;
     // The furthest; among equals the lowest rank, for there is no better reason.
@@ -25,7 +26,7 @@ pub fn join(node: &Shared) -> Result<Option<Joined>, GossipError> {
     let mut buffer = Vec::new();
     let mut connected = Vec::new();
     for mut peer in there {
-        if joined.is_none() && peer.greeting.clock > 0 {
+        if joined.is_none() && peer.greeting.clock > Clock::START {
             buffer.resize(node.weights.elements(), 0.0);
             match fetch(node, &mut peer, &mut buffer) {
                 Ok(clock) => {
@@ -87,7 +88,7 @@ fn greet_all(node: &Shared) -> Result<Vec<Connection>, GossipError> {
 }
 
 /// Receives the weights of a worker under way; returns their clock.
-fn fetch(node: &Shared, peer: &mut Connection, into: &mut [f32]) -> io::Result<u64> {
+fn fetch(node: &Shared, peer: &mut Connection, into: &mut [f32]) -> io::Result<Clock> {
     let mut stream = peer.until(Instant::now() + node.timeout);
     node.message(Kind::Fetch, 0).send(&mut stream, &[])?;
     let reply = Message::receive(&mut stream)?;

@@ -16,7 +16,7 @@
 //!
 //! **What is promised.** Replicas are eventually consistent: between steps of training their distance
 //! contracts, as long as the workers that can reach each other choose each other now and then, and
-//! every worker offers to every partner that answers once in a cycle. Nobody is needed: a partner that
+//! every worker offers to every partner that answers once in a cycle. No single worker is needed: a partner that
 //! cannot be reached is left alone for a while (*backoff*) and another one is chosen. So both sides of
 //! a cut go on, each towards a mean of its own, and mix again once it heals. In CAP's terms this is
 //! availability without consistency.

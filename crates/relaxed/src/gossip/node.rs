@@ -19,6 +19,7 @@ use super::stats::GossipStats;
 use super::weights::{Weights, lock};
 use super::wire::{HEADER_LEN, Kind, Message, Shape};
 use super::{active, join, passive};
+use crate::{Clock, Life};
 
 /// Says of a worker that it cannot be reached: a cut, for tests and experiments.
 pub type Cut = Arc<dyn Fn(u32) -> bool + Send + Sync>;
@@ -28,7 +29,7 @@ pub struct GossipConfig {
     /// This worker.
     pub rank: u32,
     /// Larger for a later start of the same worker.
-    pub life: u64,
+    pub life: Life,
     /// Where each worker listens, by rank, this one included.
     pub addresses: Vec<SocketAddr>,
     /// This worker's own listening socket.
@@ -79,7 +80,7 @@ pub struct Joined {
     /// The worker that was furthest.
     pub from: u32,
     /// The steps it had finished: this worker's clock starts there.
-    pub clock: u64,
+    pub clock: Clock,
 }
 
 impl Gossip {
@@ -98,8 +99,8 @@ impl Gossip {
         let mut gossip = Gossip { shared, joined: None, acceptor: None, active: None };
         gossip.acceptor = Some(acceptor.map_err(failed)?);
         gossip.joined = join::join(&gossip.shared)?;
-        let clock = gossip.joined.map_or(0, |joined| joined.clock);
-        gossip.shared.clock.store(clock, Ordering::Release);
+        let clock = gossip.joined.map_or(Clock::START, |joined| joined.clock);
+        gossip.shared.clock.store(clock.0, Ordering::Release);
         gossip.shared.joining.store(false, Ordering::Release);
         let node = Arc::clone(&gossip.shared);
         let thread = std::thread::Builder::new().name("unisono-exchange".into());
@@ -107,12 +108,12 @@ impl Gossip {
         Ok(gossip)
     }
 
-    /// From whom this worker took over its first weights; `None`: from nobody, they are its own.
+    /// From which worker this one took over its first weights; `None`: from none, they are its own.
     pub fn joined(&self) -> Option<Joined> {
         self.joined
     }
 
-    /// Counts this worker's steps from 0, whoever it took its weights over from: for one that starts late
+    /// Counts this worker's steps from 0, wherever it took its weights over from: for one that starts late
     /// and has all its steps before it. To be called before the first.
     pub fn begin_anew(&self) {
         self.shared.clock.store(0, Ordering::Release);
@@ -124,7 +125,7 @@ impl Gossip {
     }
 
     /// Ends a step of training: adds its change to every parameter. Returns the clock.
-    pub fn step<C: AsRef<[f32]>>(&self, changes: &[C]) -> Result<u64, GossipError> {
+    pub fn step<C: AsRef<[f32]>>(&self, changes: &[C]) -> Result<Clock, GossipError> {
         let weights = &self.shared.weights;
         if changes.len() != weights.parameters() {
             let (parameters, given) = (weights.parameters(), changes.len());
@@ -142,9 +143,9 @@ impl Gossip {
 
     /// Ends a step of training by letting `change` work on the weights of every parameter, as they are
     /// now: an optimizer can be applied in place. Returns the clock.
-    pub fn step_with(&self, change: impl FnMut(usize, &mut [f32])) -> u64 {
+    pub fn step_with(&self, change: impl FnMut(usize, &mut [f32])) -> Clock {
         self.shared.weights.update(change);
-        self.shared.clock.fetch_add(1, Ordering::AcqRel) + 1
+        Clock(self.shared.clock.fetch_add(1, Ordering::AcqRel)).next()
     }
 
     /// Asks for an exchange with the next partner, which happens in the background. Says whether it was
@@ -220,7 +221,7 @@ impl fmt::Debug for Gossip {
 /// What the threads of a worker share.
 pub(super) struct Shared {
     pub rank: u32,
-    pub life: u64,
+    pub life: Life,
     pub addresses: Vec<SocketAddr>,
     pub token: Token,
     pub timeout: Duration,
@@ -289,8 +290,8 @@ impl Shared {
         self.joining.load(Ordering::Acquire)
     }
 
-    pub fn clock(&self) -> u64 {
-        self.clock.load(Ordering::Acquire)
+    pub fn clock(&self) -> Clock {
+        Clock(self.clock.load(Ordering::Acquire))
     }
 
     /// The time the core goes by.

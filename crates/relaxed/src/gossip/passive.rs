@@ -8,10 +8,11 @@ use unisono_net::keepalive::keep_alive;
 use unisono_net::{Connection, Introduction, TimedStream};
 
 use super::connect::End;
-use super::core::{Meeting, Verdict};
+use super::core::{Answer, Meeting};
 use super::merge;
 use super::node::Shared;
 use super::wire::{Kind, Message, Reason};
+use crate::Clock;
 
 /// Takes a connection from the acceptor, if it is meant for this worker.
 pub fn admit(node: &Arc<Shared>, mut connection: Connection, who: Introduction) {
@@ -78,11 +79,11 @@ fn answer_offer(
         node.core().declined(from);
         Some(Reason::NotFinite)
     } else {
-        let verdict = node.core().offered(from, offer.life, offer.number);
-        match verdict {
-            Verdict::Accept => None,
-            Verdict::Crossed => Some(Reason::Crossed),
-            Verdict::Repeated => Some(Reason::Repeated),
+        let answer = node.core().offered(from, offer.life, offer.number);
+        match answer {
+            Answer::Accept => None,
+            Answer::Crossed => Some(Reason::Crossed),
+            Answer::Repeated => Some(Reason::Repeated),
         }
     };
     if let Some(reason) = decline {
@@ -91,7 +92,7 @@ fn answer_offer(
     }
     let squares = node.weights.meet(buffer);
     let distance = merge::root_mean_square(squares, buffer.len());
-    let lead = node.clock().abs_diff(offer.clock);
+    let lead = node.clock().distance(offer.clock);
     node.core().answered(from, Meeting { lead, distance });
     node.message(Kind::Moved, offer.number).send(stream, buffer)?;
     node.moved(from, buffer.len());
@@ -106,7 +107,7 @@ fn answer_fetch(
 ) -> io::Result<()> {
     // Before the weights: they contain at least the steps of this clock.
     let message = node.message(Kind::Weights, 0);
-    if message.clock == 0 || node.is_joining() {
+    if message.clock == Clock::START || node.is_joining() {
         return node.message(Kind::Declined(Reason::NotUnderWay), 0).send(stream, &[]);
     }
     node.weights.snapshot(buffer);

@@ -8,8 +8,9 @@
 use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
 
-use super::core::{Core, Exchange, Meeting, Outcome, Random, Verdict};
+use super::core::{Answer, Core, Exchange, Meeting, Outcome, Random};
 use super::merge;
+use crate::Life;
 
 const TIMEOUT: Duration = Duration::from_millis(200);
 const ELEMENTS: usize = 3;
@@ -45,23 +46,23 @@ struct Simulation {
     lost_replies: u64,
     duplicates: u64,
     /// Halves that happened: which of the two, whose exchange, in which life, with which number.
-    carried_out: HashSet<(bool, u32, u64, u64)>,
+    carried_out: HashSet<(bool, u32, Life, u64)>,
     history: Vec<(Duration, u32, u32, u64)>,
 }
 
 struct Worker {
     core: Core,
-    life: u64,
+    life: Life,
     weights: Weights,
     up: bool,
 }
 
 #[derive(Clone)]
 enum Event {
-    Tick(u32, u64),
-    Offer { from: u32, to: u32, life: u64, number: u64, weights: Weights },
-    Reply { from: u32, to: u32, life: u64, number: u64, half: Option<Weights> },
-    GiveUp { worker: u32, life: u64, exchange: Exchange },
+    Tick(u32, Life),
+    Offer { from: u32, to: u32, life: Life, number: u64, weights: Weights },
+    Reply { from: u32, to: u32, life: Life, number: u64, half: Option<Weights> },
+    GiveUp { worker: u32, life: Life, exchange: Exchange },
 }
 
 impl Simulation {
@@ -70,7 +71,7 @@ impl Simulation {
         let workers = (0..world.workers)
             .map(|rank| Worker {
                 core: Core::new(rank, world.workers, world.seed, TIMEOUT),
-                life: 1,
+                life: Life(1),
                 weights: std::array::from_fn(|_| random.below(2000) as f32 / 1000.0 - 1.0),
                 up: true,
             })
@@ -147,13 +148,13 @@ impl Simulation {
         self.later(TIMEOUT, Event::GiveUp { worker: rank, life, exchange });
     }
 
-    fn take_offer(&mut self, from: u32, to: u32, life: u64, number: u64, mut message: Weights) {
+    fn take_offer(&mut self, from: u32, to: u32, life: Life, number: u64, mut message: Weights) {
         let ordered = self.world.ordered;
         let worker = self.worker(to);
         let half = match worker.core.offered(from, life, number) {
-            Verdict::Repeated => None,
-            Verdict::Crossed if ordered => None,
-            Verdict::Accept | Verdict::Crossed => {
+            Answer::Repeated => None,
+            Answer::Crossed if ordered => None,
+            Answer::Accept | Answer::Crossed => {
                 let squares = merge::meet(&mut worker.weights, &mut message);
                 worker.core.answered(from, Meeting { lead: 0, distance: squares });
                 Some(message)
@@ -166,7 +167,7 @@ impl Simulation {
         self.send(Event::Reply { from: to, to: from, life, number, half });
     }
 
-    fn take_reply(&mut self, from: u32, to: u32, life: u64, number: u64, half: Option<Weights>) {
+    fn take_reply(&mut self, from: u32, to: u32, life: Life, number: u64, half: Option<Weights>) {
         let (delivered, now) = (self.delivers(from, to) && self.lives(to, life), self.now);
         let exchange = Exchange { partner: from, number };
         let Some(half) = half else {
@@ -201,7 +202,7 @@ impl Simulation {
         let taken_over = peer.map(|peer| self.worker(peer).weights);
         let worker = self.worker(rank);
         worker.core = Core::new(rank, world.workers, world.seed ^ now.as_nanos() as u64, TIMEOUT);
-        worker.life += 1;
+        worker.life = worker.life.next();
         worker.up = true;
         worker.weights = taken_over.unwrap_or([5.0; ELEMENTS]);
         self.tick_later(rank);
@@ -255,7 +256,7 @@ impl Simulation {
         &mut self.workers[rank as usize]
     }
 
-    fn lives(&self, rank: u32, life: u64) -> bool {
+    fn lives(&self, rank: u32, life: Life) -> bool {
         let worker = &self.workers[rank as usize];
         worker.up && worker.life == life
     }

@@ -1,11 +1,13 @@
 //! What a worker counts about its exchanges.
 
+use crate::Clock;
+
 /// What happened so far.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GossipStats {
     /// Steps this worker has finished, those it took over when it joined included.
-    pub clock: u64,
-    /// Times no exchange was begun: the last one was still under way, or nobody was within reach.
+    pub clock: Clock,
+    /// Times no exchange was begun: the last one was still under way, or no partner was within reach.
     pub skipped: u64,
     /// The latest exchange, active or passive, was with this partner.
     pub latest: Option<u32>,

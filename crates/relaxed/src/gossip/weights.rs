@@ -8,7 +8,7 @@ use super::error::GossipError;
 use super::merge;
 use super::wire::Shape;
 
-/// The weights, under one lock for each parameter: nobody sees half a change of a parameter, and
+/// The weights, under one lock for each parameter: no thread sees half a change of a parameter, and
 /// training waits for an exchange no longer than one parameter takes to add.
 pub struct Weights {
     parameters: Vec<Mutex<Vec<f32>>>,

@@ -11,6 +11,8 @@ use std::io::{self, Read, Write};
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
+use crate::{Clock, Life};
+
 /// What a message is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
@@ -55,11 +57,11 @@ pub struct Shape {
 pub struct Message {
     pub kind: Kind,
     /// The sender's life.
-    pub life: u64,
+    pub life: Life,
     /// The exchange it belongs to; 0 if to none.
     pub number: u64,
     /// Steps the sender has finished.
-    pub clock: u64,
+    pub clock: Clock,
     pub shape: Shape,
 }
 
@@ -85,9 +87,9 @@ impl Message {
         zerocopy::transmute!(Header {
             kind: kind.into(),
             detail: detail.into(),
-            life: self.life.into(),
+            life: self.life.0.into(),
             number: self.number.into(),
-            clock: self.clock.into(),
+            clock: self.clock.0.into(),
             model: self.shape.model.into(),
             elements: self.shape.elements.into(),
         })
@@ -98,9 +100,9 @@ impl Message {
         let header: Header = zerocopy::transmute!(bytes);
         Some(Message {
             kind: Kind::from_codes(header.kind.get(), header.detail.get())?,
-            life: header.life.get(),
+            life: Life(header.life.get()),
             number: header.number.get(),
-            clock: header.clock.get(),
+            clock: Clock(header.clock.get()),
             shape: Shape { model: header.model.get(), elements: header.elements.get() },
         })
     }
@@ -160,7 +162,7 @@ mod tests {
     fn headers_survive_the_wire() {
         let shape = Shape { model: u64::MAX - 1, elements: 5 };
         for kind in Kind::ALL {
-            let message = Message { kind, life: 1 << 40, number: 2, clock: 3, shape };
+            let message = Message { kind, life: Life(1 << 40), number: 2, clock: Clock(3), shape };
             let mut bytes = Vec::new();
             message.send(&mut bytes, &[1.0, 2.0]).unwrap();
             assert_eq!(bytes.len(), HEADER_LEN + 8);

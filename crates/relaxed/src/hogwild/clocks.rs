@@ -2,7 +2,7 @@
 //!
 //! One counter for all would be a cache line that every update of every thread must own: with many
 //! threads and small updates, the one thing they all wait for. So each thread counts its own updates,
-//! in a cache line of its own, and whoever wants the sum adds up. To count costs an access to a line
+//! in a cache line of its own, and a thread that wants the sum adds up. To count costs an access to a line
 //! that is already there; to add up costs a miss per thread, and another for each of them at its next
 //! count. A training step can afford that twice; loops of updates that take less than a microsecond
 //! should add up only now and then.
@@ -18,6 +18,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Release};
 
 use super::atomic::Tally;
+use crate::Clock;
 
 /// The updates of every thread: its clock. All together, they are the version of the weights.
 #[derive(Debug)]
@@ -38,8 +39,8 @@ impl Clocks {
     }
 
     /// The updates of one thread.
-    pub fn of(&self, thread: usize) -> u64 {
-        self.clocks[thread].0.load(Acquire)
+    pub fn of(&self, thread: usize) -> Clock {
+        Clock(self.clocks[thread].0.load(Acquire))
     }
 
     /// The updates of all threads.
@@ -54,8 +55,8 @@ impl Clocks {
     }
 
     /// The updates of the thread that has made the fewest.
-    pub fn slowest(&self) -> u64 {
-        self.clocks.iter().map(|clock| clock.0.load(Acquire)).min().unwrap_or(0)
+    pub fn slowest(&self) -> Clock {
+        Clock(self.clocks.iter().map(|clock| clock.0.load(Acquire)).min().unwrap_or(0))
     }
 }
 
@@ -84,9 +85,9 @@ mod tests {
         for thread in [0, 2, 2, 1, 2] {
             clocks.tick(thread);
         }
-        assert_eq!([0, 1, 2].map(|thread| clocks.of(thread)), [1, 1, 3]);
+        assert_eq!([0, 1, 2].map(|thread| clocks.of(thread).0), [1, 1, 3]);
         assert_eq!([0, 1, 2].map(|thread| clocks.of_others(thread)), [4, 4, 2]);
-        assert_eq!((clocks.total(), clocks.slowest()), (5, 1));
+        assert_eq!((clocks.total(), clocks.slowest()), (5, Clock(1)));
         assert_eq!(size_of_val(&*clocks.clocks), 3 * 128);
     }
 
@@ -94,6 +95,6 @@ mod tests {
     fn one_thread_has_no_others() {
         let clocks = Clocks::new(1);
         clocks.tick(0);
-        assert_eq!((clocks.of_others(0), clocks.slowest()), (0, 1));
+        assert_eq!((clocks.of_others(0), clocks.slowest()), (0, Clock(1)));
     }
 }

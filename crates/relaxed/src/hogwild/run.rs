@@ -17,6 +17,7 @@ use super::{Clocks, SharedWeights};
 use crate::events::Update;
 use crate::server::core::{Age, PushId};
 use crate::server::wire::Measured;
+use crate::{Clock, Life};
 
 /// Records that wait for the caller's thread. With room for fewer, threads wait for a caller who
 /// writes to a slow disk; more is only memory.
@@ -69,7 +70,7 @@ impl Hogwild<'_> {
         record: impl FnMut(Update),
     ) -> Result<u64, E>
     where
-        S: FnMut(u64, &SharedWeights) -> Result<Step, E>,
+        S: FnMut(Clock, &SharedWeights) -> Result<Step, E>,
         E: Send,
     {
         let Hogwild { weights, threads, updates, stop, began } = *self;
@@ -162,7 +163,7 @@ pub struct Thread<'a> {
 
 /// What was known when an update was claimed.
 struct Begun {
-    clock: u64,
+    clock: Clock,
     lead: u64,
     version: u64,
 }
@@ -177,13 +178,13 @@ impl Thread<'_> {
     ///
     /// The flags come first: who claims an update makes it. They and the counter say nothing about other
     /// memory, and are relaxed.
-    pub fn begin(&mut self) -> Option<u64> {
+    pub fn begin(&mut self) -> Option<Clock> {
         let Shared { updates, claimed, clocks, .. } = self.shared;
         if self.is_over() || claimed.fetch_add(1, Relaxed) >= *updates {
             return None;
         }
         let clock = clocks.of(self.number);
-        let lead = clock.saturating_sub(clocks.slowest());
+        let lead = clock.lead_over(clocks.slowest());
         self.begun = Some(Begun { clock, lead, version: clocks.of_others(self.number) });
         Some(clock)
     }
@@ -201,7 +202,12 @@ impl Thread<'_> {
             time: self.shared.began.elapsed().as_secs_f64(),
             // The caller's thread numbers updates.
             update: 0,
-            push: PushId { worker: self.number as u32, life: 1, number: clock + 1, clock },
+            push: PushId {
+                worker: self.number as u32,
+                life: Life(1),
+                number: clock.next().0,
+                clock,
+            },
             age: Age { lead, delay, present: self.shared.threads as u32 },
             // No thread waits for another, and nothing leaves the process.
             measured: Measured { loss, samples, compute, ..Measured::default() },
@@ -253,16 +259,19 @@ mod tests {
             let own: Vec<_> =
                 records.iter().filter(|record| record.push.worker == thread).collect();
             assert!(own.iter().map(|record| record.push.number).eq(1..=own.len() as u64));
-            assert!(own.iter().all(|record| record.push.clock + 1 == record.push.number));
+            assert!(own.iter().all(|record| record.push.clock.next().0 == record.push.number));
             assert!(own.is_sorted_by_key(|record| record.time));
             // What others did during one's steps is part of what they did.
             let delays: u64 = own.iter().map(|record| record.age.delay).sum();
             assert!(delays <= 5000 - own.len() as u64, "{delays}");
-            assert!(own.iter().all(|record| record.age.lead <= record.push.clock));
+            assert!(own.iter().all(|record| record.age.lead <= record.push.clock.0));
         }
         let Update { push, age, measured, .. } = records.last().unwrap();
         assert_eq!((measured.loss, measured.samples, measured.compute), (0.5, 3, 0.25));
-        assert_eq!((push.life, age.present, measured.bytes, measured.blocked), (1, 3, 0, 0.0));
+        assert_eq!(
+            (push.life, age.present, measured.bytes, measured.blocked),
+            (Life(1), 3, 0, 0.0)
+        );
     }
 
     /// The first thread reads, then the second takes four steps, then the first one updates.
@@ -273,8 +282,8 @@ mod tests {
         let mut records = Vec::new();
         let started = |thread| {
             let (has_read, have_updated) = (&has_read, &have_updated);
-            Ok(move |clock, weights: &SharedWeights| {
-                match (thread, clock) {
+            Ok(move |clock: Clock, weights: &SharedWeights| {
+                match (thread, clock.0) {
                     (0, 0) => {
                         has_read.wait();
                         have_updated.wait();
@@ -292,7 +301,7 @@ mod tests {
         let find = |worker: u32, clock: u64| {
             let found = records
                 .iter()
-                .find(|record| (record.push.worker, record.push.clock) == (worker, clock));
+                .find(|record| (record.push.worker, record.push.clock) == (worker, Clock(clock)));
             found.unwrap_or_else(|| panic!("step {clock} of {worker} is none of {records:?}"))
         };
         assert!((4..=5).contains(&find(0, 0).age.delay), "{records:?}");
@@ -324,7 +333,7 @@ mod tests {
         let (weights, stop) = (SharedWeights::new([[0.0]]), AtomicBool::new(false));
         let run = run(&weights, u64::MAX, &stop);
         let started = |thread| {
-            Ok(move |clock, weights: &_| match (thread, clock) {
+            Ok(move |clock: Clock, weights: &_| match (thread, clock.0) {
                 (1, 7) => Err("out of data".to_owned()),
                 _ => subtract_one(weights),
             })

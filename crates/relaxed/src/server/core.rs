@@ -1,10 +1,10 @@
-//! Who is how far, and what follows from it: the logic of a server shard, without threads, sockets or
+//! How far each worker is, and what follows from it: the logic of a server, without threads, sockets or
 //! a clock of its own.
 //!
 //! A *member* is a worker in one of its lives. It joins, is told the clock at which it comes in, and
 //! enters. From then on it holds the others back: the *slowest* clock is that of the member that is
 //! present and has finished the fewest steps. A member that leaves, because its connection closed or
-//! because nothing was heard of it for too long, holds nobody back.
+//! because nothing was heard of it for too long, holds no worker back.
 //!
 //! A **read** at clock `c` is admitted once `c − slowest ≤ S`. Whatever members that are present have
 //! pushed for clocks below `c − S` is then applied, so the weights contain it. Nothing else is promised
@@ -15,7 +15,7 @@
 //! settled when it is applied, or dropped for being stale. In *lock-step* pushes are collected until
 //! every member that is present has pushed for the round; all of them are then one update.
 //!
-//! What was settled is written down ([`Entry`]) before it is acknowledged. A shard that is restarted
+//! What was settled is written down ([`Entry`]) before it is acknowledged. A server that is restarted
 //! [repeats](Core::repeat) what is written, and goes on with every member absent, until they join again.
 
 use std::collections::BTreeMap;
@@ -23,7 +23,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::stale::{Stale, Verdict};
+use crate::staleness::StalenessPolicy;
+use crate::{Clock, Life};
 
 /// What is fixed for the life of a run.
 #[derive(Clone, Debug)]
@@ -31,7 +32,7 @@ pub struct Rules {
     /// Whether every update is one of all members.
     pub lockstep: bool,
     /// What becomes of stale gradients; of no meaning in lock-step.
-    pub stale: Stale,
+    pub stale: StalenessPolicy,
     /// How long a member may be silent.
     pub timeout: Duration,
     /// After how many pushes the run is over; in lock-step, after how many rounds.
@@ -41,26 +42,26 @@ pub struct Rules {
 /// A push: which, and of which step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PushId {
-    /// Who pushes.
+    /// The worker that pushes.
     pub worker: u32,
     /// In which of its lives.
-    pub life: u64,
+    pub life: Life,
     /// Its number in that life, from 1.
     pub number: u64,
     /// Steps that the worker had finished before the one of this gradient.
-    pub clock: u64,
+    pub clock: Clock,
 }
 
 /// What a worker is told that joins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Joined {
     /// The clock at which it comes in.
-    pub clock: u64,
+    pub clock: Clock,
     /// Pushes of this life that are settled.
     pub pushes: u64,
 }
 
-/// Why somebody is turned away.
+/// Why a request of a worker is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Refusal {
@@ -80,7 +81,7 @@ pub enum Refusal {
     #[error("the worker is at clock {clock}")]
     OtherClock {
         /// Its clock, as the server knows it.
-        clock: u64,
+        clock: Clock,
     },
 }
 
@@ -114,7 +115,7 @@ pub enum Pushed {
     /// Its round is over: the worker goes on at this clock.
     Late {
         /// The present round.
-        clock: u64,
+        clock: Clock,
     },
 }
 
@@ -147,7 +148,7 @@ pub enum Broken {
         /// The worker.
         worker: u32,
         /// Its life.
-        life: u64,
+        life: Life,
         /// The last that is there.
         before: u64,
         /// The one after it.
@@ -159,9 +160,9 @@ pub enum Broken {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Saved {
     updates: u64,
-    round: u64,
+    round: Clock,
     ledger: Ledger,
-    members: Vec<(u32, u64, u64, u64)>,
+    members: Vec<(u32, Life, Clock, u64)>,
 }
 
 /// The pushes that have come, by what became of them.
@@ -175,14 +176,14 @@ pub struct Ledger {
     pub duplicates: u64,
 }
 
-/// The logic of a server shard.
+/// The logic of a server.
 #[derive(Clone, Debug)]
 pub struct Core {
     rules: Rules,
     members: BTreeMap<u32, Member>,
     updates: u64,
-    /// In lock-step: rounds that are over.
-    round: u64,
+    /// In lock-step: rounds that are over, the clock of the present one.
+    round: Clock,
     /// In lock-step: who has pushed for the present round.
     collected: BTreeMap<u32, PushId>,
     ledger: Ledger,
@@ -190,10 +191,10 @@ pub struct Core {
 
 #[derive(Clone, Debug)]
 struct Member {
-    life: u64,
+    life: Life,
     presence: Presence,
     /// Steps it has finished.
-    clock: u64,
+    clock: Clock,
     /// Pushes of this life that are settled.
     pushes: u64,
     heard: Duration,
@@ -204,7 +205,7 @@ struct Member {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Presence {
-    /// It holds nobody back, and may do nothing but join.
+    /// It holds no other back, and may do nothing but join.
     Absent,
     /// It has been told its clock.
     Joining,
@@ -213,19 +214,19 @@ enum Presence {
 }
 
 impl Core {
-    /// Before anybody has come.
+    /// Before any worker has joined.
     pub fn new(rules: Rules) -> Core {
         Core {
             rules,
             members: BTreeMap::new(),
             updates: 0,
-            round: 0,
+            round: Clock::START,
             collected: BTreeMap::new(),
             ledger: Ledger::default(),
         }
     }
 
-    /// As it was when it was saved, with everybody absent.
+    /// As it was when it was saved, with all members absent.
     pub fn restore(rules: Rules, saved: &Saved) -> Core {
         let mut core = Core::new(rules);
         core.updates = saved.updates;
@@ -269,7 +270,7 @@ impl Core {
             }
             member.settle(push);
             if self.rules.lockstep && entry.update > 0 {
-                self.round = self.round.max(push.clock + 1);
+                self.round = self.round.max(push.clock.next());
             }
         }
         self.count(entry);
@@ -277,7 +278,7 @@ impl Core {
     }
 
     /// A worker comes, or comes back after its connection was lost.
-    pub fn join(&mut self, worker: u32, life: u64, now: Duration) -> Result<Joined, Refusal> {
+    pub fn join(&mut self, worker: u32, life: Life, now: Duration) -> Result<Joined, Refusal> {
         if self.is_superseded(worker, life) {
             return Err(Refusal::Superseded);
         }
@@ -290,18 +291,18 @@ impl Core {
         }
         member.presence = Presence::Joining;
         member.heard = now;
-        // What it read before a crash of this shard is as old as can be told.
+        // What it read before a crash of this server is as old as can be told.
         member.read_at = member.read_at.or(Some(updates));
-        // Where nobody is, it goes on where the furthest has been.
-        let slowest = others.or(furthest).unwrap_or(0);
+        // Where no other is present, it goes on where the furthest has been.
+        let slowest = others.or(furthest).unwrap_or_default();
         let clock = if lockstep { round } else { member.clock.max(slowest) };
         Ok(Joined { clock, pushes: member.pushes })
     }
 
-    /// A worker that has joined begins at this clock, which is that of this shard or of one where the
+    /// A worker that has joined begins at this clock, which is that of this server or of one where the
     /// slowest is further.
-    pub fn enter(&mut self, worker: u32, life: u64, clock: u64) -> Result<(), Refusal> {
-        let least = if self.rules.lockstep { self.round } else { 0 };
+    pub fn enter(&mut self, worker: u32, life: Life, clock: Clock) -> Result<(), Refusal> {
+        let least = if self.rules.lockstep { self.round } else { Clock::START };
         let member = self.member(worker, life)?;
         if member.presence == Presence::Absent {
             return Err(Refusal::NotPresent);
@@ -312,20 +313,20 @@ impl Core {
     }
 
     /// A worker is gone, or this life of it is.
-    pub fn leave(&mut self, worker: u32, life: u64) {
+    pub fn leave(&mut self, worker: u32, life: Life) {
         if let Ok(member) = self.member(worker, life) {
             member.presence = Presence::Absent;
         }
     }
 
     /// Something was heard of a worker.
-    pub fn hear(&mut self, worker: u32, life: u64, now: Duration) {
+    pub fn hear(&mut self, worker: u32, life: Life, now: Duration) {
         if let Ok(member) = self.member(worker, life) {
             member.heard = now;
         }
     }
 
-    /// Takes those for gone of whom nothing was heard for too long: who they are.
+    /// Takes those members for gone of which nothing was heard for too long: which workers these are.
     pub fn expire(&mut self, now: Duration) -> Vec<u32> {
         let timeout = self.rules.timeout;
         let silent = self.members.iter_mut().filter(|(_, member)| {
@@ -343,8 +344,8 @@ impl Core {
     pub fn read(
         &mut self,
         worker: u32,
-        life: u64,
-        clock: u64,
+        life: Life,
+        clock: Clock,
         bound: Option<u64>,
     ) -> Result<bool, Refusal> {
         let (updates, slowest) = (self.updates, self.slowest());
@@ -353,7 +354,7 @@ impl Core {
             return Err(Refusal::OtherClock { clock: member.clock });
         }
         let slowest = slowest.expect("the reader itself is present");
-        let lead = clock - slowest;
+        let lead = clock.lead_over(slowest);
         if bound.is_some_and(|bound| lead > bound) {
             return Ok(false);
         }
@@ -389,12 +390,12 @@ impl Core {
         let delay = updates - member.read_at.unwrap_or(updates);
         let age = Age { lead: member.lead, delay, present };
         member.settle(&push);
-        let (update, factor) = match stale.judge(age.staleness()) {
-            Verdict::Apply { factor } => {
+        let (update, factor) = match stale.factor(age.staleness()) {
+            Some(factor) => {
                 self.updates += 1;
                 (self.updates, factor)
             }
-            Verdict::Drop => (0, 0.0),
+            None => (0, 0.0),
         };
         let entry = Entry { update, factor, pushes: vec![(push, age)] };
         self.count(&entry);
@@ -412,12 +413,12 @@ impl Core {
         entry
     }
 
-    /// In lock-step: the update of the round, if everybody who is present has pushed. To be asked after
+    /// In lock-step: the update of the round, if every member that is present has pushed. To be asked after
     /// every change, before reads are admitted.
     pub fn commit(&mut self) -> Option<Entry> {
         let slowest = self.slowest()?;
         let is_missing = |(worker, member): (&u32, &Member)| {
-            // Who came in by another shard that was further takes no part yet.
+            // A member that entered at the clock of another server, which was further, takes no part yet.
             let takes_part = member.presence == Presence::Present && member.clock <= self.round;
             takes_part && !self.collected.contains_key(worker)
         };
@@ -425,12 +426,12 @@ impl Core {
             return None;
         }
         if self.collected.is_empty() {
-            // Nobody is left of this round: it stays without an update.
+            // No member is left of this round: it stays without an update.
             self.round = self.round.max(slowest);
             return None;
         }
         let present = self.present_members();
-        self.round += 1;
+        self.round = self.round.next();
         self.updates += 1;
         let collected = std::mem::take(&mut self.collected);
         for push in collected.values() {
@@ -446,33 +447,33 @@ impl Core {
     }
 
     /// Whether a push of this number is settled.
-    pub fn is_settled(&self, worker: u32, life: u64, number: u64) -> bool {
+    pub fn is_settled(&self, worker: u32, life: Life, number: u64) -> bool {
         self.members.get(&worker).is_some_and(|m| m.life == life && m.pushes >= number)
     }
 
     /// Whether a worker may do anything but join.
-    pub fn is_present(&self, worker: u32, life: u64) -> bool {
+    pub fn is_present(&self, worker: u32, life: Life) -> bool {
         let present = |m: &Member| m.life == life && m.presence == Presence::Present;
         self.members.get(&worker).is_some_and(present)
     }
 
     /// The clock of a worker, if this life of it has been here before.
-    pub fn clock(&self, worker: u32, life: u64) -> Option<u64> {
+    pub fn clock(&self, worker: u32, life: Life) -> Option<Clock> {
         self.members.get(&worker).filter(|member| member.life == life).map(|member| member.clock)
     }
 
     /// The latest life of a worker that has been here, if one has.
-    pub fn life(&self, worker: u32) -> Option<u64> {
+    pub fn life(&self, worker: u32) -> Option<Life> {
         self.members.get(&worker).map(|member| member.life)
     }
 
     /// Whether a later life of a worker has joined.
-    pub fn is_superseded(&self, worker: u32, life: u64) -> bool {
+    pub fn is_superseded(&self, worker: u32, life: Life) -> bool {
         self.members.get(&worker).is_some_and(|member| member.life > life)
     }
 
     /// The clock of the slowest member that is present.
-    pub fn slowest(&self) -> Option<u64> {
+    pub fn slowest(&self) -> Option<Clock> {
         self.slowest_but(None)
     }
 
@@ -486,8 +487,8 @@ impl Core {
         self.updates
     }
 
-    /// In lock-step: rounds that are over.
-    pub fn round(&self) -> u64 {
+    /// In lock-step: rounds that are over, the clock of the present one.
+    pub fn round(&self) -> Clock {
         self.round
     }
 
@@ -499,7 +500,7 @@ impl Core {
     /// Whether as much was pushed as the run wants.
     pub fn is_finished(&self) -> bool {
         let settled = self.ledger.applied + self.ledger.dropped;
-        let done = if self.rules.lockstep { self.round } else { settled };
+        let done = if self.rules.lockstep { self.round.0 } else { settled };
         done >= self.rules.total
     }
 
@@ -511,14 +512,14 @@ impl Core {
         }
     }
 
-    fn slowest_but(&self, but: Option<u32>) -> Option<u64> {
+    fn slowest_but(&self, but: Option<u32>) -> Option<Clock> {
         let present = self.members.iter().filter(|(worker, member)| {
             member.presence == Presence::Present && Some(**worker) != but
         });
         present.map(|(_, member)| member.clock).min()
     }
 
-    fn member(&mut self, worker: u32, life: u64) -> Result<&mut Member, Refusal> {
+    fn member(&mut self, worker: u32, life: Life) -> Result<&mut Member, Refusal> {
         match self.members.get_mut(&worker) {
             Some(member) if member.life == life => Ok(member),
             Some(member) if member.life > life => Err(Refusal::Superseded),
@@ -526,7 +527,7 @@ impl Core {
         }
     }
 
-    fn present(&mut self, worker: u32, life: u64) -> Result<&mut Member, Refusal> {
+    fn present(&mut self, worker: u32, life: Life) -> Result<&mut Member, Refusal> {
         let member = self.member(worker, life)?;
         match member.presence {
             Presence::Present => Ok(member),
@@ -536,11 +537,11 @@ impl Core {
 }
 
 impl Member {
-    fn new(life: u64) -> Member {
+    fn new(life: Life) -> Member {
         Member {
             life,
             presence: Presence::Absent,
-            clock: 0,
+            clock: Clock::START,
             pushes: 0,
             heard: Duration::ZERO,
             read_at: None,
@@ -554,6 +555,6 @@ impl Member {
         if self.life == push.life {
             self.pushes = push.number;
         }
-        self.clock = self.clock.max(push.clock + 1);
+        self.clock = self.clock.max(push.clock.next());
     }
 }

@@ -1,6 +1,6 @@
-//! What a server shard keeps on disk, so that `kill -9` loses nothing it has acknowledged.
+//! What a server keeps on disk, so that `kill -9` loses nothing it has acknowledged.
 //!
-//! A shard has a *folder* of its own. Every update is appended to a *journal* there before it is
+//! A server has a *folder* of its own. Every update is appended to a *journal* there before it is
 //! acknowledged; now and then the whole state is written as a *snapshot*, and a new journal begins:
 //!
 //! ```text
@@ -13,11 +13,11 @@
 //! journal has records that count, so that none can be passed over. A snapshot is taken while nothing is
 //! appended, in steps of which each is forced to the disk before the next, and is harmless by itself:
 //!
-//! 1. The state is written under another name. Nobody looks at that.
-//! 2. Journal N+1 is made, without a record. Nobody looks at it as long as there is no snapshot N+1.
+//! 1. The state is written under another name, which is not read.
+//! 2. Journal N+1 is made, without a record. It is not read as long as there is no snapshot N+1.
 //! 3. The state is named snapshot N+1. It equals snapshot N with journal N applied, so from now on these
 //!    are of no use, and updates go to journal N+1.
-//! 4. What has a smaller number is removed, now or by whoever opens the folder next.
+//! 4. What has a smaller number is removed, now or when the folder is next opened.
 //!
 //! **What a crash leaves.** A process that dies while it appends leaves the beginning of a record at the
 //! end of the journal. It was never acknowledged, and is cut off: it is *torn*. A record that is there
@@ -50,8 +50,8 @@ use record::{Found, Kind, Reader, Writer};
 pub struct Options {
     /// Whether every update waits until it is on the disk.
     pub sync: bool,
-    /// How long to wait for a process that still holds the folder. Whoever restarts a server may be
-    /// faster than the end of the killed one; a longer wait tells later that it was started twice.
+    /// How long to wait for a process that still holds the folder. A launcher that restarts a server
+    /// may be faster than the end of the killed one; a longer wait tells later that it was started twice.
     pub patience: Duration,
 }
 
@@ -61,7 +61,7 @@ impl Default for Options {
     }
 }
 
-/// The folder of one server shard, open for writing. No other process can open it meanwhile.
+/// The folder of one server, open for writing. No other process can open it meanwhile.
 #[derive(Debug)]
 pub struct Journal {
     folder: PathBuf,
@@ -154,7 +154,7 @@ impl Journal {
         options: Options,
     ) -> Result<(Journal, Recovered), JournalError> {
         let folder = folder.into();
-        // Before anything is written, and again when nobody else can change it.
+        // Before anything is written, and again when no other process can change it.
         if folder.exists() {
             Listing::read(&folder)?;
         }
@@ -234,13 +234,13 @@ impl Journal {
             let mut journal = Writer::create(Kind::Journal, journal, number)?;
             watch("a journal more");
             journal.sync()?;
-            // Whoever finds the snapshot finds its journal, even if the power fails in between.
+            // Where the snapshot is, its journal is, even if the power fails in between.
             sync_folder(&self.folder)?;
             disk::rename(&unfinished, &path).attempt("name", &path)?;
             Ok(journal)
         })();
         let journal = written.inspect_err(|_| {
-            // It is in nobody's way, and removed when the folder is next opened.
+            // It does no harm, and is removed when the folder is next opened.
             let _ = fs::remove_file(&unfinished);
         })?;
         (self.number, self.writer) = (number, journal);

@@ -1,8 +1,8 @@
-//! Which part of the weights lies on which server shard.
+//! Which part of the weights lies on which server.
 //!
-//! A parameter that is larger than a shard's fair share is cut along its first dimension into pieces
+//! A parameter that is larger than a server's fair share is cut along its first dimension into pieces
 //! of about equal size, none larger than that share. The pieces, from the largest to the smallest, then
-//! each go to the shard that has the fewest elements so far. Workers and servers compute the same
+//! each go to the server that has the fewest elements so far. Workers and servers compute the same
 //! layout from the same shapes.
 
 use std::ops::Range;
@@ -43,25 +43,25 @@ impl Piece {
     }
 }
 
-/// The pieces of every shard, for parameters of these shapes. No shard is empty if there are enough
+/// The pieces of every server, for parameters of these shapes. No server is empty if there are enough
 /// rows.
 ///
 /// # Panics
-/// If there are no shards.
-pub fn spread(shapes: &[Vec<usize>], shards: usize) -> Vec<Vec<Piece>> {
-    assert!(shards > 0, "weights need a place");
+/// If there are no servers.
+pub fn spread(shapes: &[Vec<usize>], servers: usize) -> Vec<Vec<Piece>> {
+    assert!(servers > 0, "weights need a place");
     let total: usize = shapes.iter().map(|shape| shape.iter().product::<usize>()).sum();
-    let fair = total.div_ceil(shards).max(1);
+    let fair = total.div_ceil(servers).max(1);
     let mut pieces: Vec<Piece> = Vec::new();
     for (parameter, shape) in shapes.iter().enumerate() {
         pieces.extend(cut(parameter, shape, fair));
     }
     // A stable order, so that equal sizes do not depend on chance.
     pieces.sort_by_key(|piece| (std::cmp::Reverse(piece.len()), piece.parameter, piece.start));
-    let mut spread = vec![Vec::new(); shards];
-    let mut load = vec![0; shards];
+    let mut spread = vec![Vec::new(); servers];
+    let mut load = vec![0; servers];
     for piece in pieces {
-        let least = (0..shards).min_by_key(|shard| (load[*shard], *shard)).expect("shards");
+        let least = (0..servers).min_by_key(|server| (load[*server], *server)).expect("servers");
         load[least] += piece.len();
         spread[least].push(piece);
     }
@@ -102,12 +102,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_element_lies_on_one_shard(
+        fn every_element_lies_on_one_server(
             shapes in proptest::collection::vec(proptest::collection::vec(0usize..20, 0..4), 0..8),
-            shards in 1usize..6,
+            servers in 1usize..6,
         ) {
-            let spread = spread(&shapes, shards);
-            prop_assert_eq!(spread.len(), shards);
+            let spread = spread(&shapes, servers);
+            prop_assert_eq!(spread.len(), servers);
             for (parameter, shape) in shapes.iter().enumerate() {
                 let mut pieces: Vec<&Piece> =
                     spread.iter().flatten().filter(|piece| piece.parameter == parameter).collect();
@@ -122,16 +122,16 @@ mod tests {
         }
 
         #[test]
-        fn shards_have_about_as_much(
+        fn servers_have_about_as_much(
             shapes in proptest::collection::vec((1usize..200, 1usize..8), 8..12),
-            shards in 1usize..5,
+            servers in 1usize..5,
         ) {
             let shapes: Vec<Vec<usize>> = shapes.into_iter().map(|(r, c)| vec![r, c]).collect();
             let total: usize = shapes.iter().map(|shape| shape.iter().product::<usize>()).sum();
-            let largest = spread(&shapes, shards).iter().flatten().map(Piece::len).max().unwrap();
-            for pieces in spread(&shapes, shards) {
+            let largest = spread(&shapes, servers).iter().flatten().map(Piece::len).max().unwrap();
+            for pieces in spread(&shapes, servers) {
                 let load: usize = pieces.iter().map(Piece::len).sum();
-                prop_assert!(load <= total / shards + largest);
+                prop_assert!(load <= total / servers + largest);
             }
         }
     }

@@ -1,15 +1,15 @@
-//! One connection between a worker and a shard: texts, and bulk data beside them.
+//! One connection between a worker and a server: messages, and bulk data beside them.
 //!
-//! Over TCP the parts of bulk data follow their text, and are read straight to where they are used.
+//! Over TCP the parts of bulk data follow their message, and are read straight to where they are used.
 //! Between processes of one host, bulk data lies in memory that both have mapped, one half for each
-//! direction, and the text on a Unix socket says that it is there. Either way a part begins at a multiple
+//! direction, and the message on a Unix socket says that it is there. Either way a part begins at a multiple
 //! of eight bytes, the gap filled up.
 //!
-//! The two sides take turns: whoever has sent bulk data leaves its half alone until the other has
-//! replied to it. Nobody relies on that, for nothing enforces it: what lies in common memory is copied
+//! The two sides take turns: a side that has sent bulk data leaves its half alone until the other has
+//! replied to it. Neither relies on that, for nothing enforces it: what lies in common memory is copied
 //! once, and only the copy is used, so that what is checked, written down and applied is the same.
 //!
-//! Out of turn, a shard says now and then that it lives: a [`Pulse`] does, between messages.
+//! Out of turn, a server says now and then that it lives: a [`Heartbeat`] does, between messages.
 
 use std::io::{self, IoSlice, Read};
 use std::net::Shutdown;
@@ -44,11 +44,11 @@ const SHARED_CHUNK: usize = 16 << 10;
 /// The most parts that are handed to the system at once; it takes no more than 1024.
 const MOST_PARTS: usize = 256;
 
-/// By how many bytes the memory for bulk data grows before they are there. More: whoever announces much
+/// By how many bytes the memory for bulk data grows before they are there. More: a peer that announces much
 /// and sends nothing costs that. Fewer: more often, the first time.
 const GROWTH: usize = 1 << 24;
 
-/// The most bytes of bulk data in one direction that a shard maps or reads for a worker: beyond any
+/// The most bytes of bulk data in one direction that a server maps or reads for a worker: beyond any
 /// model, far from what could overflow.
 pub const MOST_BULK: u64 = 1 << 40;
 
@@ -58,7 +58,7 @@ pub struct Link {
     /// Locked while something is sent, so that nothing gets in between.
     sender: Arc<Mutex<Sender>>,
     memory: Option<Memory>,
-    text: Vec<u8>,
+    framed: Vec<u8>,
     scratch: Vec<u8>,
     /// What was read of the other side's bulk data last. Of `f32`, so that it is aligned.
     bulk: Vec<f32>,
@@ -69,7 +69,7 @@ pub struct Link {
 }
 
 /// Says that this side of a connection lives.
-pub struct Pulse {
+pub struct Heartbeat {
     socket: Arc<Socket>,
     sender: Arc<Mutex<Sender>>,
 }
@@ -83,14 +83,14 @@ struct Memory {
 }
 
 impl Link {
-    /// Bulk data follows texts.
+    /// Bulk data follows messages.
     pub fn over(connection: impl Into<Connection>) -> Link {
         let Connection { sender, receiver } = connection.into();
         Link {
             receiver,
             sender: Arc::new(Mutex::new(sender)),
             memory: None,
-            text: Vec::new(),
+            framed: Vec::new(),
             scratch: Vec::new(),
             bulk: Vec::new(),
             sent: 0,
@@ -147,7 +147,7 @@ impl Link {
         self.receiver.socket()
     }
 
-    /// From now on, whoever says nothing for so long is taken for gone, and so is whoever takes nothing.
+    /// From now on the other side is taken for gone if it says nothing for so long, or takes nothing.
     pub fn limit_silence(&mut self, limit: Duration) -> io::Result<()> {
         let silence = Silence::new(limit);
         self.socket().set_read_timeout(Some(silence.slice()))?;
@@ -156,14 +156,14 @@ impl Link {
         Ok(())
     }
 
-    /// The silence of the other side, for whoever waits elsewhere.
+    /// The silence of the other side, for a thread that waits elsewhere.
     pub(super) fn silence(&mut self) -> Option<&mut Silence> {
         self.silence.as_mut()
     }
 
     /// Says between messages that this side lives.
-    pub fn pulse(&self) -> Pulse {
-        Pulse { socket: self.socket().clone(), sender: self.sender.clone() }
+    pub fn heartbeat(&self) -> Heartbeat {
+        Heartbeat { socket: self.socket().clone(), sender: self.sender.clone() }
     }
 
     /// Bytes sent and received so far, wherever they lay.
@@ -173,25 +173,25 @@ impl Link {
 
     /// Sends a message and its bulk data.
     pub fn send(&mut self, message: &impl Serialize, parts: &[&[u8]]) -> io::Result<()> {
-        let mut text = std::mem::take(&mut self.text);
-        text.clear();
-        let written = frame::append(message, &mut text).map_err(io::Error::from);
-        let sent = written.and_then(|()| self.send_text(&text, parts));
-        self.sent += (text.len() + parts.iter().map(|part| part.len()).sum::<usize>()) as u64;
-        self.text = text;
+        let mut framed = std::mem::take(&mut self.framed);
+        framed.clear();
+        let written = frame::append(message, &mut framed).map_err(io::Error::from);
+        let sent = written.and_then(|()| self.send_frame(&framed, parts));
+        self.sent += (framed.len() + parts.iter().map(|part| part.len()).sum::<usize>()) as u64;
+        self.framed = framed;
         sent
     }
 
-    fn send_text(&mut self, text: &[u8], parts: &[&[u8]]) -> io::Result<()> {
+    fn send_frame(&mut self, frame: &[u8], parts: &[&[u8]]) -> io::Result<()> {
         let silence = self.silence.as_ref();
         let mut sender = self.sender.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(memory) = &mut self.memory {
             memory.write(parts)?;
-            return write_all(&mut sender, silence, &mut [IoSlice::new(text)]);
+            return write_all(&mut sender, silence, &mut [IoSlice::new(frame)]);
         }
         const GAP: [u8; ALIGNMENT] = [0; ALIGNMENT];
         let mut slices = Vec::with_capacity(1 + 2 * parts.len());
-        slices.push(IoSlice::new(text));
+        slices.push(IoSlice::new(frame));
         for part in parts {
             slices.push(IoSlice::new(part));
             let gap = aligned(part.len()) - part.len();
@@ -308,14 +308,14 @@ impl Link {
     }
 }
 
-/// Sends all of it, to somebody who may be silent for so long.
+/// Sends all of it, to a peer that may be silent for so long.
 fn write_all(
     sender: &mut Sender,
     silence: Option<&Silence>,
     mut slices: &mut [IoSlice<'_>],
 ) -> io::Result<()> {
     IoSlice::advance_slices(&mut slices, 0);
-    // Counted from here: whoever takes bytes may be read from later.
+    // Counted from here: a peer that takes bytes may be read from later.
     let mut silence = silence.map(Silence::fresh);
     while !slices.is_empty() || !sender.is_flushed() {
         let start = Instant::now();
@@ -343,7 +343,7 @@ fn write_all(
     Ok(())
 }
 
-impl Pulse {
+impl Heartbeat {
     /// Says it by these bytes, a message, unless something else is just being said, which says it too, or
     /// the other side has so much to read that this would have to wait.
     pub fn beat(&self, message: &[u8]) {
@@ -353,7 +353,7 @@ impl Pulse {
                 // Half of it is said: nothing can follow.
                 let _ = self.socket.shutdown(Shutdown::Both);
             }
-            // A lost connection is noticed by whoever waits on it.
+            // A lost connection is noticed by the thread that waits on it.
             Ok(_) | Err(_) => {}
         }
     }
@@ -455,23 +455,23 @@ mod tests {
     }
 
     #[test]
-    fn bulk_data_arrives_beside_its_text() {
-        for (mut worker, mut shard) in pairs() {
+    fn bulk_data_arrives_beside_its_message() {
+        for (mut worker, mut server) in pairs() {
             let (odd, numbers_sent) = ([7u8; 13], [1.5f32, -2.0, 3.0]);
             for turn in 0..3u64 {
                 worker.send(&turn, &[&odd, bytes(&numbers_sent)]).unwrap();
-                assert_eq!(shard.receive::<u64>().unwrap(), Some(turn));
-                let parts = shard.bulk([13, 12].into_iter()).unwrap();
+                assert_eq!(server.receive::<u64>().unwrap(), Some(turn));
+                let parts = server.bulk([13, 12].into_iter()).unwrap();
                 assert_eq!(parts[0], odd);
                 assert_eq!(numbers(parts[1]).unwrap(), numbers_sent);
-                shard.send(&turn, &[bytes(&numbers_sent[..1])]).unwrap();
+                server.send(&turn, &[bytes(&numbers_sent[..1])]).unwrap();
                 assert_eq!(worker.receive::<u64>().unwrap(), Some(turn));
                 assert_eq!(numbers(worker.bulk([4].into_iter()).unwrap()[0]).unwrap(), [1.5]);
             }
-            assert!(!shard.is_over());
+            assert!(!server.is_over());
             drop(worker);
-            assert!(shard.is_over());
-            assert_eq!(shard.receive::<u64>().unwrap(), None);
+            assert!(server.is_over());
+            assert_eq!(server.receive::<u64>().unwrap(), None);
         }
     }
 
@@ -480,9 +480,9 @@ mod tests {
         let large: Vec<f32> = (0..CHUNK / 4 + 5).map(|i| i as f32).collect();
         let parts = [&large[..], &[], &[1.0, 2.0, 3.0]];
         let lengths = parts.map(|part| 4 * part.len());
-        for (mut worker, mut shard) in pairs_for(4 * large.len() + 64) {
+        for (mut worker, mut server) in pairs_for(4 * large.len() + 64) {
             std::thread::scope(|scope| {
-                scope.spawn(|| shard.send(&0u64, &parts.map(bytes)).unwrap());
+                scope.spawn(|| server.send(&0u64, &parts.map(bytes)).unwrap());
                 worker.receive::<u64>().unwrap();
                 let mut taken = [const { Vec::new() }; 3];
                 let take = |part: usize, start: usize, bytes: &[u8]| {
@@ -496,13 +496,13 @@ mod tests {
         }
     }
 
-    /// Whoever writes to its half before it was replied to changes nothing that was read.
+    /// A side that writes to its half before it was replied to changes nothing that was read.
     #[test]
     fn what_was_read_stays_as_it_was_read() {
-        for (mut worker, mut shard) in pairs() {
+        for (mut worker, mut server) in pairs() {
             worker.send(&0u64, &[bytes(&[1.0; 100])]).unwrap();
-            shard.receive::<u64>().unwrap();
-            let parts = shard.bulk([400].into_iter()).unwrap();
+            server.receive::<u64>().unwrap();
+            let parts = server.bulk([400].into_iter()).unwrap();
             worker.send(&1u64, &[bytes(&[2.0; 100])]).unwrap();
             assert_eq!(numbers(parts[0]).unwrap(), [1.0; 100]);
         }
@@ -510,12 +510,12 @@ mod tests {
 
     #[test]
     fn more_than_fits_is_refused() {
-        let [_, (mut worker, mut shard)] = pairs();
+        let [_, (mut worker, mut server)] = pairs();
         assert!(worker.send(&0u64, &[&vec![0; 1 << 17]]).is_err());
         worker.send(&0u64, &[]).unwrap();
-        shard.receive::<u64>().unwrap();
-        assert!(shard.bulk([1 << 17].into_iter()).is_err());
-        assert!(shard.bulk([usize::MAX, 1].into_iter()).is_err());
+        server.receive::<u64>().unwrap();
+        assert!(server.bulk([1 << 17].into_iter()).is_err());
+        assert!(server.bulk([usize::MAX, 1].into_iter()).is_err());
     }
 
     #[test]

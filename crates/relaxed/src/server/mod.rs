@@ -1,26 +1,26 @@
 //! The parameter server: weights that workers push gradients to, and pull from.
 //!
-//! The parameters are cut into pieces and spread over *shards* ([`layout`]). A shard is a [`core`],
-//! which decides, and around it the [job](Job) that carries out what is decided, and a [`Shard`] of
+//! The parameters are cut into pieces and spread over *servers* ([`layout`]). A server is a [`core`],
+//! which decides, and around it the [run](ServedRun) that carries out what is decided, and a [`Server`] of
 //! threads and sockets, which stay thin. Its weights and optimizer state lie in a [`store`]; what it
-//! acknowledged is in its [`journal`]. A worker talks to all shards through a [`Client`].
+//! acknowledged is in its [`journal`]. A worker talks to all servers through a [`Client`].
 
 mod client;
 pub mod core;
-mod job;
 pub mod journal;
 pub mod layout;
 pub mod link;
 pub mod lives;
 pub mod outbox;
-mod shard;
+mod run;
+mod serve;
 mod silence;
 pub mod store;
 pub mod wire;
 
 pub use client::{
     ASK_EVERY, Client, ClientOptions, Gradient, Pushed, Run, ServerError, Stopper, Transport,
-    glance, has_begun, is_over, look, reports, wait_for_worker_zero,
+    fetch_weights, has_begun, is_over, reports, reports_so_far, wait_for_worker_zero,
 };
-pub use job::{Files, Job, JobError};
-pub use shard::{Shard, ShardError, ShardOptions, unix_target};
+pub use run::{Files, ServeError};
+pub use serve::{Server, ServerOptions, StartError, unix_target};

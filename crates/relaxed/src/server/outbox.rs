@@ -1,16 +1,17 @@
-//! What a worker has to do again after its connection to a shard was lost.
+//! What a worker has to do again after its connection to a server was lost.
 //!
-//! A worker has at most one push under way at a shard. It keeps the gradient until the shard has said
-//! what became of it. If the connection is lost before, the worker joins again, and the shard says how
+//! A worker has at most one push under way at a server. It keeps the gradient until the server has said
+//! what became of it. If the connection is lost before, the worker joins again, and the server says how
 //! many pushes of this life are settled: with that it is clear whether the one under way arrived.
 
 use super::core::{Joined, PushId};
+use crate::{Clock, Life};
 
-/// The pushes of one life of a worker to one shard.
+/// The pushes of one life of a worker to one server.
 #[derive(Clone, Debug)]
 pub struct Outbox {
     worker: u32,
-    life: u64,
+    life: Life,
     /// The number of the last push that was begun.
     number: u64,
     pending: Option<PushId>,
@@ -18,7 +19,7 @@ pub struct Outbox {
 
 impl Outbox {
     /// Of a life that begins.
-    pub fn new(worker: u32, life: u64) -> Outbox {
+    pub fn new(worker: u32, life: Life) -> Outbox {
         Outbox { worker, life, number: 0, pending: None }
     }
 
@@ -26,7 +27,7 @@ impl Outbox {
     ///
     /// # Panics
     /// If another one is.
-    pub fn begin(&mut self, clock: u64) -> PushId {
+    pub fn begin(&mut self, clock: Clock) -> PushId {
         assert!(self.pending.is_none(), "one push at a time");
         self.number += 1;
         let push = PushId { worker: self.worker, life: self.life, number: self.number, clock };
@@ -44,7 +45,7 @@ impl Outbox {
         self.pending
     }
 
-    /// The shard has said what became of the push under way.
+    /// The server has said what became of the push under way.
     pub fn settle(&mut self) {
         self.pending = None;
     }
@@ -54,7 +55,7 @@ impl Outbox {
         if self.pending.is_some_and(|push| push.number <= joined.pushes) {
             self.pending = None;
         }
-        // Whoever has pushed in this life before: a number that was used is never used again.
+        // Another process may have pushed in this life before: a number that was used is never used again.
         self.number = self.number.max(joined.pushes);
         self.pending
     }
@@ -66,15 +67,18 @@ mod tests {
 
     #[test]
     fn what_has_arrived_is_not_sent_again() {
-        let mut outbox = Outbox::new(3, 7);
-        let first = outbox.begin(0);
-        assert_eq!((first.worker, first.life, first.number, first.clock), (3, 7, 1, 0));
-        assert_eq!(outbox.rejoin(Joined { clock: 0, pushes: 0 }), Some(first));
-        assert_eq!(outbox.rejoin(Joined { clock: 1, pushes: 1 }), None);
-        assert_eq!(outbox.begin(4).number, 2);
+        let mut outbox = Outbox::new(3, Life(7));
+        let first = outbox.begin(Clock(0));
+        assert_eq!(
+            (first.worker, first.life, first.number, first.clock),
+            (3, Life(7), 1, Clock(0))
+        );
+        assert_eq!(outbox.rejoin(Joined { clock: Clock(0), pushes: 0 }), Some(first));
+        assert_eq!(outbox.rejoin(Joined { clock: Clock(1), pushes: 1 }), None);
+        assert_eq!(outbox.begin(Clock(4)).number, 2);
         outbox.settle();
-        assert_eq!(outbox.rejoin(Joined { clock: 0, pushes: 0 }), None);
-        assert_eq!(outbox.rejoin(Joined { clock: 9, pushes: 7 }), None);
-        assert_eq!(outbox.begin(9).number, 8);
+        assert_eq!(outbox.rejoin(Joined { clock: Clock(0), pushes: 0 }), None);
+        assert_eq!(outbox.rejoin(Joined { clock: Clock(9), pushes: 7 }), None);
+        assert_eq!(outbox.begin(Clock(9)).number, 8);
     }
 }

@@ -1,8 +1,8 @@
 //! How long the other side of a connection may say nothing.
 //!
-//! A shard says now and then that it lives, to everybody who is connected. So a worker that waits for
-//! one hears something in every timeout, however long the reply takes; whoever says nothing is stopped,
-//! cut off, or gone without a word.
+//! A server says now and then that it lives, to all workers that are connected. So a worker that waits for
+//! one hears something in every timeout, however long the reply takes; a server that says nothing is
+//! stopped, cut off, or gone without a word.
 //!
 //! Only time counts in which this process listened. It waits in slices, and of each no more than its
 //! length counts: a process that was itself stopped wakes up to find one slice gone, and what was said
@@ -27,7 +27,7 @@ pub struct Silence {
 }
 
 impl Silence {
-    /// Of somebody who was heard just now, and may be silent for so long.
+    /// Of a peer that was heard just now, and may be silent for so long.
     pub fn new(limit: Duration) -> Silence {
         Silence { limit, quiet: Duration::ZERO }
     }
@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_time_in_which_somebody_listened_counts() {
+    fn only_time_in_which_this_process_listened_counts() {
         let mut silence = Silence::new(Duration::from_secs(8));
         assert_eq!(silence.slice(), Duration::from_secs(2));
         for _ in 0..3 {

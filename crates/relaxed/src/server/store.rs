@@ -1,4 +1,4 @@
-//! The weights of a shard, and how they change.
+//! The weights of a server, and how they change.
 //!
 //! Every piece has a version, the number of its updates. Which update becomes which version is decided
 //! elsewhere, in one place; here an update waits for its turn, so that pieces may be updated by many
@@ -11,11 +11,11 @@
 //! overtakes another. When an update is through, the blocks that it has written are the next version of
 //! the piece, and can be read.
 //!
-//! Readers share the blocks of a version instead of copying them. While somebody reads a version, or
-//! waits for one, an update leaves it as it is, and writes the next one into other memory. If nobody
-//! does, the update withdraws the version and writes into the same memory; whoever comes then waits for
-//! the end of that update. So a read never sees half an update, and no reader, however slow its network,
-//! holds an update up. Memory of a version that nobody reads any more is written again.
+//! Readers share the blocks of a version instead of copying them. While a reader has a version, or
+//! waits for one, an update leaves it as it is, and writes the next one into other memory. If no reader
+//! does, the update withdraws the version and writes into the same memory; a reader that comes then waits
+//! for the end of that update. So a read never sees half an update, and no reader, however slow its network,
+//! holds an update up. Memory of a version that no reader has any more is written again.
 
 use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,7 +23,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 use unisono_optimizer::{Optimizer, OptimizerSpec, WrongState};
 
-use crate::stale;
+use crate::staleness;
 
 /// Elements of a block. Larger: what was copied is no longer in the cache when it is updated, and
 /// updates follow each other at a larger distance. Smaller: more locks to take.
@@ -50,7 +50,7 @@ impl Weights {
     }
 }
 
-/// The pieces of a shard.
+/// The pieces of a server.
 pub struct Store {
     pieces: Vec<Piece>,
     block: usize,
@@ -58,8 +58,8 @@ pub struct Store {
     is_abandoned: AtomicBool,
 }
 
-/// What whoever waits for a version that will never come unwinds with: silently, for whoever was to make
-/// it has panicked aloud.
+/// What a thread unwinds with that waits for a version that will never come: silently, for the thread that
+/// was to make it has panicked aloud.
 pub struct Abandoned;
 
 struct Piece {
@@ -127,12 +127,12 @@ impl Store {
         self.pieces.is_empty()
     }
 
-    /// Somebody has panicked, and a version will never come: whoever waits for one, now or later,
-    /// unwinds with [`Abandoned`].
+    /// A thread has panicked, and a version will never come: every thread that waits for one, now or
+    /// later, unwinds with [`Abandoned`].
     pub fn abandon(&self) {
         self.is_abandoned.store(true, Ordering::Release);
         for piece in &self.pieces {
-            // Whoever is about to wait has seen it, or is woken.
+            // A thread that is about to wait has seen it, or is woken.
             drop(piece.newest.lock());
             piece.changed.notify_all();
             for block in &piece.blocks {
@@ -164,19 +164,19 @@ impl Store {
         let (_, now) = self.read(piece, version - 1);
         let weights = now.blocks().zip(by.then.blocks());
         for (gradient, (now, then)) in gradient.chunks_mut(self.block).zip(weights) {
-            stale::compensate(by.lambda, gradient, now, then);
+            staleness::compensate(by.lambda, gradient, now, then);
         }
     }
 
-    /// Calls `with` with weights, version and optimizer state of a piece. Nobody may update it
-    /// meanwhile.
+    /// Calls `with` with weights, version and optimizer state of a piece. No thread may update
+    /// it meanwhile.
     pub fn inspect<T>(&self, piece: usize, with: impl FnOnce(u64, &[f32], &[&[f32]]) -> T) -> T {
         let vectors = self.optimizer_vectors(piece);
         let (version, weights) = self.read(piece, 0);
         let mut optimizer = vec![Vec::new(); vectors];
         for block in &self.pieces[piece].blocks {
             let state = block.lock();
-            debug_assert_eq!(state.version, version, "nobody updates it");
+            debug_assert_eq!(state.version, version, "no thread updates it");
             for (all, part) in optimizer.iter_mut().zip(state.optimizer.state(0)) {
                 all.extend_from_slice(part);
             }
@@ -185,7 +185,7 @@ impl Store {
         with(version, &weights.to_vec(), &optimizer)
     }
 
-    /// Puts back what was [inspected](Store::inspect). Nobody may update it meanwhile.
+    /// Puts back what was [inspected](Store::inspect). No thread may update it meanwhile.
     pub fn restore(
         &self,
         piece: usize,
@@ -253,8 +253,8 @@ impl Piece {
         }
     }
 
-    /// Gives up a version, if it is the newest and nobody reads or waits, so that it can be written
-    /// over.
+    /// Gives up a version, if it is the newest and no reader has it or waits, so that it can be
+    /// written over.
     fn withdraw(&self, version: u64) {
         let mut newest = self.lock();
         if newest.version == version && newest.waiting == 0 {
@@ -300,7 +300,7 @@ impl Block {
         state.update(version, factor, gradient);
         let (weights, waited_for) = (state.weights.clone(), state.waiting > 0);
         drop(state);
-        // To wake nobody would be a system call as well, for every block.
+        // To wake where no thread waits would be a system call as well, for every block.
         if waited_for {
             self.changed.notify_all();
         }
@@ -336,17 +336,17 @@ impl State {
             let next = self.copy();
             self.older.push(std::mem::replace(&mut self.weights, next));
         }
-        let weights = Arc::get_mut(&mut self.weights).expect("nobody else has it");
+        let weights = Arc::get_mut(&mut self.weights).expect("no reader has it");
         self.optimizer.update_scaled(0, version, factor, weights, gradient);
         self.version = version;
     }
 
-    /// The weights, in memory that nobody reads any more or else in new one.
+    /// The weights, in memory that no reader has any more, or else in new memory.
     fn copy(&mut self) -> Memory {
         let unread = self.older.iter_mut().rposition(|memory| Arc::get_mut(memory).is_some());
         let Some(unread) = unread else { return self.weights.as_ref().into() };
         let mut memory = self.older.swap_remove(unread);
-        Arc::get_mut(&mut memory).expect("nobody reads it").copy_from_slice(&self.weights);
+        Arc::get_mut(&mut memory).expect("no reader has it").copy_from_slice(&self.weights);
         memory
     }
 }
@@ -375,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_written_again_when_nobody_reads_it() {
+    fn memory_is_written_again_when_no_reader_has_it() {
         let store = store("sgd", vec![vec![0.0; 6]]);
         let places = |weights: &Weights| -> Vec<*const f32> {
             weights.blocks().map(<[f32]>::as_ptr).collect()
@@ -383,17 +383,17 @@ mod tests {
         let first = places(&store.read(0, 0).1);
         store.apply(0, 1, 1.0, &[1.0; 6]);
         let kept = store.read(0, 1).1;
-        assert_eq!(places(&kept), first, "nobody read it");
+        assert_eq!(places(&kept), first, "no reader had it");
 
         store.apply(0, 2, 1.0, &[1.0; 6]);
         let other = places(&store.read(0, 2).1);
         store.apply(0, 3, 1.0, &[1.0; 6]);
-        assert_eq!(places(&store.read(0, 3).1), other, "nobody read that");
+        assert_eq!(places(&store.read(0, 3).1), other, "no reader had that");
         assert_eq!(kept.to_vec(), [-1.0; 6]);
         drop(kept);
         let also_kept = store.read(0, 3).1;
         store.apply(0, 4, 1.0, &[1.0; 6]);
-        assert_eq!(places(&store.read(0, 4).1), first, "nobody reads it any more");
+        assert_eq!(places(&store.read(0, 4).1), first, "no reader has it any more");
         assert_eq!(also_kept.to_vec(), [-3.0; 6]);
         assert_eq!(store.read(0, 4).1.to_vec(), [-4.0; 6]);
     }

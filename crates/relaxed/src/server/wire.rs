@@ -1,12 +1,12 @@
-//! What workers and shards say to each other.
+//! What workers and servers say to each other.
 //!
-//! A message is one [frame](unisono_net::frame), its text, which is a [`Request`] or a [`Reply`]; and, after
-//! some of them, bulk data whose length the text says: pieces of gradients or weights, f32, little-endian,
-//! one after the other. Between processes of one
-//! host, bulk data lies in memory that both have mapped, and only texts travel. A message without a text
-//! says that its sender lives: shards send one now and then to all who are connected.
+//! A message is one [frame](unisono_net::frame), which holds a [`Request`] or a [`Reply`]. After some of
+//! them follows bulk data whose length the message says: pieces of gradients or weights, f32,
+//! little-endian, one after the other. Between processes of one host, bulk data lies in memory that both
+//! have mapped, and only messages travel. An empty frame is a heartbeat: servers send one now and then to
+//! all workers that are connected.
 //!
-//! Nothing that is read is believed before it is checked: a text has a largest length, and bulk data
+//! Nothing that is read is believed before it is checked: a message has a largest length, and bulk data
 //! must have the length that the layout of the run gives it.
 
 use std::io;
@@ -19,15 +19,16 @@ use unisono_optimizer::OptimizerSpec;
 use super::core::{Age, Joined, Ledger, PushId, Refusal};
 use super::layout::Piece;
 use crate::spec::Level;
-use crate::stale::Stale;
+use crate::staleness::StalenessPolicy;
+use crate::{Clock, Life};
 
 /// Connections of workers to a parameter server.
 pub const SERVER: Purpose = Purpose::new(*b"serv");
 
-/// The most bytes of a text: room for some ten thousand pieces.
+/// The most bytes of a message: room for some ten thousand pieces.
 pub const LONGEST: usize = 1 << 20;
 
-/// What a run is, for one shard. Equal for all workers.
+/// What a run is, for one server. Equal for all workers.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Setup {
     /// The pieces that lie here.
@@ -37,7 +38,7 @@ pub struct Setup {
     /// The consistency level.
     pub level: Level,
     /// What becomes of stale gradients.
-    pub stale: Stale,
+    pub stale: StalenessPolicy,
     /// After how many pushes the run is over; in lock-step, after how many rounds.
     pub total: u64,
     /// Workers of the run.
@@ -55,7 +56,7 @@ pub struct Setup {
 impl Setup {
     /// Tells setups apart.
     pub fn fingerprint(&self) -> [u8; 32] {
-        *blake3::hash(&postcard::to_stdvec(self).expect("a setup has a text")).as_bytes()
+        *blake3::hash(&postcard::to_stdvec(self).expect("a setup can be encoded")).as_bytes()
     }
 }
 
@@ -100,12 +101,12 @@ pub enum Request {
         /// The fingerprint of its setup.
         run: [u8; 32],
     },
-    /// What the run is, for a shard that does not know; the initial weights of all pieces follow.
+    /// What the run is, for a server that does not know; the initial weights of all pieces follow.
     SetUp(Box<Setup>),
     /// Begins at this clock.
     Enter {
         /// The clock.
-        clock: u64,
+        clock: Clock,
     },
     /// A gradient; its parts follow.
     Push {
@@ -119,18 +120,18 @@ pub enum Request {
     /// Wants the weights, when they are fresh enough.
     Pull {
         /// The reader's clock.
-        clock: u64,
+        clock: Clock,
         /// By how much it may be ahead of the slowest.
         bound: Option<u64>,
         /// Which pieces; all, if it does not say.
         pieces: Option<Vec<u32>>,
     },
-    /// Is alive. Not replied to.
+    /// A heartbeat. Not replied to.
     Beat,
     /// Is done.
     Leave,
     /// Wants the weights of the run with this fingerprint as they are, and takes no part.
-    Look {
+    Weights {
         /// The fingerprint of its setup.
         run: [u8; 32],
     },
@@ -143,7 +144,7 @@ pub enum Request {
     },
 }
 
-/// What a shard says.
+/// What a server says.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Reply {
     /// Come in.
@@ -155,9 +156,9 @@ pub enum Reply {
         /// Whether the run is over.
         finished: bool,
     },
-    /// This shard knows of no run yet: set it up.
+    /// This server knows of no run yet: set it up.
     Unknown,
-    /// This shard serves another run.
+    /// This server serves another run.
     OtherRun,
     /// Done.
     Done,
@@ -168,7 +169,7 @@ pub enum Reply {
         /// How old its weights were.
         age: Age,
         /// The worker's clock now.
-        clock: u64,
+        clock: Clock,
         /// By how much the worker may be ahead from now on.
         bound: Option<u64>,
         /// Whether the run is over.
@@ -188,7 +189,7 @@ pub enum Reply {
     /// The number of a new life.
     Life {
         /// Larger than those of all before.
-        life: u64,
+        life: Life,
     },
     /// This is another server than the one that was meant.
     OtherServer {
@@ -197,7 +198,7 @@ pub enum Reply {
     },
 }
 
-/// How things are at a shard.
+/// How things are at a server.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Report {
     /// Updates of the weights.
@@ -208,7 +209,7 @@ pub struct Report {
     pub present: u32,
     /// Whether the run is over.
     pub finished: bool,
-    /// Seconds since the shard was set up.
+    /// Seconds since the server was set up.
     pub seconds: f64,
 }
 
@@ -225,7 +226,7 @@ mod tests {
 
     #[test]
     fn messages_survive_the_way() {
-        let messages = [Request::Beat, Request::Enter { clock: 7 }, Request::Leave];
+        let messages = [Request::Beat, Request::Enter { clock: Clock(7) }, Request::Leave];
         let mut bytes = Vec::new();
         messages.iter().for_each(|message| append(message, &mut bytes).unwrap());
         let (mut from, mut scratch) = (&bytes[..], Vec::new());
@@ -236,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_text_is_refused_before_it_is_read() {
+    fn a_long_message_is_refused_before_it_is_read() {
         let length = (LONGEST as u32 + 1).to_le_bytes();
         let error = read::<Request>(&mut &length[..], LONGEST, &mut Vec::new()).unwrap_err();
         assert!(error.to_string().contains("allowed"), "{error}");

@@ -2,6 +2,8 @@
 
 use std::sync::mpsc::channel;
 
+use unisono_relaxed::Clock;
+
 use crate::lab::{Counter, Lab, TRANSPORTS, counting, within};
 
 /// A fast worker is never more than the bound ahead of what a slow one has pushed, and really gets as
@@ -19,8 +21,8 @@ fn ssp_holds_a_fast_worker_back() {
                 let running = std::thread::spawn(move || {
                     fast.pull().unwrap();
                     let mut leads = Vec::new();
-                    while fast.client.clock() < 20 {
-                        let clock = fast.client.clock();
+                    while fast.client.clock() < Clock(20) {
+                        let clock = fast.client.clock().0;
                         assert_eq!(fast.seen[0], clock, "its own pushes");
                         leads.push(clock.saturating_sub(fast.seen[1]));
                         let _ = arrived.send(clock);
@@ -36,7 +38,7 @@ fn ssp_holds_a_fast_worker_back() {
                 }
                 let leads = running.join().unwrap();
                 assert_eq!(leads.iter().max(), Some(&bound), "{leads:?}");
-                // What is ahead of the slow one at the end is not in anybody's way.
+                // What is ahead of the slow one at the end is in no worker's way.
                 let ledger = lab.reports(&run)[0].ledger;
                 assert_eq!(ledger.applied, 40 - bound);
             });
@@ -45,7 +47,7 @@ fn ssp_holds_a_fast_worker_back() {
 }
 
 #[test]
-fn async_holds_nobody_back() {
+fn async_holds_no_worker_back() {
     for transport in TRANSPORTS {
         within("async", move || {
             let lab = Lab::start(2, transport);
@@ -71,7 +73,7 @@ fn a_worker_cannot_ask_for_a_larger_bound() {
         let run = counting("ssp:1", 2);
         let mut slow = Counter::join(&lab, &run, 0);
         let mut eager = lab.quiet(&run, 1, 2);
-        eager.send(&Request::Pull { clock: 2, bound: None, pieces: None }, &[]).unwrap();
+        eager.send(&Request::Pull { clock: Clock(2), bound: None, pieces: None }, &[]).unwrap();
         let reading = std::thread::spawn(move || {
             let reply = eager.receive::<unisono_relaxed::server::wire::Reply>().unwrap();
             let weights = eager.bulk([8].into_iter()).unwrap()[0].to_vec();

@@ -1,6 +1,6 @@
 //! Gradients that arrive encoded: the weights move by what was decoded.
 
-use unisono_codec::parcel::{Origin, Scratch, Sender, decode};
+use unisono_codec::sender::{Origin, Scratch, Sender, decode};
 use unisono_codec::{CodecSpec, Task};
 use unisono_relaxed::server::wire::Measured;
 use unisono_relaxed::server::{Client, Run, layout};
@@ -23,7 +23,7 @@ fn run(codec: &CodecSpec) -> Run {
     run
 }
 
-/// Does by hand what the client and the shards do with a piece.
+/// Does by hand what the client and the servers do with a piece.
 struct Reference {
     sender: Sender,
     origin: Origin,
@@ -90,7 +90,7 @@ fn weights_move_by_what_is_decoded() {
                                 reference.apply(&codec, step, &gradient, &mut expected);
                             }
                         }
-                        assert_eq!(lab.look(&run), [expected.clone()], "{codec} at step {step}");
+                        assert_eq!(lab.weights(&run), [expected.clone()], "{codec} at step {step}");
                     }
                 });
             }

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use unisono_relaxed::server::core::{PushId, Refusal};
 use unisono_relaxed::server::wire::{Part, Reply, Request};
 use unisono_relaxed::server::{Client, ClientOptions, Files, ServerError, Transport, link};
+use unisono_relaxed::{Clock, Life};
 
 use crate::forked;
 use crate::lab::{Counter, Lab, TRANSPORTS, call, counting, recorded, within};
@@ -33,13 +34,13 @@ fn a_closed_connection_frees_the_others_at_once() {
                     lab.wait_for(&run, "both have pushed", |report| report.ledger.applied == 2);
                 }
                 assert_eq!(lab.reports(&run)[0].present, 3);
-                // Somebody else's handle does not keep it alive.
+                // The handle of another thread does not keep it alive.
                 let stopper = gone.client.stopper();
                 drop(gone);
                 a.join().unwrap();
                 b.join().unwrap();
                 drop(stopper);
-                lab.wait_for(&run, "nobody is left", |report| report.present == 0);
+                lab.wait_for(&run, "no worker is left", |report| report.present == 0);
                 assert_eq!(lab.reports(&run)[1].ledger.applied, 6);
             });
         }
@@ -79,7 +80,7 @@ fn a_silent_worker_is_taken_for_gone() {
                 alive.client.pull(None, &mut |_, _, _| {}).unwrap();
             }
             assert_eq!(lab.reports(&run)[0].present, 1);
-            let pull = Request::Pull { clock: 0, bound: None, pieces: None };
+            let pull = Request::Pull { clock: Clock::START, bound: None, pieces: None };
             let reply = call(&mut silent, &pull, &[]);
             assert_eq!(reply, Some(Reply::Refused(Refusal::NotPresent)));
         });
@@ -124,11 +125,11 @@ fn a_late_joiner_enters_at_the_slowest_clock() {
                 }
                 fast.push().unwrap();
                 let mut late = Counter::join(&lab, &run, 2);
-                assert_eq!(late.client.clock(), 5);
+                assert_eq!(late.client.clock(), Clock(5));
                 late.pull().unwrap();
                 assert_eq!(late.seen, [6, 5, 0]);
                 late.push_pull().unwrap();
-                assert_eq!((late.client.clock(), late.seen), (6, vec![6, 5, 1]));
+                assert_eq!((late.client.clock().0, late.seen), (6, vec![6, 5, 1]));
             });
         }
     }
@@ -146,18 +147,18 @@ fn in_lockstep_a_later_life_takes_part_in_the_next_round() {
             for _ in 0..3 {
                 assert!(stays.push(&gradients, Default::default()).unwrap().applied);
             }
-            let again = ClientOptions { life: Some(2), ..lab.options(1) };
+            let again = ClientOptions { life: Some(Life(2)), ..lab.options(1) };
             let mut back = lab.try_client(&run, again).unwrap();
-            assert_eq!(back.clock(), 3);
+            assert_eq!(back.clock(), Clock(3));
             std::thread::scope(|scope| {
                 for client in [&mut stays, &mut back] {
                     scope.spawn(|| client.push(&gradients, Default::default()).unwrap());
                 }
             });
-            assert_eq!((stays.clock(), back.clock()), (4, 4));
+            assert_eq!((stays.clock(), back.clock()), (Clock(4), Clock(4)));
             let report = &lab.reports(&run)[0];
             assert_eq!((report.updates, report.ledger.applied), (4, 5));
-            assert_eq!(lab.look(&run), [[-4.0, -4.0]]);
+            assert_eq!(lab.weights(&run), [[-4.0, -4.0]]);
         });
     }
 }
@@ -179,7 +180,7 @@ fn in_lockstep_a_push_that_comes_too_late_is_dropped() {
         assert!(stays.push(&gradients, Default::default()).unwrap().applied);
         let mut back = lab.quiet(&run, 1, 0);
         let push = |number, clock| Request::Push {
-            push: PushId { worker: 1, life: 1, number, clock },
+            push: PushId { worker: 1, life: Life(1), number, clock: Clock(clock) },
             measured: Default::default(),
             parts: vec![Part { piece: 0, vectors: 1, bytes: 8, encoded: false }],
         };
@@ -187,7 +188,7 @@ fn in_lockstep_a_push_that_comes_too_late_is_dropped() {
         // Once more, as if the reply had been lost.
         for applied in [false, true] {
             let reply = call(&mut back, &push(1, 0), &[bytes]);
-            let Some(Reply::Pushed { applied: said, clock: 1, .. }) = reply else {
+            let Some(Reply::Pushed { applied: said, clock: Clock(1), .. }) = reply else {
                 panic!("{reply:?}")
             };
             assert_eq!(said, applied);
@@ -195,8 +196,11 @@ fn in_lockstep_a_push_that_comes_too_late_is_dropped() {
         back.send(&push(2, 1), &[bytes]).unwrap();
         assert!(stays.push(&gradients, Default::default()).unwrap().applied);
         let reply = back.receive::<Reply>().unwrap();
-        assert!(matches!(reply, Some(Reply::Pushed { applied: true, clock: 2, .. })), "{reply:?}");
-        assert_eq!(lab.look(&run), [[-2.0, -2.0]]);
+        assert!(
+            matches!(reply, Some(Reply::Pushed { applied: true, clock: Clock(2), .. })),
+            "{reply:?}"
+        );
+        assert_eq!(lab.weights(&run), [[-2.0, -2.0]]);
         let ledger = recorded(dir.path()).ledger().unwrap();
         assert_eq!((ledger.pushes, ledger.applied, ledger.dropped), (4, 3, 1));
     });
@@ -207,8 +211,9 @@ fn an_older_life_is_refused() {
     for transport in TRANSPORTS {
         within("lives", move || {
             let (lab, run) = (Lab::start(2, transport), counting("async", 1));
-            let join =
-                |life| lab.try_client(&run, ClientOptions { life: Some(life), ..lab.options(0) });
+            let join = |life| {
+                lab.try_client(&run, ClientOptions { life: Some(Life(life)), ..lab.options(0) })
+            };
             let is_superseded = |error| matches!(error, ServerError::Superseded { worker: 0 });
             let mut old = Counter::new(join(5).unwrap(), &run, 0);
             old.push_pull().unwrap();
@@ -218,7 +223,7 @@ fn an_older_life_is_refused() {
             assert!(is_superseded(join(4).map(drop).unwrap_err()));
             drop(old);
             new.push_pull().unwrap();
-            assert_eq!((new.seen, new.client.clock()), (vec![2], 2));
+            assert_eq!((new.seen, new.client.clock().0), (vec![2], 2));
         });
     }
 }
@@ -235,9 +240,9 @@ fn a_new_connection_takes_the_place_of_the_old() {
         let ended = old.receive::<Reply>();
         assert!(matches!(ended, Ok(None) | Err(_)), "{ended:?}");
         drop(old);
-        // The shard notices at any time from now on.
+        // The server notices at any time from now on.
         for _ in 0..50 {
-            let pull = Request::Pull { clock: 0, bound: None, pieces: None };
+            let pull = Request::Pull { clock: Clock::START, bound: None, pieces: None };
             let reply = call(&mut new, &pull, &[]);
             assert!(matches!(reply, Some(Reply::Weights { .. })), "{reply:?}");
             new.bulk([8].into_iter()).unwrap();
@@ -261,7 +266,7 @@ fn who_leaves_is_gone_when_it_has_left() {
         within("leaving", move || {
             let (lab, run) = (Lab::start(2, transport), counting("async", 1));
             for life in 1..10 {
-                let options = ClientOptions { life: Some(life), ..lab.options(0) };
+                let options = ClientOptions { life: Some(Life(life)), ..lab.options(0) };
                 let client: Client = lab.try_client(&run, options).unwrap();
                 assert!(lab.reports(&run).iter().all(|report| report.present == 1));
                 client.leave();

@@ -8,7 +8,7 @@ use std::time::Duration;
 use unisono_net::Token;
 use unisono_relaxed::server::wire::Measured;
 use unisono_relaxed::server::{
-    Client, ClientOptions, Files, Run, ServerError, Transport, look, reports,
+    Client, ClientOptions, Files, Run, ServerError, Transport, fetch_weights, reports,
 };
 
 use crate::lab::{Counter, HUNG, Lab, NEVER, TRANSPORTS, counting, descent, within, zeros};
@@ -48,7 +48,7 @@ fn a_stopper_ends_the_search_for_a_server() {
             let options = ClientOptions { patience: NEVER, ..lab.options(0) };
             let mut worker = Counter::new(lab.try_client(&run, options).unwrap(), &run, 0);
             let stopper = worker.client.stopper();
-            lab.shards[0] = None;
+            lab.servers[0] = None;
             let (begun, begins) = channel();
             let searching = std::thread::spawn(move || {
                 begun.send(()).unwrap();
@@ -73,7 +73,7 @@ fn a_server_of_another_run_is_refused() {
             let _first = lab.client(&run, 0);
             let error = lab.try_client(&other, lab.options(0)).map(drop).unwrap_err();
             assert!(matches!(error, ServerError::OtherRun { server: 0 }), "{error}");
-            let error = look(&other, &lab.options(0)).unwrap_err();
+            let error = fetch_weights(&other, &lab.options(0)).unwrap_err();
             assert!(matches!(error, ServerError::OtherRun { server: 0 }), "{error}");
         });
     }
@@ -86,14 +86,14 @@ fn a_server_without_a_journal_forgets_and_says_so() {
             let (mut lab, run) = (Lab::start(2, transport), counting("async", 2));
             let mut worker = Counter::join(&lab, &run, 0);
             worker.push_pull().unwrap();
-            for shard in [1, 0] {
-                lab.shards[shard] = None;
-                lab.serve(Files { number: shard, ..Files::default() });
+            for server in [1, 0] {
+                lab.servers[server] = None;
+                lab.serve(Files { number: server, ..Files::default() });
             }
             let error = worker.push_pull().unwrap_err();
             assert!(matches!(error, ServerError::Forgotten { server: 0 }), "{error}");
             assert!(error.to_string().contains("journal"));
-            // Whoever begins brings weights.
+            // The worker that begins brings weights.
             Counter::join(&lab, &run, 1).push_pull().unwrap();
         });
     }
@@ -140,7 +140,7 @@ fn servers_in_another_order_are_told_apart() {
 }
 
 #[test]
-fn where_nobody_listens_patience_ends() {
+fn where_no_server_listens_patience_ends() {
     for transport in TRANSPORTS {
         within("patience", move || {
             let (lab, run) = (Lab::idle(1, transport), counting("async", 1));
@@ -158,15 +158,15 @@ fn where_nobody_listens_patience_ends() {
 }
 
 #[test]
-fn before_anybody_has_joined_there_is_nothing_to_look_at() {
+fn before_a_worker_has_joined_there_are_no_weights() {
     within("looking", || {
         let (lab, run) = (Lab::start(1, TRANSPORTS[0]), counting("async", 1));
         let hasty = ClientOptions { patience: Duration::from_millis(50), ..lab.options(0) };
-        let error = look(&run, &hasty).unwrap_err();
+        let error = fetch_weights(&run, &hasty).unwrap_err();
         assert!(error.to_string().contains("no worker has joined"), "{error}");
         let patient = ClientOptions { patience: HUNG, ..lab.options(0) };
         std::thread::scope(|scope| {
-            let looking = scope.spawn(|| look(&run, &patient).unwrap());
+            let looking = scope.spawn(|| fetch_weights(&run, &patient).unwrap());
             Counter::join(&lab, &run, 0);
             assert_eq!(looking.join().unwrap(), [[0.0]]);
         });
@@ -183,7 +183,7 @@ fn runs_that_make_no_sense_are_refused() {
             (Run { level: "gossip".parse().unwrap(), ..good.clone() }, "no servers"),
             (Run { workers: 1 << 20, shards: 1 << 20, ..good.clone() }, "workers"),
         ];
-        // One shard for all: what it refused leaves nothing behind, not even without the journal.
+        // One server for all: what it refused leaves nothing behind, not even without the journal.
         let dir = tempfile::tempdir().unwrap();
         let files = Files { journal: Some(dir.path().join("journal")), ..Files::default() };
         let mut lab = Lab::idle(1, TRANSPORTS[0]);
@@ -200,7 +200,7 @@ fn runs_that_make_no_sense_are_refused() {
         assert!(error.to_string().contains("worker 2"), "{error}");
 
         let run = counting("async", 1);
-        lab.shards[0] = None;
+        lab.servers[0] = None;
         std::fs::remove_dir_all(dir.path().join("journal")).unwrap();
         lab.serve(files.clone());
         let initial = |parameter| zeros(&good, parameter);
@@ -208,7 +208,7 @@ fn runs_that_make_no_sense_are_refused() {
         assert!(Client::join(&bad, lab.options(0), &initial).is_err());
         let mut worker = Counter::join(&lab, &run, 0);
         worker.push_pull().unwrap();
-        lab.shards[0] = None;
+        lab.servers[0] = None;
         lab.serve(files);
         worker.push_pull().unwrap();
         assert_eq!(worker.seen, [2]);
@@ -241,10 +241,10 @@ fn a_server_without_threads_to_spare_serves_all_the_same() {
         run.codecs = vec![None; 2];
         let mut processes = Processes::idle(&lab, dir.path(), &run, 1 << 40);
         // The main thread, that of the test, the acceptor, the ticker, and one for the worker.
-        let limited = format!("exec {as_user}5 \"$0\" --exact restarts::as_shard --nocapture;");
-        let everybodys = std::fs::Permissions::from_mode(0o777);
-        std::fs::set_permissions(dir.path(), everybodys.clone()).unwrap();
-        std::fs::set_permissions(dir.path().join("run"), everybodys).unwrap();
+        let limited = format!("exec {as_user}5 \"$0\" --exact restarts::as_server --nocapture;");
+        let for_all_users = std::fs::Permissions::from_mode(0o777);
+        std::fs::set_permissions(dir.path(), for_all_users.clone()).unwrap();
+        std::fs::set_permissions(dir.path().join("run"), for_all_users).unwrap();
         processes.spawn(0, &limited);
         let mut worker = Client::join(&run, lab.options(0), &|_| vec![0.0; LENGTH]).unwrap();
         let gradient = vec![1.0; LENGTH];

@@ -1,4 +1,4 @@
-//! Whoever has proved the token may still say anything: by mistake, or of another version. A shard
+//! A process that has proved the token may still say anything: by mistake, or of another version. A server
 //! answers or ends the connection, and serves the others as if nothing were.
 
 use std::io::{IoSlice, Read, Write};
@@ -23,23 +23,24 @@ use unisono_relaxed::server::link::Link;
 use unisono_relaxed::server::wire::{self, Measured, Part, Reply, Request, Setup};
 use unisono_relaxed::server::{Files, Run, Transport, unix_target};
 use unisono_relaxed::spec::Level;
-use unisono_relaxed::stale::Stale;
+use unisono_relaxed::staleness::StalenessPolicy;
+use unisono_relaxed::{Clock, Life};
 
 use crate::lab::{Counter, HUNG, Lab, TOKEN, call, counting, counts, setup, within};
 
-/// Everything that is said by somebody who is up to no good: requests, and bytes after them.
+/// Everything that a hostile process may say: requests, and bytes after them.
 fn insults(run: &Run) -> Vec<(Request, Vec<u8>)> {
     let good = setup(run, 1);
     let mut all = Vec::new();
     let mut say = |request: Request| all.push((request, vec![0; 64]));
     for run in [[0; 32], good.fingerprint()] {
         say(Request::Join { run });
-        say(Request::Look { run });
+        say(Request::Weights { run });
     }
-    for clock in [0, 1, u64::MAX / 2, u64::MAX] {
+    for clock in [0, 1, u64::MAX / 2, u64::MAX].map(Clock) {
         say(Request::Enter { clock });
         for pieces in [None, Some(vec![]), Some(vec![0, 0]), Some(vec![u32::MAX]), Some(vec![1])] {
-            say(Request::Pull { clock, bound: Some(clock), pieces });
+            say(Request::Pull { clock, bound: Some(clock.0), pieces });
         }
     }
     let part = Part { piece: 0, vectors: 1, bytes: 8, encoded: false };
@@ -59,7 +60,7 @@ fn insults(run: &Run) -> Vec<(Request, Vec<u8>)> {
     for parts in parts {
         for (worker, life) in [(worker, 1), (worker, 2), (0, 1), (u32::MAX, u64::MAX)] {
             for (number, clock) in [(0, 0), (1, 0), (1, 1), (2, 0), (u64::MAX, u64::MAX)] {
-                let push = PushId { worker, life, number, clock };
+                let push = PushId { worker, life: Life(life), number, clock: Clock(clock) };
                 let measured =
                     Measured { loss: f32::NAN, compute: f64::NAN, ..Measured::default() };
                 say(Request::Push { push, measured, parts: parts.clone() });
@@ -109,7 +110,7 @@ fn absurd_setups(good: &Setup) -> Vec<Setup> {
         Setup { level: Level::Gossip, ..good.clone() },
         Setup { level: Level::Ssp(u64::MAX), ..good.clone() },
         Setup { level: Level::Downpour(Periods { push: 0, fetch: 1 }), ..good.clone() },
-        Setup { stale: Stale::Compensate(f32::NAN), ..good.clone() },
+        Setup { stale: StalenessPolicy::Compensate(f32::NAN), ..good.clone() },
         codec(CodecSpec::PowerSgd(4, Wire::F32)),
         codec(CodecSpec::PowerSgd(usize::MAX, Wire::F32)),
         codec(CodecSpec::TopK(2.0, Selection::Exact, Values::F32)),
@@ -119,9 +120,9 @@ fn absurd_setups(good: &Setup) -> Vec<Setup> {
     ]
 }
 
-/// Says something, then nothing more, and waits until the shard has ended the connection.
+/// Says something, then nothing more, and waits until the server has ended the connection.
 fn insult(mut socket: Socket, bytes: &[u8]) {
-    // The shard may have had enough before all is said.
+    // The server may have had enough before all is said.
     let _ = socket.write_all(bytes);
     let _ = socket.shutdown(Shutdown::Write);
     let mut replies = Vec::new();
@@ -151,28 +152,28 @@ fn noise(seed: u64, length: usize) -> Vec<u8> {
     (0..length).map(|_| next()).collect()
 }
 
-/// A worker goes on undisturbed while `disturb` runs; the counts say that nobody else's pushes count.
+/// A worker goes on undisturbed while `disturb` runs; the counts say that no other pushes count.
 fn undisturbed(lab: &Lab, run: &Run, disturb: impl FnOnce()) {
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let working = scope.spawn(|| {
             let mut worker = Counter::join(lab, run, 0);
             worker.pull().unwrap();
-            while !over.load(Ordering::Relaxed) || worker.client.clock() < 10 {
+            while !over.load(Ordering::Relaxed) || worker.client.clock() < Clock(10) {
                 worker.push_pull().unwrap();
-                assert_eq!(worker.seen[0], worker.client.clock());
+                assert_eq!(worker.seen[0], worker.client.clock().0);
             }
-            worker.client.clock()
+            worker.client.clock().0
         });
         disturb();
         over.store(true, Ordering::Relaxed);
         let clock = working.join().expect("it is disturbed");
-        assert_eq!(counts(&lab.look(run))[0], clock);
+        assert_eq!(counts(&lab.weights(run))[0], clock);
     });
 }
 
 #[test]
-fn absurd_requests_disturb_nobody() {
+fn absurd_requests_disturb_no_worker() {
     within("an insult", || {
         let (lab, run) = (Lab::start(1, Transport::Tcp), counting("async", 2));
         undisturbed(&lab, &run, || {
@@ -180,7 +181,7 @@ fn absurd_requests_disturb_nobody() {
         });
         undisturbed(&lab, &run, || {
             let joins = text(&Request::Join { run: setup(&run, 1).fingerprint() }, &[]);
-            let enters = text(&Request::Enter { clock: 3 }, &[]);
+            let enters = text(&Request::Enter { clock: Clock(3) }, &[]);
             for (request, rest) in insults(&run) {
                 // As a stranger, and as a member.
                 insult(lab.knock(0, 1, 1), &text(&request, &rest));
@@ -192,12 +193,12 @@ fn absurd_requests_disturb_nobody() {
 }
 
 #[test]
-fn absurd_requests_disturb_nobody_in_lockstep() {
+fn absurd_requests_disturb_no_worker_in_lockstep() {
     within("an insult", || {
         let (lab, run) = (Lab::start(1, Transport::Tcp), counting("bsp", 1));
         undisturbed(&lab, &run, || {
             for (request, rest) in insults(&run) {
-                // Nobody else is of this run, so that nobody else can stop it.
+                // No other worker is of this run, so that none can stop it.
                 insult(lab.knock(0, 1, 1), &text(&request, &rest));
             }
         });
@@ -205,7 +206,7 @@ fn absurd_requests_disturb_nobody_in_lockstep() {
 }
 
 #[test]
-fn noise_disturbs_nobody() {
+fn noise_disturbs_no_worker() {
     within("noise", || {
         let (lab, run) = (Lab::start(1, Transport::Tcp), counting("async", 2));
         undisturbed(&lab, &run, || {
@@ -224,13 +225,13 @@ fn noise_disturbs_nobody() {
     });
 }
 
-/// A shard that knows of no run yet, and is insulted first.
+/// A server that knows of no run yet, and is insulted first.
 #[test]
 fn absurd_setups_leave_room_for_a_good_one() {
     within("a setup", || {
         let (lab, run) = (Lab::start(1, Transport::Tcp), counting("async", 2));
         let good = setup(&run, 1);
-        // A shard without weights may be, if there are more shards than rows.
+        // A server without weights may be, if there are more servers than rows.
         let has_weights =
             |setup: &Setup| setup.pieces.iter().any(|piece| piece.checked_bytes() > 0);
         for absurd in absurd_setups(&good).into_iter().filter(has_weights) {
@@ -257,8 +258,8 @@ fn knock_here(lab: &Lab) -> Socket {
     socket
 }
 
-/// A worker that goes on writing to common memory while the shard reads it pushes something that nobody
-/// knows. But it is one thing: what is written down is what was applied.
+/// A worker that goes on writing to common memory while the server reads it pushes something
+/// unknown. But it is one thing: what is written down is what was applied.
 #[test]
 fn scribbling_into_a_push_harms_only_the_push() {
     const NUMBERS: usize = 1 << 18;
@@ -287,7 +288,10 @@ fn scribbling_into_a_push_harms_only_the_push() {
         let mut link = Link::over(socket);
         let join = Request::Join { run: setup(&run, 1).fingerprint() };
         assert!(matches!(call(&mut link, &join, &[]), Some(Reply::Joined { .. })));
-        assert_eq!(call(&mut link, &Request::Enter { clock: 0 }, &[]), Some(Reply::Done));
+        assert_eq!(
+            call(&mut link, &Request::Enter { clock: Clock::START }, &[]),
+            Some(Reply::Done)
+        );
 
         let over = AtomicBool::new(false);
         let (words, over) = (memory.as_mut_ptr() as usize, &over);
@@ -304,7 +308,7 @@ fn scribbling_into_a_push_harms_only_the_push() {
                 }
             });
             for number in 1..=20 {
-                let push = PushId { worker: 1, life: 1, number, clock: number - 1 };
+                let push = PushId { worker: 1, life: Life(1), number, clock: Clock(number - 1) };
                 let part = Part { piece: 0, vectors: 1, bytes: HALF as u64, encoded: false };
                 let request =
                     Request::Push { push, measured: Measured::default(), parts: vec![part] };
@@ -315,17 +319,17 @@ fn scribbling_into_a_push_harms_only_the_push() {
         });
         let bits =
             |weights: Vec<Vec<f32>>| weights[0].iter().map(|w| w.to_bits()).collect::<Vec<_>>();
-        let before = bits(lab.look(&run));
+        let before = bits(lab.weights(&run));
         assert!(before.iter().any(|weight| *weight != 0), "something was pushed");
-        lab.shards[0] = None;
+        lab.servers[0] = None;
         lab.serve(files);
-        assert!(bits(lab.look(&run)) == before, "what was written down is not what was applied");
+        assert!(bits(lab.weights(&run)) == before, "what was written down is not what was applied");
     });
 }
 
 /// Over a Unix socket: memory that is missing, or too small for what is said to be in it.
 #[test]
-fn bad_memory_disturbs_nobody() {
+fn bad_memory_disturbs_no_worker() {
     within("memory", || {
         let (lab, run) = (Lab::start(1, Transport::Auto), counting("async", 2));
         let knock = || knock_here(&lab);

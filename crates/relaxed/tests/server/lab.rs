@@ -1,4 +1,4 @@
-//! Shards, workers, and what tests have in common.
+//! Servers, workers, and what tests have in common.
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use socket2::{Domain, Socket, Type};
-use unisono::recording::relaxed::ShardRecorder;
+use unisono::recording::relaxed::ServerRecorder;
 use unisono_insight::RunInfo;
 use unisono_insight::relaxed::RelaxedRun;
 use unisono_insight::relaxed::folder::RelaxedFolder;
@@ -16,9 +16,10 @@ use unisono_relaxed::events::Recorder;
 use unisono_relaxed::server::link::Link;
 use unisono_relaxed::server::wire::{Measured, Reply, Report, Request, SERVER, Setup};
 use unisono_relaxed::server::{
-    Client, ClientOptions, Files, Gradient, Pushed, Run, ServerError, Shard, ShardOptions,
-    Transport, layout, look, reports,
+    Client, ClientOptions, Files, Gradient, Pushed, Run, Server, ServerError, ServerOptions,
+    Transport, fetch_weights, layout, reports,
 };
+use unisono_relaxed::{Clock, Life};
 
 pub const TOKEN: Token = Token::from_bytes([5; 32]);
 
@@ -30,45 +31,45 @@ pub const NEVER: Duration = Duration::from_secs(3600);
 
 pub const TRANSPORTS: [Transport; 2] = [Transport::Tcp, Transport::Auto];
 
-/// The shards of a run.
+/// The servers of a run.
 pub struct Lab {
     pub addresses: Vec<SocketAddr>,
-    pub shards: Vec<Option<Shard>>,
+    pub servers: Vec<Option<Server>>,
     pub transport: Transport,
-    /// Where the shards record the run, if they do.
+    /// Where the servers record the run, if they do.
     pub records: Option<PathBuf>,
 }
 
 impl Lab {
-    /// So many shards, without files.
-    pub fn start(shards: usize, transport: Transport) -> Lab {
-        let mut lab = Lab::idle(shards, transport);
-        (0..shards).for_each(|number| lab.serve(Files { number, ..Files::default() }));
+    /// So many servers, without files.
+    pub fn start(servers: usize, transport: Transport) -> Lab {
+        let mut lab = Lab::idle(servers, transport);
+        (0..servers).for_each(|number| lab.serve(Files { number, ..Files::default() }));
         lab
     }
 
-    /// So many addresses, at which nobody serves yet.
-    pub fn idle(shards: usize, transport: Transport) -> Lab {
+    /// So many addresses, at which no server listens yet.
+    pub fn idle(servers: usize, transport: Transport) -> Lab {
         let free = |_| TcpListener::bind("127.0.0.1:0").unwrap();
         // All at once, so that they differ.
-        let listeners: Vec<TcpListener> = (0..shards).map(free).collect();
+        let listeners: Vec<TcpListener> = (0..servers).map(free).collect();
         let addresses = listeners.iter().map(|listener| listener.local_addr().unwrap()).collect();
-        Lab { addresses, shards: (0..shards).map(|_| None).collect(), transport, records: None }
+        Lab { addresses, servers: (0..servers).map(|_| None).collect(), transport, records: None }
     }
 
-    /// Has all shards that start from now on record the run in a new folder.
+    /// Has all servers that start from now on record the run in a new folder.
     pub fn record(&mut self, dir: &Path, run: &Run) {
         run_folder(dir, run);
         self.records = Some(dir.to_owned());
     }
 
-    /// Starts the shard of this number.
+    /// Starts the server of this number.
     pub fn serve(&mut self, files: Files) {
         let number = files.number;
         let listener = listener(self.addresses[number]);
-        let options = shard_options(files, self.records.as_deref());
-        let shard = Shard::start(listener, options).unwrap();
-        self.shards[number] = Some(shard);
+        let options = server_options(files, self.records.as_deref());
+        let server = Server::start(listener, options).unwrap();
+        self.servers[number] = Some(server);
     }
 
     pub fn options(&self, worker: u32) -> ClientOptions {
@@ -76,7 +77,7 @@ impl Lab {
             servers: self.addresses.iter().map(SocketAddr::to_string).collect(),
             token: TOKEN,
             worker,
-            life: Some(1),
+            life: Some(Life(1)),
             patience: HUNG,
             transport: self.transport,
             warm_up: 0,
@@ -95,20 +96,20 @@ impl Lab {
         Ok(client)
     }
 
-    pub fn look(&self, run: &Run) -> Vec<Vec<f32>> {
-        look(run, &self.options(0)).unwrap()
+    pub fn weights(&self, run: &Run) -> Vec<Vec<f32>> {
+        fetch_weights(run, &self.options(0)).unwrap()
     }
 
     pub fn reports(&self, run: &Run) -> Vec<Report> {
         reports(run, &self.options(0)).unwrap()
     }
 
-    /// Waits until the first shard reports what is wanted.
+    /// Waits until the first server reports what is wanted.
     pub fn wait_for(&self, run: &Run, what: &str, wanted: impl Fn(&Report) -> bool) {
         wait_until(what, || wanted(&self.reports(run)[0]));
     }
 
-    /// Somebody who proves the token, and then says what he likes.
+    /// A connection that proves the token, and on which a test may then say anything.
     pub fn stranger(&self, server: usize, worker: u32, life: u64) -> Link {
         Link::over(self.knock(server, worker, life))
     }
@@ -136,7 +137,10 @@ impl Lab {
         let request = Request::Join { run: setup(run, 1).fingerprint() };
         let reply = call(&mut link, &request, &[]);
         assert!(matches!(reply, Some(Reply::Joined { .. })), "{reply:?}");
-        assert_eq!(call(&mut link, &Request::Enter { clock }, &[]), Some(Reply::Done));
+        assert_eq!(
+            call(&mut link, &Request::Enter { clock: Clock(clock) }, &[]),
+            Some(Reply::Done)
+        );
         link
     }
 }
@@ -171,7 +175,7 @@ pub fn zeros(run: &Run, parameter: usize) -> Vec<f32> {
     vec![0.0; run.shapes[parameter].iter().product()]
 }
 
-/// What the first shard of so many is set up with.
+/// What the first server of so many is set up with.
 pub fn setup(run: &Run, servers: usize) -> Setup {
     Setup {
         pieces: layout::spread(&run.shapes, servers).remove(0),
@@ -262,10 +266,10 @@ pub fn wait_until(what: &str, mut is_true: impl FnMut() -> bool) {
     }
 }
 
-/// How a shard is served that records the run there, if anywhere.
-pub fn shard_options(files: Files, records: Option<&Path>) -> ShardOptions {
-    let recorder = |dir| -> Box<dyn Recorder> { Box::new(ShardRecorder::new(dir, files.number)) };
-    ShardOptions { token: TOKEN, recorder: records.map(recorder), files }
+/// How a server is served that records the run there, if anywhere.
+pub fn server_options(files: Files, records: Option<&Path>) -> ServerOptions {
+    let recorder = |dir| -> Box<dyn Recorder> { Box::new(ServerRecorder::new(dir, files.number)) };
+    ServerOptions { token: TOKEN, recorder: records.map(recorder), files }
 }
 
 /// A folder for the records of a run.

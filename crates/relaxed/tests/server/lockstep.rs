@@ -91,7 +91,7 @@ impl Problem {
         };
         client.pull(None, &mut |p, start, values| put(&mut weights, p, start, values)).unwrap();
         while !client.is_finished() {
-            let step = client.clock();
+            let step = client.clock().0;
             pace(step);
             let sums: Vec<Vec<Vec<f32>>> = (0..parameters)
                 .map(|parameter| {
@@ -109,7 +109,7 @@ impl Problem {
                 })
                 .unwrap();
             assert!(pushed.applied);
-            assert_eq!(client.clock(), step + 1);
+            assert_eq!(client.clock().0, step + 1);
         }
         client.leave();
         weights
@@ -144,7 +144,7 @@ fn run(lab: &Lab, problem: &Problem) {
             assert_eq!(worker.join().unwrap(), expected);
         }
     });
-    assert_eq!(lab.look(&problem.run), expected);
+    assert_eq!(lab.weights(&problem.run), expected);
     for report in lab.reports(&problem.run) {
         assert!(report.finished);
         assert_eq!(report.updates, problem.run.total);

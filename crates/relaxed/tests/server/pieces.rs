@@ -29,7 +29,7 @@ fn weights_arrive_as_they_were_set_up_wherever_they_lie() {
                     })
                     .unwrap();
                 assert_eq!(weights, (0..3).map(initial).collect::<Vec<_>>());
-                assert_eq!(weights, lab.look(&run));
+                assert_eq!(weights, lab.weights(&run));
                 // A second worker's weights are not asked for.
                 let none = |_| panic!("the run is set up");
                 Client::join(&run, lab.options(1), &none).unwrap();
@@ -69,10 +69,10 @@ fn every_piece_has_its_own_version() {
             assert!(client.push(&gradients, Measured::default()).unwrap().applied);
         }
         let mut observer = lab.stranger(0, u32::MAX, 0);
-        let look = Request::Look { run: setup(&run, 1).fingerprint() };
-        let reply = call(&mut observer, &look, &[]);
+        let asks = Request::Weights { run: setup(&run, 1).fingerprint() };
+        let reply = call(&mut observer, &asks, &[]);
         assert_eq!(reply, Some(Reply::Weights { versions: vec![(0, 0), (1, 3), (2, 2)] }));
-        let weights = lab.look(&run);
+        let weights = lab.weights(&run);
         let moved = |p: usize, by: f32| initial(p).iter().map(|w| w - by).collect::<Vec<f32>>();
         assert_eq!(weights, [moved(0, 0.0), moved(1, 1.5), moved(2, 1.0)]);
     });
@@ -103,7 +103,7 @@ fn reads_never_see_half_an_update() {
                     });
                 }
             });
-            assert_eq!(lab.look(&run), vec![vec![-400.0; 30_000]; 2]);
+            assert_eq!(lab.weights(&run), vec![vec![-400.0; 30_000]; 2]);
         });
     }
 }

@@ -1,4 +1,4 @@
-//! Shards that end and begin again, in the middle of a run: nothing that was acknowledged is lost, and
+//! Servers that end and begin again, in the middle of a run: nothing that was acknowledged is lost, and
 //! nothing is applied twice. Most of them are processes, and are killed.
 
 use std::collections::BTreeSet;
@@ -13,35 +13,36 @@ use unisono_insight::relaxed::folder::RelaxedFolder;
 use unisono_insight::updates::UpdateRecord;
 use unisono_relaxed::server::core::PushId;
 use unisono_relaxed::server::wire::{Measured, Part, Reply, Request};
-use unisono_relaxed::server::{Client, ClientOptions, Files, Run, Shard, Transport};
+use unisono_relaxed::server::{Client, ClientOptions, Files, Run, Server, Transport};
+use unisono_relaxed::{Clock, Life};
 
 use crate::lab::{
     Counter, Lab, TRANSPORTS, call, counting, counts, listener, recorded, run_folder,
-    shard_options, wait_until, within,
+    server_options, wait_until, within,
 };
 use crate::lockstep::Problem;
 
-/// Tells a process that it is a shard: its number, address, parent and folder, after how many bytes it
+/// Tells a process that it is a server: its number, address, parent and folder, after how many bytes it
 /// takes snapshots, and whether it keeps records.
-const AS_SHARD: &str = "UNISONO_TEST_AS_SHARD";
+const AS_SERVER: &str = "UNISONO_TEST_AS_SERVER";
 
-/// How the process of a shard ends that cannot go on.
+/// How the process of a server ends that cannot go on.
 const CANNOT_GO_ON: i32 = 23;
 
-/// Not a test, but the process of a shard.
+/// Not a test, but the process of a server.
 #[test]
-fn as_shard() {
-    let Ok(text) = std::env::var(AS_SHARD) else { return };
+fn as_server() {
+    let Ok(text) = std::env::var(AS_SERVER) else { return };
     let [number, address, parent, folder, snapshot_after, keeps_records] =
         text.split('|').collect::<Vec<_>>().try_into().unwrap();
     let files = files(Path::new(folder), number.parse().unwrap(), snapshot_after.parse().unwrap());
     let records = Path::new(folder).join("run");
-    let options = shard_options(files, (keeps_records == "true").then_some(&records));
+    let options = server_options(files, (keeps_records == "true").then_some(&records));
     let listener = listener(address.parse().unwrap());
-    let shard = Shard::start(listener, options).unwrap();
+    let server = Server::start(listener, options).unwrap();
     // It does not outlive a test that fails.
     let parent: u32 = parent.parse().unwrap();
-    match shard.serve_until(|| std::os::unix::process::parent_id() != parent) {
+    match server.serve_until(|| std::os::unix::process::parent_id() != parent) {
         Ok(()) => {}
         Err(_) => {
             // Long enough for workers to come back and be told something wrong; then as a crash, so
@@ -61,7 +62,7 @@ fn files(folder: &Path, number: usize, snapshot_after: u64) -> Files {
     }
 }
 
-/// The processes of shards, killed when this is dropped.
+/// The processes of servers, killed when this is dropped.
 pub struct Processes<'a> {
     lab: &'a Lab,
     folder: &'a Path,
@@ -84,7 +85,7 @@ impl<'a> Processes<'a> {
         Processes { lab, folder, children, snapshot_after, keeps_records: true }
     }
 
-    /// Starts a shard, after some commands of a shell.
+    /// Starts a server, after some commands of a shell.
     pub fn spawn(&mut self, number: usize, before: &str) {
         let (address, parent) = (self.lab.addresses[number], std::process::id());
         let Processes { snapshot_after, keeps_records, .. } = self;
@@ -92,9 +93,9 @@ impl<'a> Processes<'a> {
         let text = format!("{number}|{address}|{parent}|{folder}|{snapshot_after}|{keeps_records}");
         let child = Command::new("sh")
             .arg("-c")
-            .arg(format!("{before} exec \"$0\" --exact restarts::as_shard --nocapture"))
+            .arg(format!("{before} exec \"$0\" --exact restarts::as_server --nocapture"))
             .arg(std::env::current_exe().unwrap())
-            .env(AS_SHARD, text)
+            .env(AS_SERVER, text)
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()
@@ -144,7 +145,7 @@ pub fn count_through(lab: &Lab, run: &Run, disturb: impl FnOnce(&dyn Fn() -> u64
         over.store(true, Ordering::Relaxed);
         workers.into_iter().map(|worker| worker.join().unwrap()).collect::<Vec<u64>>()
     });
-    assert_eq!(counts(&lab.look(run)), pushed);
+    assert_eq!(counts(&lab.weights(run)), pushed);
     for report in lab.reports(run) {
         assert_eq!(report.ledger.applied, pushed.iter().sum::<u64>());
         assert_eq!(report.updates, report.ledger.applied);
@@ -187,17 +188,17 @@ fn nothing_acknowledged_is_lost_and_nothing_applied_twice() {
             });
             expect_ledger(dir.path(), &pushed);
             // What was replayed is what was there.
-            let weights = lab.look(&run);
+            let weights = lab.weights(&run);
             (0..servers).for_each(|number| processes.kill(number));
             (0..servers).for_each(|number| processes.spawn(number, ""));
-            assert_eq!(lab.look(&run), weights);
+            assert_eq!(lab.weights(&run), weights);
             expect_ledger(dir.path(), &pushed);
         });
     }
 }
 
-/// In lock-step a restarted shard gathers its workers, so that every round is still one of all, and the
-/// bits are those of a run in which nobody was killed.
+/// In lock-step a restarted server gathers its workers, so that every round is still one of all, and the
+/// bits are those of a run in which no server was killed.
 #[test]
 fn lockstep_keeps_its_bits_through_kills() {
     for (transport, optimizer, servers) in
@@ -230,13 +231,13 @@ fn lockstep_keeps_its_bits_through_kills() {
                     assert_eq!(worker.join().unwrap(), expected);
                 }
             });
-            assert_eq!(lab.look(&problem.run), expected);
+            assert_eq!(lab.weights(&problem.run), expected);
             expect_ledger(dir.path(), &[3 * 150]);
         });
     }
 }
 
-/// A shard that cannot write must not acknowledge. The limit on the size of files stands for a full
+/// A server that cannot write must not acknowledge. The limit on the size of files stands for a full
 /// disk; whichever file reaches it first.
 #[test]
 fn what_cannot_be_written_is_not_acknowledged() {
@@ -277,7 +278,7 @@ fn newest_journal(folder: &Path) -> PathBuf {
     entries.filter(is_journal).max_by_key(number).unwrap()
 }
 
-/// Within one process: a shard is dropped, its journal ends in half a record, and it begins again.
+/// Within one process: a server is dropped, its journal ends in half a record, and it begins again.
 #[test]
 fn half_a_record_at_the_end_is_no_harm() {
     for transport in TRANSPORTS {
@@ -297,7 +298,7 @@ fn half_a_record_at_the_end_is_no_harm() {
                     });
                     rounds += 1;
                 }
-                lab.shards[0] = None;
+                lab.servers[0] = None;
                 let journal = newest_journal(files.journal.as_ref().unwrap());
                 // Shorter than any head.
                 let torn = std::fs::read(&journal).unwrap()[..20].to_vec();
@@ -322,23 +323,23 @@ fn lives_survive_a_restart() {
         let files = files(dir.path(), 0, 1 << 20);
         lab.serve(files.clone());
         for life in 1..6 {
-            let options = ClientOptions { life: Some(life), ..lab.options(0) };
+            let options = ClientOptions { life: Some(Life(life)), ..lab.options(0) };
             let mut worker = Counter::new(lab.try_client(&run, options).unwrap(), &run, 0);
             worker.push().unwrap();
-            lab.shards[0] = None;
+            lab.servers[0] = None;
             lab.serve(files.clone());
             worker.push_pull().unwrap();
-            assert_eq!((worker.seen, worker.client.clock()), (vec![2 * life], 2 * life));
+            assert_eq!((worker.seen, worker.client.clock().0), (vec![2 * life], 2 * life));
         }
         let ledger = recorded(&dir.path().join("run")).ledger().unwrap();
         assert_eq!((ledger.pushes, ledger.lives), (10, 5));
-        let older = ClientOptions { life: Some(4), ..lab.options(0) };
+        let older = ClientOptions { life: Some(Life(4)), ..lab.options(0) };
         assert!(lab.try_client(&run, older).is_err());
     });
 }
 
-/// Whoever starts a worker, however often and wherever: the servers know how often that was. Neither
-/// a clock nor the count of a launcher is asked.
+/// However often and wherever a worker is started: the servers know how often that was. Neither a clock
+/// nor the count of a launcher is asked.
 #[test]
 fn the_servers_number_the_lives_of_workers() {
     for transport in TRANSPORTS {
@@ -364,7 +365,7 @@ fn the_servers_number_the_lives_of_workers() {
                 assert_eq!(new.seen, [2 * round]);
                 drop((old, new));
                 for (number, files) in files.iter().enumerate() {
-                    lab.shards[number] = None;
+                    lab.servers[number] = None;
                     lab.serve(files.clone());
                 }
             }
@@ -374,14 +375,14 @@ fn the_servers_number_the_lives_of_workers() {
     }
 }
 
-/// The lives of the pushes that a shard has recorded.
+/// The lives of the pushes that a server has recorded.
 fn updates(run: &Path, number: usize) -> Vec<u64> {
     let text = std::fs::read_to_string(RelaxedFolder::updates(run, number)).unwrap();
     let line = |line: &str| serde_json::from_str::<UpdateRecord>(line).unwrap().life;
     text.lines().map(line).collect()
 }
 
-/// Somebody removed the journal. The records of the run that is gone are not those of the next, which
+/// The journal was removed. The records of the run that is gone are not those of the next, which
 /// says so before it has begun, and again.
 #[test]
 fn a_run_without_its_journal_leaves_the_records_of_the_one_before_alone() {
@@ -393,20 +394,20 @@ fn a_run_without_its_journal_leaves_the_records_of_the_one_before_alone() {
         let files = files(dir.path(), 0, 1 << 20);
         lab.serve(files.clone());
         Counter::join(&lab, &run, 0).push().unwrap();
-        lab.shards[0] = None;
+        lab.servers[0] = None;
         std::fs::remove_dir_all(files.journal.as_ref().unwrap()).unwrap();
         for _ in 0..2 {
             lab.serve(files.clone());
             let hasty = ClientOptions { patience: Duration::from_millis(1), ..lab.options(0) };
             assert!(lab.try_client(&run, hasty).is_err());
-            let error = lab.shards[0].take().unwrap().serve_until(|| false).unwrap_err();
+            let error = lab.servers[0].take().unwrap().serve_until(|| false).unwrap_err();
             assert!(error.to_string().contains("already holds a run"), "{error}");
             assert_eq!(updates(&dir.path().join("run"), 0), [1]);
         }
     });
 }
 
-/// The same life in a new process, as if somebody had numbered it wrongly: its numbers go on.
+/// The same life in a new process, as if its launcher had numbered it wrongly: its numbers go on.
 #[test]
 fn a_life_that_begins_again_loses_no_push() {
     within("the same life", || {
@@ -433,7 +434,7 @@ fn a_bound_that_adapts_begins_anew() {
         let mut link = lab.quiet(&run, 0, 0);
         let mut bounds = BTreeSet::new();
         for number in 1..200 {
-            let push = PushId { worker: 0, life: 1, number, clock: number - 1 };
+            let push = PushId { worker: 0, life: Life(1), number, clock: Clock(number - 1) };
             let measured = Measured { held: 0.9, wall: 1.0, loss: 1.0, ..Measured::default() };
             let part = Part { piece: 0, vectors: 1, bytes: 4, encoded: false };
             let request = Request::Push { push, measured, parts: vec![part] };
@@ -445,7 +446,7 @@ fn a_bound_that_adapts_begins_anew() {
             };
         }
         assert!(bounds.len() > 1, "{bounds:?}");
-        lab.shards[0] = None;
+        lab.servers[0] = None;
         lab.serve(files);
         let moves = recorded(&dir.path().join("run")).moves;
         assert_eq!(moves.first().map(|first| first.from), bounds.first().copied());

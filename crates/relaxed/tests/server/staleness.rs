@@ -1,7 +1,8 @@
 //! What becomes of gradients of old weights.
 
+use unisono_relaxed::Clock;
 use unisono_relaxed::server::Run;
-use unisono_relaxed::stale;
+use unisono_relaxed::staleness;
 
 use crate::lab::{Counter, Lab, TRANSPORTS, counting, counts, within};
 
@@ -29,10 +30,10 @@ fn scale_divides_the_rate_by_the_staleness() {
             let (mut late, mut busy) = be_late(&lab, &run, 8);
             assert!(late.push().unwrap().applied);
             // 8 updates by 2 workers are 4 clocks.
-            assert_eq!(lab.look(&run), [[-0.25, -8.0]]);
+            assert_eq!(lab.weights(&run), [[-0.25, -8.0]]);
             busy.client.pull(None, &mut |_, _, _| {}).unwrap();
             busy.push().unwrap();
-            assert_eq!(lab.look(&run), [[-0.25, -9.0]]);
+            assert_eq!(lab.weights(&run), [[-0.25, -9.0]]);
         });
     }
 }
@@ -47,10 +48,10 @@ fn drop_acknowledges_and_leaves_out() {
             assert!(!pushed.applied);
             assert_eq!((pushed.age.delay, pushed.age.present), (3, 2));
             // It has finished a step all the same, and the next is fresh.
-            assert_eq!(late.client.clock(), 1);
+            assert_eq!(late.client.clock(), Clock(1));
             assert_eq!(late.seen, [0, 3]);
             assert!(late.push().unwrap().applied);
-            assert_eq!(counts(&lab.look(&run)), [1, 3]);
+            assert_eq!(counts(&lab.weights(&run)), [1, 3]);
             for report in lab.reports(&run) {
                 assert_eq!((report.ledger.applied, report.ledger.dropped), (4, 1));
                 assert_eq!(report.updates, 4);
@@ -65,19 +66,19 @@ fn compensate_corrects_for_the_way_of_the_weights() {
         within("compensate", move || {
             let (lab, run) = (Lab::start(1, transport), run("compensate:0.5"));
             let (mut late, mut busy) = be_late(&lab, &run, 2);
-            let before = lab.look(&run).remove(0);
+            let before = lab.weights(&run).remove(0);
             let gradient = [1.0f32, 3.0];
             let pushes = [(0, vec![&gradient[..]])];
             late.client.push(&pushes, Default::default()).unwrap();
             let mut corrected = gradient.to_vec();
-            stale::compensate(0.5, &mut corrected, &before, &[0.0; 2]);
+            staleness::compensate(0.5, &mut corrected, &before, &[0.0; 2]);
             assert_ne!(corrected, gradient, "nothing to correct");
             let expected: Vec<f32> = before.iter().zip(&corrected).map(|(w, g)| w - g).collect();
-            assert_eq!(lab.look(&run)[0], expected);
+            assert_eq!(lab.weights(&run)[0], expected);
             // Who has just read needs no correction.
             busy.client.pull(None, &mut |_, _, _| {}).unwrap();
             busy.client.push(&pushes, Default::default()).unwrap();
-            assert_eq!(lab.look(&run), [[expected[0] - 1.0, expected[1] - 3.0]]);
+            assert_eq!(lab.weights(&run), [[expected[0] - 1.0, expected[1] - 3.0]]);
         });
     }
 }

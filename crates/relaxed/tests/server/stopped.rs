@@ -6,7 +6,8 @@ use std::sync::{Mutex, Once};
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
-use unisono_relaxed::server::{Client, ClientOptions, ServerError, Transport, look};
+use unisono_relaxed::Life;
+use unisono_relaxed::server::{Client, ClientOptions, ServerError, Transport, fetch_weights};
 
 use crate::lab::{Counter, Lab, NEVER, TRANSPORTS, counting, wait_until, within};
 use crate::lockstep::Problem;
@@ -86,7 +87,7 @@ fn a_server_that_is_stopped_is_named_by_an_error() {
                 let initial = |_: usize| vec![0.0];
                 // They take their time to start.
                 Client::join(&run, lab.options(0), &initial).unwrap().leave();
-                let options = ClientOptions { patience, life: Some(2), ..lab.options(0) };
+                let options = ClientOptions { patience, life: Some(Life(2)), ..lab.options(0) };
                 let mut impatient = Client::join(&run, options, &initial).unwrap();
                 let one = [1.0f32];
                 let gradients: Vec<_> = (0..servers).map(|p| (p, vec![&one[..]])).collect();
@@ -101,9 +102,9 @@ fn a_server_that_is_stopped_is_named_by_an_error() {
                         if *server == last && *address == lab.addresses[last].to_string()
                 );
                 assert!(is_named, "{error}");
-                // Nor does somebody who only looks wait for ever.
+                // Nor does a process that only asks wait for ever.
                 let options = ClientOptions { patience, ..lab.options(0) };
-                let error = look(&run, &options).unwrap_err();
+                let error = fetch_weights(&run, &options).unwrap_err();
                 assert!(matches!(error, ServerError::Unreachable { .. }), "{error}");
             });
         }
@@ -215,8 +216,8 @@ fn lockstep_keeps_its_bits_through_a_stop() {
                 };
                 let workers: Vec<_> = (0..3).map(|worker| scope.spawn(work(worker))).collect();
                 for stop in 0..STOPS {
-                    // Whoever has done some rounds since the last stop does not wait any more, and says
-                    // so when it waits again.
+                    // A worker that has done some rounds since the last stop does not wait any more,
+                    // and says so when it waits again.
                     let enough = stop * ROUNDS + 20;
                     wait_until("rounds go on", || {
                         steps.iter().all(|step| step.load(Ordering::Relaxed) >= enough)
@@ -237,7 +238,7 @@ fn lockstep_keeps_its_bits_through_a_stop() {
     }
 }
 
-/// A worker that is itself stopped, together with its server, has not waited meanwhile: nobody gives a
+/// A worker that is itself stopped, together with its server, has not waited meanwhile: neither gives a
 /// connection up that is none the worse for it. Here it is only busy for longer than the timeout.
 #[test]
 fn a_worker_that_listens_late_finds_what_was_said_meanwhile() {

@@ -1,22 +1,22 @@
 //! The core of the parameter server under thousands of seeded histories.
 //!
-//! Workers ([`process`]) and shards ([`shard`]) talk over a network that delays, doubles, reorders and
-//! loses messages and breaks connections, while workers and shards crash, pause and come back
-//! ([`world`]). A [`witness`] beside every shard checks every event. `UNISONO_TEST_SEED` repeats one
+//! Workers ([`process`]) and servers ([`server`]) talk over a network that delays, doubles, reorders and
+//! loses messages and breaks connections, while workers and servers crash, pause and come back
+//! ([`world`]). A [`witness`] beside every server checks every event. `UNISONO_TEST_SEED` repeats one
 //! history.
 
 mod message;
 mod process;
 mod random;
 mod scenario;
-mod shard;
+mod server;
 mod tally;
 mod witness;
 mod world;
 
 use scenario::{Level, Sabotage, Scenario};
 use tally::Tally;
-use unisono_relaxed::stale::Stale;
+use unisono_relaxed::staleness::StalenessPolicy;
 
 #[test]
 fn lockstep_survives_faults() {
@@ -42,18 +42,18 @@ fn async_survives_faults() {
     require_all(&tally, &["held"]);
 }
 
-/// Without faults, all shards see the same rounds, each of everybody.
+/// Without faults, all servers see the same rounds, each of all workers.
 #[test]
 fn undisturbed_lockstep_commits_everything_everywhere() {
     for seed in seeds(500) {
         let scenario = Scenario::undisturbed(Level::Lockstep, seed);
         let outcome = world::run(scenario).unwrap_or_else(|failure| panic!("{failure}"));
-        let everybody: Vec<u32> = (0..scenario.workers as u32).collect();
+        let all: Vec<u32> = (0..scenario.workers as u32).collect();
         for commits in &outcome.commits {
-            let rounds: Vec<u64> = commits.iter().map(|(round, _)| *round).collect();
+            let rounds: Vec<u64> = commits.iter().map(|(round, _)| round.0).collect();
             assert_eq!(rounds, (0..rounds.len() as u64).collect::<Vec<_>>(), "{scenario:?}");
             assert!(rounds.len() >= 4, "{scenario:?}");
-            assert!(commits.iter().all(|(_, workers)| *workers == everybody), "{scenario:?}");
+            assert!(commits.iter().all(|(_, workers)| *workers == all), "{scenario:?}");
             assert_eq!(commits, &outcome.commits[0], "{scenario:?}");
         }
     }
@@ -64,10 +64,11 @@ fn undisturbed_lockstep_commits_everything_everywhere() {
 fn undisturbed_runs_need_no_second_attempt() {
     for seed in seeds(500) {
         for level in [Level::Ssp(seed % 6), Level::Async] {
-            let scenario = Scenario { stale: Stale::Keep, ..Scenario::undisturbed(level, seed) };
+            let scenario =
+                Scenario { stale: StalenessPolicy::Keep, ..Scenario::undisturbed(level, seed) };
             let Tally { settled, dropped, known_by_joining, expired, superseded, .. } =
                 world::run(scenario).unwrap_or_else(|failure| panic!("{failure}")).tally;
-            assert_eq!(settled, 4 * scenario.workers * scenario.shards as u64, "{scenario:?}");
+            assert_eq!(settled, 4 * scenario.workers * scenario.servers as u64, "{scenario:?}");
             assert_eq!([dropped, known_by_joining, expired, superseded], [0; 4]);
         }
     }
@@ -120,13 +121,13 @@ fn a_push_that_is_applied_twice_is_found() {
 }
 
 #[test]
-fn a_leaving_that_nobody_notices_is_found() {
+fn a_leaving_that_the_server_overlooks_is_found() {
     is_found(Sabotage::OverlookLeaving, Level::Ssp(0), "no end");
     is_found(Sabotage::OverlookLeaving, Level::Lockstep, "no end");
 }
 
 #[test]
-fn clocks_that_differ_between_shards_are_found() {
+fn clocks_that_differ_between_servers_are_found() {
     is_found(Sabotage::ClocksApart, Level::Ssp(0), "no end");
     is_found(Sabotage::ClocksApart, Level::Lockstep, "no end");
 }
@@ -161,7 +162,7 @@ fn is_found(sabotage: Sabotage, level: Level, expected: &str) {
     let scenario = |seed| Scenario { sabotage, ..Scenario::new(level, seed) };
     let mut failures = (0..2000).filter_map(|seed| world::run(scenario(seed)).err());
     let found = failures.find(|failure| failure.violation.contains(expected));
-    assert!(found.is_some(), "nobody noticed {sabotage:?}");
+    assert!(found.is_some(), "no run noticed {sabotage:?}");
 }
 
 /// The seeds from 0, or the one that is to be repeated.

@@ -1,22 +1,23 @@
-//! What workers and shards say to each other.
+//! What workers and servers say to each other.
 
 use unisono_relaxed::server::core::{Joined, PushId, Refusal};
+use unisono_relaxed::{Clock, Life};
 
 /// One life of a worker: it has its place in the list of all processes there ever were.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sender {
     pub process: usize,
     pub worker: u32,
-    pub life: u64,
+    pub life: Life,
 }
 
-/// From a worker to a shard.
+/// From a worker to a server.
 #[derive(Clone, Copy, Debug)]
 pub struct Request {
     pub from: Sender,
-    /// Counts the connections of this process to this shard.
+    /// Counts the connections of this process to this server.
     pub connection: u64,
-    /// Counts the requests of this process to this shard.
+    /// Counts the requests of this process to this server.
     pub id: u64,
     pub ask: Ask,
 }
@@ -24,15 +25,15 @@ pub struct Request {
 #[derive(Clone, Copy, Debug)]
 pub enum Ask {
     Join,
-    Enter(u64),
-    Read(u64),
+    Enter(Clock),
+    Read(Clock),
     Push(PushId),
     /// Nothing: the worker lives.
     Alive,
     Leave,
 }
 
-/// From a shard to a worker, to the request of this number.
+/// From a server to a worker, to the request of this number.
 #[derive(Clone, Copy, Debug)]
 pub struct Reply {
     pub connection: u64,
@@ -50,7 +51,7 @@ pub enum Answer {
     },
     Settled,
     Late {
-        clock: u64,
+        clock: Clock,
     },
     Refused(Refusal),
 }

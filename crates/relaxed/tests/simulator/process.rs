@@ -1,18 +1,19 @@
-//! A worker in one of its lives, as far as the shards are concerned.
+//! A worker in one of its lives, as far as the servers are concerned.
 //!
-//! It goes through *stages*. **Meeting**: it joins every shard and takes the largest of its own clock
-//! and those that it is told; it enters every shard at that clock. **Reading**: it asks every shard for
-//! its weights. **Computing**. **Pushing**: every shard gets its push, and when all have said what
-//! became of it the step is finished; the next begins with a meeting, at which everybody is there
+//! It goes through *stages*. **Meeting**: it joins every server and takes the largest of its own clock
+//! and those that it is told; it enters every server at that clock. **Reading**: it asks every server for
+//! its weights. **Computing**. **Pushing**: every server gets its push, and when all have said what
+//! became of it the step is finished; the next begins with a meeting, at which all servers agree
 //! already.
 //!
-//! There is one clock for all shards. Were a worker further at one shard than at another, and somebody
-//! else the other way round, each could wait for the other for ever.
+//! There is one clock for all servers. Were a worker further at one server than at another, and another
+//! worker the other way round, each could wait for the other for ever.
 //!
-//! It joins a shard again whenever the connection is lost or the shard takes it for gone. With a
+//! It joins a server again whenever the connection is lost or the server takes it for gone. With a
 //! push under way, or one being computed, it then enters at the clock of that push and not further, so
-//! that nobody's read passes over it. A request that is not answered is sent again.
+//! that no worker's read passes over it. A request that is not answered is sent again.
 
+use unisono_relaxed::Clock;
 use unisono_relaxed::server::core::{PushId, Refusal};
 use unisono_relaxed::server::outbox::Outbox;
 
@@ -43,19 +44,19 @@ pub enum Stage {
 /// What a process wants of the world.
 pub enum Act {
     Send {
-        shard: usize,
+        server: usize,
         request: Request,
     },
     Compute,
     /// It knows of this push that it is settled, by its reply or upon joining again.
     Acknowledged {
-        shard: usize,
+        server: usize,
         push: PushId,
         by_joining: bool,
     },
-    /// A shard says that pushes are missing which it had acknowledged.
+    /// A server says that pushes are missing which it had acknowledged.
     Gap {
-        shard: usize,
+        server: usize,
         expected: u64,
     },
     Superseded,
@@ -67,25 +68,25 @@ struct Link {
     requests: u64,
     asked: Option<(u64, Ask)>,
     joined: bool,
-    /// Steps that are finished, and the furthest clock that the shard has named.
-    clock: u64,
-    told: u64,
-    /// The clock at which the shard has it, if it has entered.
-    at: Option<u64>,
+    /// Steps that are finished, and the furthest clock that the server has named.
+    clock: Clock,
+    told: Clock,
+    /// The clock at which the server has it, if it has entered.
+    at: Option<Clock>,
     /// The version of the weights of this step.
     version: Option<u64>,
     outbox: Outbox,
 }
 
 impl Process {
-    pub fn new(me: Sender, shards: usize, sabotage: Sabotage) -> Process {
+    pub fn new(me: Sender, servers: usize, sabotage: Sabotage) -> Process {
         let link = || Link {
             connection: 1,
             requests: 0,
             asked: None,
             joined: false,
-            clock: 0,
-            told: 0,
+            clock: Clock::START,
+            told: Clock::START,
             at: None,
             version: None,
             outbox: Outbox::new(me.worker, me.life),
@@ -95,7 +96,7 @@ impl Process {
             steps: 0,
             goal: None,
             stage: Stage::Meeting,
-            links: (0..shards).map(|_| link()).collect(),
+            links: (0..servers).map(|_| link()).collect(),
             sabotage,
         }
     }
@@ -105,35 +106,35 @@ impl Process {
     }
 
     /// The furthest clock that it has reached or was told of.
-    pub fn clock(&self) -> u64 {
+    pub fn clock(&self) -> Clock {
         let clocks = self.links.iter().map(|link| link.clock.max(link.told));
-        clocks.max().expect("there are shards")
+        clocks.max().expect("there are servers")
     }
 
-    pub fn connection(&self, shard: usize) -> u64 {
-        self.links[shard].connection
+    pub fn connection(&self, server: usize) -> u64 {
+        self.links[server].connection
     }
 
-    /// The push under way to a shard.
-    pub fn pending(&self, shard: usize) -> Option<PushId> {
-        self.links[shard].outbox.pending()
+    /// The push under way to a server.
+    pub fn pending(&self, server: usize) -> Option<PushId> {
+        self.links[server].outbox.pending()
     }
 
-    /// The version of a shard's weights from which the present push was computed.
-    pub fn version(&self, shard: usize) -> Option<u64> {
-        self.links[shard].version
+    /// The version of a server's weights from which the present push was computed.
+    pub fn version(&self, server: usize) -> Option<u64> {
+        self.links[server].version
     }
 
     /// Does whatever is to be done next.
     pub fn go_on(&mut self, acts: &mut Vec<Act>) {
         while self.next_stage(acts) {}
-        for shard in 0..self.links.len() {
-            if self.links[shard].asked.is_none()
-                && let Some(ask) = self.wanted(shard)
+        for server in 0..self.links.len() {
+            if self.links[server].asked.is_none()
+                && let Some(ask) = self.wanted(server)
             {
-                let request = self.request(shard, ask);
-                self.links[shard].asked = Some((request.id, ask));
-                acts.push(Act::Send { shard, request });
+                let request = self.request(server, ask);
+                self.links[server].asked = Some((request.id, ask));
+                acts.push(Act::Send { server, request });
             }
         }
     }
@@ -147,8 +148,8 @@ impl Process {
         self.go_on(acts);
     }
 
-    pub fn receive(&mut self, shard: usize, reply: Reply, acts: &mut Vec<Act>) {
-        let link = &mut self.links[shard];
+    pub fn receive(&mut self, server: usize, reply: Reply, acts: &mut Vec<Act>) {
+        let link = &mut self.links[server];
         let Some((id, ask)) = link.asked else { return };
         if (link.connection, id) != (reply.connection, reply.id) {
             return;
@@ -162,21 +163,21 @@ impl Process {
                 if let Some(push) = link.outbox.pending()
                     && link.outbox.rejoin(joined).is_none()
                 {
-                    acts.push(Act::Acknowledged { shard, push, by_joining: true });
+                    acts.push(Act::Acknowledged { server, push, by_joining: true });
                 }
             }
             (Answer::Entered, Ask::Enter(clock)) => link.at = Some(clock),
             (Answer::Weights { version }, Ask::Read(_)) => link.version = Some(version),
             (Answer::Settled, Ask::Push(push)) => {
                 link.outbox.settle();
-                link.at = Some(push.clock + 1);
-                acts.push(Act::Acknowledged { shard, push, by_joining: false });
+                link.at = Some(push.clock.next());
+                acts.push(Act::Acknowledged { server, push, by_joining: false });
             }
             (Answer::Late { clock }, Ask::Push(push)) => {
                 link.outbox.settle();
                 link.at = None;
                 link.told = link.told.max(clock);
-                acts.push(Act::Acknowledged { shard, push, by_joining: false });
+                acts.push(Act::Acknowledged { server, push, by_joining: false });
             }
             (Answer::Refused(Refusal::OtherClock { clock }), _) => {
                 link.at = None;
@@ -187,7 +188,7 @@ impl Process {
                 acts.push(Act::Superseded);
             }
             (Answer::Refused(Refusal::Gap { expected }), _) => {
-                acts.push(Act::Gap { shard, expected });
+                acts.push(Act::Gap { server, expected });
             }
             (Answer::Refused(_), _) => {
                 link.joined = false;
@@ -199,16 +200,16 @@ impl Process {
     }
 
     /// A request was not answered for long.
-    pub fn retry(&mut self, shard: usize, id: u64, acts: &mut Vec<Act>) {
-        if self.links[shard].asked.is_some_and(|(asked, _)| asked == id) {
-            self.links[shard].asked = None;
+    pub fn retry(&mut self, server: usize, id: u64, acts: &mut Vec<Act>) {
+        if self.links[server].asked.is_some_and(|(asked, _)| asked == id) {
+            self.links[server].asked = None;
             self.go_on(acts);
         }
     }
 
     /// A connection is lost, or given up.
-    pub fn reconnect(&mut self, shard: usize, connection: u64, acts: &mut Vec<Act>) {
-        let link = &mut self.links[shard];
+    pub fn reconnect(&mut self, server: usize, connection: u64, acts: &mut Vec<Act>) {
+        let link = &mut self.links[server];
         if link.connection == connection {
             link.connection += 1;
             link.asked = None;
@@ -219,8 +220,8 @@ impl Process {
     }
 
     /// A request that expects no answer.
-    pub fn request(&mut self, shard: usize, ask: Ask) -> Request {
-        let link = &mut self.links[shard];
+    pub fn request(&mut self, server: usize, ask: Ask) -> Request {
+        let link = &mut self.links[server];
         link.requests += 1;
         Request { from: self.me, connection: link.connection, id: link.requests, ask }
     }
@@ -267,7 +268,7 @@ impl Process {
                 }
                 self.steps += 1;
                 for link in &mut self.links {
-                    link.clock += 1;
+                    link.clock = link.clock.next();
                     link.version = None;
                 }
                 self.stage = Stage::Meeting;
@@ -281,8 +282,8 @@ impl Process {
         true
     }
 
-    fn wanted(&self, shard: usize) -> Option<Ask> {
-        let link = &self.links[shard];
+    fn wanted(&self, server: usize) -> Option<Ask> {
+        let link = &self.links[server];
         if self.is_over() {
             return None;
         }

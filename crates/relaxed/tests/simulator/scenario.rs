@@ -1,6 +1,6 @@
 //! What a run is about. All of it follows from the seed and the level.
 
-use unisono_relaxed::stale::Stale;
+use unisono_relaxed::staleness::StalenessPolicy;
 
 use crate::random::Random;
 
@@ -8,15 +8,15 @@ use crate::random::Random;
 pub struct Scenario {
     pub seed: u64,
     pub level: Level,
-    pub stale: Stale,
+    pub stale: StalenessPolicy,
     pub workers: u64,
-    pub shards: usize,
+    pub servers: usize,
     /// How long the faults last; 0 for a run without any.
     pub faults: u64,
     /// From one to the next, on average.
     pub fault_every: u64,
     pub network: Network,
-    /// For how long a shard that starts waits for all workers to come.
+    /// For how long a server that starts waits for all workers to come.
     pub patience: Option<u64>,
     pub sabotage: Sabotage,
 }
@@ -36,21 +36,21 @@ pub enum Network {
     Datagrams,
 }
 
-/// What shards or workers do wrong, to see that it is found.
+/// What servers or workers do wrong, to see that it is found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sabotage {
     Nothing,
     /// Reads are admitted at any clock.
     NoBound,
-    /// A restarted shard begins anew.
+    /// A restarted server begins anew.
     ForgetDisk,
     /// What is acknowledged is written later.
     AcknowledgeFirst,
     /// A push that comes again is taken for a new one.
     ForgetNumbers,
-    /// Whoever is gone still holds the others back.
+    /// A worker that is gone still holds the others back.
     OverlookLeaving,
-    /// Workers keep a clock for every shard, instead of going on at the furthest everywhere.
+    /// Workers keep a clock for every server, instead of going on at the furthest everywhere.
     ClocksApart,
     /// Workers that come back with a push under way enter at a later clock than that of the push.
     EnterAhead,
@@ -66,9 +66,13 @@ impl Scenario {
         Scenario {
             seed,
             level,
-            stale: if random.chance(500) { Stale::Keep } else { Stale::Drop(random.below(4)) },
+            stale: if random.chance(500) {
+                StalenessPolicy::Keep
+            } else {
+                StalenessPolicy::Drop(random.below(4))
+            },
             workers: random.between(2, 6),
-            shards: random.between(1, 3) as usize,
+            servers: random.between(1, 3) as usize,
             faults: random.between(100, 1000),
             fault_every: [10, 40, 120][random.below(3) as usize],
             network: if random.chance(500) { Network::Streams } else { Network::Datagrams },

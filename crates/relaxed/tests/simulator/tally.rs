@@ -46,6 +46,6 @@ tally! {
     worker_deaths,
     pauses,
     replacements,
-    shard_crashes,
+    server_crashes,
     snapshots,
 }

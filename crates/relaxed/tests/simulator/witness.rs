@@ -1,6 +1,6 @@
-//! What the simulator knows by itself about one shard, and holds against what the shard says and does.
+//! What the simulator knows by itself about one server, and holds against what the server says and does.
 //!
-//! The witness sees everything and forgets nothing. It keeps its own account of who sits at the shard
+//! The witness sees everything and forgets nothing. It keeps its own account of who sits at the server
 //! and at which clock, of every push that was settled and every one that was acknowledged, and derives
 //! from that what must be true:
 //!
@@ -10,18 +10,19 @@
 //!   lock-step the weights contain the rounds below `c` and no other.
 //! - **Pushes.** None is settled twice, and the numbers of a life are settled without gaps. One that
 //!   was acknowledged is contained from then on.
-//! - **Commits.** All pushes of a round are for that round, and everybody has one who is present and
-//!   was so when the round began or entered at it.
+//! - **Commits.** All pushes of a round are for that round, and every worker has one that is present
+//!   and was so when the round began or entered at it.
 //! - **Ages** are what is counted here, and decide about dropping.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use unisono_relaxed::server::core::{Age, Core, Entry, PushId};
-use unisono_relaxed::stale::Stale;
+use unisono_relaxed::staleness::StalenessPolicy;
+use unisono_relaxed::{Clock, Life};
 
 use crate::message::Sender;
 use crate::process::Process;
-use crate::shard::Weights;
+use crate::server::Weights;
 
 /// What was found to be wrong.
 pub type Violation = String;
@@ -38,33 +39,33 @@ pub(crate) use require;
 
 pub struct Witness {
     pub lockstep: bool,
-    pub stale: Stale,
+    pub stale: StalenessPolicy,
     seats: BTreeMap<u32, Seat>,
-    settled: BTreeSet<(u32, u64, u64)>,
+    settled: BTreeSet<(u32, Life, u64)>,
     /// The last number settled of each life.
-    last: BTreeMap<(u32, u64), u64>,
-    acknowledged: BTreeSet<(u32, u64, u64)>,
+    last: BTreeMap<(u32, Life), u64>,
+    acknowledged: BTreeSet<(u32, Life, u64)>,
     updates: u64,
     applied: u64,
     dropped: u64,
     duplicates: u64,
     /// In lock-step: for which round each commit was, and whose pushes it contains.
-    pub commits: Vec<(u64, Vec<u32>)>,
+    pub commits: Vec<(Clock, Vec<u32>)>,
 }
 
 #[derive(Clone, Copy)]
 struct Seat {
-    life: u64,
+    life: Life,
     present: bool,
-    clock: u64,
+    clock: Clock,
     /// The version that it read last, and its lead then.
     read: Option<(u64, u64)>,
-    /// Whether the shard still knows what it read, or takes the time of its joining for that.
+    /// Whether the server still knows what it read, or takes the time of its joining for that.
     is_known: bool,
 }
 
 impl Witness {
-    pub fn new(lockstep: bool, stale: Stale) -> Witness {
+    pub fn new(lockstep: bool, stale: StalenessPolicy) -> Witness {
         Witness {
             lockstep,
             stale,
@@ -91,15 +92,16 @@ impl Witness {
         }
     }
 
-    pub fn entered(&mut self, who: Sender, clock: u64, round: u64) {
+    pub fn entered(&mut self, who: Sender, clock: Clock, round: Clock) {
         if let Some(seat) = self.seats.get_mut(&who.worker) {
             seat.present = true;
-            seat.clock = seat.clock.max(clock).max(if self.lockstep { round } else { 0 });
+            seat.clock =
+                seat.clock.max(clock).max(if self.lockstep { round } else { Clock::START });
         }
     }
 
     /// A worker has left, in this life if one is given.
-    pub fn left(&mut self, worker: u32, life: Option<u64>) {
+    pub fn left(&mut self, worker: u32, life: Option<Life>) {
         if let Some(seat) = self.seats.get_mut(&worker)
             && life.is_none_or(|life| life == seat.life)
         {
@@ -111,14 +113,14 @@ impl Witness {
     pub fn read(
         &mut self,
         who: Sender,
-        clock: u64,
+        clock: Clock,
         bound: Option<u64>,
-        round: u64,
-        (shard, processes): (usize, &[Process]),
+        round: Clock,
+        (server, processes): (usize, &[Process]),
     ) -> Result<(), Violation> {
         let slowest = self.slowest().unwrap_or(clock);
         if let Some(bound) = bound {
-            let least = clock.saturating_sub(bound);
+            let least = Clock(clock.0.saturating_sub(bound));
             require!(
                 slowest >= least,
                 "worker {} reads at clock {clock} while the slowest is at {slowest}: more than {bound} \
@@ -129,7 +131,7 @@ impl Witness {
                 let me = process.me;
                 let sits = |seat: &Seat| seat.present && seat.life == me.life;
                 let present = self.seats.get(&me.worker).is_some_and(sits);
-                let missing = process.pending(shard).filter(|push| {
+                let missing = process.pending(server).filter(|push| {
                     present && push.clock < least && !self.settled.contains(&identity(push))
                 });
                 require!(
@@ -146,7 +148,7 @@ impl Witness {
         let seat = seat.filter(|seat| seat.present && seat.life == who.life);
         let Some(seat) = seat else { return Err(format!("{who:?} reads without being present")) };
         require!(seat.clock == clock, "{who:?} is at clock {} and reads at {clock}", seat.clock);
-        seat.read = Some((self.updates, clock - slowest));
+        seat.read = Some((self.updates, clock.lead_over(slowest)));
         seat.is_known = true;
         Ok(())
     }
@@ -161,9 +163,9 @@ impl Witness {
         &mut self,
         entry: &Entry,
         contents: &[PushId],
-        round: u64,
+        round: Clock,
         processes: &[Process],
-        shard: usize,
+        server: usize,
     ) -> Result<(), Violation> {
         let present = self.present();
         for push in contents {
@@ -185,7 +187,7 @@ impl Witness {
             };
             self.judge(entry, push, age, present)?;
             let process = processes.iter().find(|p| (p.me.worker, p.me.life) == of(&push));
-            self.age_as_the_worker_sees_it(push, age, process, shard)?;
+            self.age_as_the_worker_sees_it(push, age, process, server)?;
         }
         match entry.update {
             0 => self.dropped += contents.len() as u64,
@@ -199,7 +201,7 @@ impl Witness {
             if let Some(seat) = self.seats.get_mut(&push.worker)
                 && (self.lockstep || seat.life == push.life)
             {
-                seat.clock = seat.clock.max(push.clock + 1);
+                seat.clock = seat.clock.max(push.clock.next());
             }
         }
         Ok(())
@@ -215,7 +217,7 @@ impl Witness {
         Ok(())
     }
 
-    /// The shard's memory is gone.
+    /// The server's memory is gone.
     pub fn crashed(&mut self) {
         self.duplicates = 0;
         for seat in self.seats.values_mut() {
@@ -223,7 +225,7 @@ impl Witness {
         }
     }
 
-    /// The shard has restored these weights.
+    /// The server has restored these weights.
     pub fn restored(&self, weights: &Weights) -> Result<(), Violation> {
         let contents = weights.applied.iter().chain(&weights.dropped);
         let contents: BTreeSet<_> = contents.map(identity).collect();
@@ -252,9 +254,9 @@ impl Witness {
         Ok(())
     }
 
-    fn commit(&mut self, entry: &Entry, round: u64, present: u32) -> Result<(), Violation> {
+    fn commit(&mut self, entry: &Entry, round: Clock, present: u32) -> Result<(), Violation> {
         // The round has gone on with the commit.
-        let clock = round - 1;
+        let clock = Clock(round.0 - 1);
         let workers: Vec<u32> = entry.pushes.iter().map(|(push, _)| push.worker).collect();
         let distinct: BTreeSet<u32> = workers.iter().copied().collect();
         require!(distinct.len() == workers.len(), "two pushes of a worker in {entry:?}");
@@ -278,11 +280,11 @@ impl Witness {
     fn judge(&self, entry: &Entry, push: PushId, age: Age, present: u32) -> Result<(), Violation> {
         let seat = self.seats.get(&push.worker).filter(|seat| seat.life == push.life);
         let Some((version, lead)) = seat.and_then(|seat| seat.read) else {
-            return Err(format!("{push:?} of somebody who has not joined"));
+            return Err(format!("{push:?} of a worker that has not joined"));
         };
         let counted = Age { lead, delay: self.updates - version, present };
         require!(age == counted, "{push:?} is {age:?}, counted was {counted:?}");
-        let limit = if let Stale::Drop(limit) = self.stale { Some(limit) } else { None };
+        let limit = if let StalenessPolicy::Drop(limit) = self.stale { Some(limit) } else { None };
         // More than the limit, in clocks, without rounding.
         let drop = limit.is_some_and(|limit| age.delay > limit * u64::from(present.max(1)));
         require!(
@@ -299,10 +301,10 @@ impl Witness {
         push: PushId,
         age: Age,
         process: Option<&Process>,
-        shard: usize,
+        server: usize,
     ) -> Result<(), Violation> {
         let is_known = self.seats.get(&push.worker).is_some_and(|seat| seat.is_known);
-        let version = process.and_then(|process| process.version(shard));
+        let version = process.and_then(|process| process.version(server));
         let Some(version) = version.filter(|_| is_known) else { return Ok(()) };
         let delay = self.updates - version;
         require!(
@@ -316,21 +318,21 @@ impl Witness {
         self.seats.values().filter(|seat| seat.present).count() as u32
     }
 
-    fn slowest(&self) -> Option<u64> {
+    fn slowest(&self) -> Option<Clock> {
         self.seats.values().filter(|seat| seat.present).map(|seat| seat.clock).min()
     }
 }
 
 impl Seat {
-    fn new(life: u64) -> Seat {
-        Seat { life, present: false, clock: 0, read: None, is_known: false }
+    fn new(life: Life) -> Seat {
+        Seat { life, present: false, clock: Clock::START, read: None, is_known: false }
     }
 }
 
-fn identity(push: &PushId) -> (u32, u64, u64) {
+fn identity(push: &PushId) -> (u32, Life, u64) {
     (push.worker, push.life, push.number)
 }
 
-fn of(push: &PushId) -> (u32, u64) {
+fn of(push: &PushId) -> (u32, Life) {
     (push.worker, push.life)
 }

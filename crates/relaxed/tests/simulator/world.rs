@@ -2,7 +2,7 @@
 //!
 //! An event happens at a tick and may lead to others at later ones; of two at the same tick the one
 //! that was planned first comes first. There is no other source of order, so a run is a function of its
-//! [`Scenario`]. For some time faults happen. Then the network *heals*, everybody who is not dead for
+//! [`Scenario`]. For some time faults happen. Then the network *heals*, every process that is not dead for
 //! good comes back, and has to finish a number of steps before too many events have passed.
 
 mod faults;
@@ -12,15 +12,17 @@ use std::collections::{BinaryHeap, VecDeque};
 use std::fmt;
 use std::hash::{DefaultHasher, Hasher};
 
+use unisono_relaxed::{Clock, Life};
+
 use crate::message::{Ask, Reply, Request, Sender};
 use crate::process::{Act, Process};
 use crate::random::Random;
 use crate::scenario::{Network, Scenario};
-use crate::shard::{Scene, Shard};
+use crate::server::{Scene, Server};
 use crate::tally::Tally;
 use crate::witness::Violation;
 
-/// Steps that everybody has to finish after the faults.
+/// Steps that every process has to finish after the faults.
 const STEPS: u64 = 4;
 /// Events that may pass until then: ten times what the longest run needs.
 const PATIENCE: u64 = 15_000;
@@ -45,8 +47,8 @@ pub struct Outcome {
     pub tally: Tally,
     /// Of all events and their order, if that was wanted.
     pub fingerprint: Option<u64>,
-    /// By shard: for which round each commit was, and whose pushes it contains.
-    pub commits: Vec<Vec<(u64, Vec<u32>)>>,
+    /// By server: for which round each commit was, and whose pushes it contains.
+    pub commits: Vec<Vec<(Clock, Vec<u32>)>>,
 }
 
 pub struct Failure {
@@ -55,20 +57,20 @@ pub struct Failure {
     last_events: Vec<(u64, Event)>,
 }
 
-/// What happens. A broken connection is noticed by the worker, as `Lost`, and by the shard, as `Closed`.
+/// What happens. A broken connection is noticed by the worker, as `Lost`, and by the server, as `Closed`.
 #[derive(Clone, Copy, Debug)]
 enum Event {
-    Request { shard: usize, request: Request },
-    Reply { process: usize, shard: usize, reply: Reply },
-    Retry { process: usize, shard: usize, id: u64 },
+    Request { server: usize, request: Request },
+    Reply { process: usize, server: usize, reply: Reply },
+    Retry { process: usize, server: usize, id: u64 },
     Computed { process: usize },
     Heartbeat { process: usize },
-    Lost { process: usize, shard: usize, connection: u64 },
-    Closed { shard: usize, from: Sender, connection: u64 },
-    Sweep { shard: usize },
-    Snapshot { shard: usize },
+    Lost { process: usize, server: usize, connection: u64 },
+    Closed { server: usize, from: Sender, connection: u64 },
+    Sweep { server: usize },
+    Snapshot { server: usize },
     Start { worker: usize },
-    Restart { shard: usize },
+    Restart { server: usize },
     Fault,
     Heal,
 }
@@ -80,7 +82,7 @@ struct World {
     queue: BinaryHeap<Reverse<Planned>>,
     planned: u64,
     healed: bool,
-    shards: Vec<Shard>,
+    servers: Vec<Server>,
     /// All that ever were.
     processes: Vec<Process>,
     conditions: Vec<Condition>,
@@ -95,15 +97,15 @@ struct World {
 struct Condition {
     /// It does nothing until then.
     paused_until: u64,
-    /// By shard: connections up to this one are broken.
+    /// By server: connections up to this one are broken.
     broken: Vec<u64>,
-    /// By shard: when the last message arrives, there and back; streams keep the order.
+    /// By server: when the last message arrives, there and back; streams keep the order.
     arrivals: Vec<[u64; 2]>,
 }
 
 /// One that starts again with every life.
 struct Worker {
-    lives: u64,
+    lives: Life,
     process: Option<usize>,
     is_dead: bool,
     is_slow: bool,
@@ -112,8 +114,12 @@ struct Worker {
 impl World {
     fn new(scenario: Scenario, recorded: bool) -> World {
         let mut random = Random::new(scenario.seed);
-        let worker =
-            |_| Worker { lives: 0, process: None, is_dead: false, is_slow: random.chance(250) };
+        let worker = |_| Worker {
+            lives: Life::default(),
+            process: None,
+            is_dead: false,
+            is_slow: random.chance(250),
+        };
         let workers = (0..scenario.workers).map(worker).collect();
         World {
             scenario,
@@ -122,7 +128,7 @@ impl World {
             queue: BinaryHeap::new(),
             planned: 0,
             healed: false,
-            shards: (0..scenario.shards).map(|index| Shard::new(index, scenario)).collect(),
+            servers: (0..scenario.servers).map(|index| Server::new(index, scenario)).collect(),
             processes: Vec::new(),
             conditions: Vec::new(),
             workers,
@@ -138,7 +144,7 @@ impl World {
             Ok(()) => Ok(Outcome {
                 tally: self.tally,
                 fingerprint: self.history.map(|hasher| hasher.finish()),
-                commits: self.shards.into_iter().map(|shard| shard.witness.commits).collect(),
+                commits: self.servers.into_iter().map(|server| server.witness.commits).collect(),
             }),
             Err(violation) => Err(Box::new(Failure {
                 scenario: self.scenario,
@@ -153,19 +159,19 @@ impl World {
             let delay = self.random.between(0, 30);
             self.plan(delay, Event::Start { worker });
         }
-        for shard in 0..self.shards.len() {
-            self.plan(self.sweep_after(), Event::Sweep { shard });
+        for server in 0..self.servers.len() {
+            self.plan(self.sweep_after(), Event::Sweep { server });
         }
         if self.scenario.faults > 0 {
             self.plan(1, Event::Fault);
-            for shard in 0..self.shards.len() {
-                self.plan(50, Event::Snapshot { shard });
+            for server in 0..self.servers.len() {
+                self.plan(50, Event::Snapshot { server });
             }
         }
         self.plan(self.scenario.faults, Event::Heal);
         let mut since_healed = 0;
         while !self.is_finished() {
-            let Reverse(planned) = self.queue.pop().expect("shards are swept for ever");
+            let Reverse(planned) = self.queue.pop().expect("servers are swept for ever");
             self.now = planned.time;
             self.note(planned.event);
             self.happen(planned.event)?;
@@ -180,66 +186,66 @@ impl World {
 
     fn happen(&mut self, event: Event) -> Result<(), Violation> {
         match event {
-            Event::Request { shard, request } => {
-                if request.connection > self.conditions[request.from.process].broken[shard]
-                    && self.shards[shard].is_up
+            Event::Request { server, request } => {
+                if request.connection > self.conditions[request.from.process].broken[server]
+                    && self.servers[server].is_up
                 {
-                    self.at_shard(shard, |shard, scene| shard.receive(request, scene))?;
+                    self.at_server(server, |server, scene| server.receive(request, scene))?;
                 } else {
                     self.tally.lost += 1;
                 }
             }
-            Event::Reply { process, shard, reply } => {
-                if reply.connection > self.conditions[process].broken[shard] {
+            Event::Reply { process, server, reply } => {
+                if reply.connection > self.conditions[process].broken[server] {
                     self.at_process(process, event, |process, acts| {
-                        process.receive(shard, reply, acts);
+                        process.receive(server, reply, acts);
                     })?;
                 } else {
                     self.tally.lost += 1;
                 }
             }
-            Event::Retry { process, shard, id } => {
-                self.at_process(process, event, |process, acts| process.retry(shard, id, acts))?;
+            Event::Retry { process, server, id } => {
+                self.at_process(process, event, |process, acts| process.retry(server, id, acts))?;
             }
             Event::Computed { process } => {
                 self.at_process(process, event, |process, acts| process.computed(acts))?;
             }
             Event::Heartbeat { process } => self.heartbeat(process),
-            Event::Lost { process, shard, connection } => {
+            Event::Lost { process, server, connection } => {
                 self.at_process(process, event, |process, acts| {
-                    process.reconnect(shard, connection, acts);
+                    process.reconnect(server, connection, acts);
                 })?;
             }
-            Event::Closed { shard, from, connection } => {
-                self.at_shard(shard, |shard, scene| shard.lose(from, connection, scene))?;
+            Event::Closed { server, from, connection } => {
+                self.at_server(server, |server, scene| server.lose(from, connection, scene))?;
             }
-            Event::Sweep { shard } => {
+            Event::Sweep { server } => {
                 self.plan(self.sweep_after(), event);
-                if self.shards[shard].is_up {
-                    self.at_shard(shard, Shard::sweep)?;
+                if self.servers[server].is_up {
+                    self.at_server(server, Server::sweep)?;
                 }
             }
-            Event::Snapshot { shard } => {
-                if self.shards[shard].is_up {
-                    self.shards[shard].snapshot();
+            Event::Snapshot { server } => {
+                if self.servers[server].is_up {
+                    self.servers[server].snapshot();
                     self.tally.snapshots += 1;
                 }
                 let pause = self.random.between(10, 150);
                 self.plan(pause, event);
             }
             Event::Start { worker } => self.start(worker)?,
-            Event::Restart { shard } => self.shards[shard].restart(self.now, &mut self.tally)?,
+            Event::Restart { server } => self.servers[server].restart(self.now, &mut self.tally)?,
             Event::Fault => self.fault(),
             Event::Heal => self.heal(),
         }
         Ok(())
     }
 
-    /// Something happens at a shard, which answers.
-    fn at_shard(
+    /// Something happens at a server, which answers.
+    fn at_server(
         &mut self,
         index: usize,
-        act: impl FnOnce(&mut Shard, &mut Scene) -> Result<(), Violation>,
+        act: impl FnOnce(&mut Server, &mut Scene) -> Result<(), Violation>,
     ) -> Result<(), Violation> {
         let mut replies = Vec::new();
         let mut scene = Scene {
@@ -248,9 +254,9 @@ impl World {
             replies: &mut replies,
             tally: &mut self.tally,
         };
-        act(&mut self.shards[index], &mut scene)?;
+        act(&mut self.servers[index], &mut scene)?;
         for (process, reply) in replies {
-            let event = Event::Reply { process, shard: index, reply };
+            let event = Event::Reply { process, server: index, reply };
             self.transmit(process, index, Direction::Back, event);
         }
         Ok(())
@@ -281,9 +287,9 @@ impl World {
 
     fn perform(&mut self, process: usize, act: Act) -> Result<(), Violation> {
         match act {
-            Act::Send { shard, request } => {
-                self.send(shard, request);
-                self.plan(RETRY, Event::Retry { process, shard, id: request.id });
+            Act::Send { server, request } => {
+                self.send(server, request);
+                self.plan(RETRY, Event::Retry { process, server, id: request.id });
             }
             Act::Compute => {
                 let is_slow = self.workers[self.processes[process].me.worker as usize].is_slow;
@@ -291,19 +297,21 @@ impl World {
                 let duration = self.random.between(least, most);
                 self.plan(duration, Event::Computed { process });
             }
-            Act::Acknowledged { shard, push, by_joining } => {
+            Act::Acknowledged { server, push, by_joining } => {
                 self.tally.known_by_joining += u64::from(by_joining);
-                self.shards[shard].witness.acknowledge(&push)?;
+                self.servers[server].witness.acknowledge(&push)?;
             }
-            Act::Gap { shard, expected } => {
+            Act::Gap { server, expected } => {
                 let me = self.processes[process].me;
-                return Err(format!("shard {shard} asks {me:?} for push {expected}, long settled"));
+                return Err(format!(
+                    "server {server} asks {me:?} for push {expected}, long settled"
+                ));
             }
             Act::Superseded => self.tally.superseded += 1,
             Act::Done => {
-                for shard in 0..self.shards.len() {
-                    let request = self.processes[process].request(shard, Ask::Leave);
-                    self.send(shard, request);
+                for server in 0..self.servers.len() {
+                    let request = self.processes[process].request(server, Ask::Leave);
+                    self.send(server, request);
                 }
             }
         }
@@ -316,24 +324,24 @@ impl World {
         }
         self.plan(HEARTBEAT, Event::Heartbeat { process });
         if self.conditions[process].paused_until <= self.now {
-            for shard in 0..self.shards.len() {
-                let request = self.processes[process].request(shard, Ask::Alive);
-                self.send(shard, request);
+            for server in 0..self.servers.len() {
+                let request = self.processes[process].request(server, Ask::Alive);
+                self.send(server, request);
             }
         }
     }
 
-    fn send(&mut self, shard: usize, request: Request) {
-        let event = Event::Request { shard, request };
-        self.transmit(request.from.process, shard, Direction::There, event);
+    fn send(&mut self, server: usize, request: Request) {
+        let event = Event::Request { server, request };
+        self.transmit(request.from.process, server, Direction::There, event);
     }
 
     /// Lets a message arrive: later, out of order, twice, or not at all.
-    fn transmit(&mut self, process: usize, shard: usize, direction: Direction, event: Event) {
+    fn transmit(&mut self, process: usize, server: usize, direction: Direction, event: Event) {
         let is_late = !self.healed && self.random.chance(30);
         let delay = if is_late { self.random.between(8, 120) } else { self.random.between(1, 8) };
         if self.scenario.network == Network::Streams {
-            let last = &mut self.conditions[process].arrivals[shard][direction as usize];
+            let last = &mut self.conditions[process].arrivals[server][direction as usize];
             *last = (self.now + delay).max(*last);
             let delay = *last - self.now;
             self.plan(delay, event);
@@ -350,25 +358,25 @@ impl World {
     }
 
     fn start(&mut self, worker: usize) -> Result<(), Violation> {
-        let shards = self.shards.len();
+        let servers = self.servers.len();
         let process = self.processes.len();
         let slot = &mut self.workers[worker];
-        slot.lives += 1;
+        slot.lives = slot.lives.next();
         slot.process = Some(process);
         let me = Sender { process, worker: worker as u32, life: slot.lives };
-        let mut new = Process::new(me, shards, self.scenario.sabotage);
+        let mut new = Process::new(me, servers, self.scenario.sabotage);
         new.goal = self.healed.then_some(STEPS);
         self.processes.push(new);
         self.conditions.push(Condition {
             paused_until: 0,
-            broken: vec![0; shards],
-            arrivals: vec![[0; 2]; shards],
+            broken: vec![0; servers],
+            arrivals: vec![[0; 2]; servers],
         });
         self.plan(HEARTBEAT, Event::Heartbeat { process });
         self.at_process(process, Event::Start { worker }, Process::go_on)
     }
 
-    /// Whether everybody who can has done all steps.
+    /// Whether every process that can has done all steps.
     fn is_finished(&self) -> bool {
         self.healed
             && self.workers.iter().all(|worker| worker.is_dead || worker.process.is_some())

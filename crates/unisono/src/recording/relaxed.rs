@@ -11,22 +11,22 @@ use crate::optimizer::OptimizerSpec;
 use crate::relaxed::Cause;
 use crate::relaxed::events::{Move, Recorder, Resumed, Update};
 use crate::relaxed::spec::Level;
-use crate::relaxed::stale::Stale;
+use crate::relaxed::staleness::StalenessPolicy;
 
-/// Records what happens at one shard of a server: every push in `updates-K.jsonl`, and at the first
-/// shard every move of the bound in `moves.jsonl`.
+/// Records what happens at one server: every push in `updates-K.jsonl`, and at the first
+/// server every move of the bound in `moves.jsonl`.
 #[derive(Debug)]
-pub struct ShardRecorder {
+pub struct ServerRecorder {
     dir: PathBuf,
     number: usize,
     updates: Option<UpdateLog>,
     moves: Option<MoveLog>,
 }
 
-impl ShardRecorder {
-    /// For the shard of this number, in the folder of the run. Writes nothing before a run begins.
-    pub fn new(dir: impl Into<PathBuf>, number: usize) -> ShardRecorder {
-        ShardRecorder { dir: dir.into(), number, updates: None, moves: None }
+impl ServerRecorder {
+    /// For the server of this number, in the folder of the run. Writes nothing before a run begins.
+    pub fn new(dir: impl Into<PathBuf>, number: usize) -> ServerRecorder {
+        ServerRecorder { dir: dir.into(), number, updates: None, moves: None }
     }
 
     /// The records of the run as far as the journal bears them out, and those of pushes that it holds
@@ -43,7 +43,7 @@ impl ShardRecorder {
         Ok(updates)
     }
 
-    /// The moves of the bound, which begins anew with the shard.
+    /// The moves of the bound, which begins anew with the server.
     fn reopen_moves(&self, time: f64, bound: u64) -> Result<MoveLog, FolderError> {
         let mut last = bound;
         let path = RelaxedFolder::moves(&self.dir);
@@ -59,7 +59,7 @@ impl ShardRecorder {
     }
 }
 
-impl Recorder for ShardRecorder {
+impl Recorder for ServerRecorder {
     fn expect_none(&self) -> Result<(), Cause> {
         match RelaxedFolder::updates(&self.dir, self.number).exists() {
             true => Err(FolderError::Occupied { path: self.dir.clone() }.into()),
@@ -102,9 +102,9 @@ pub fn record(update: &Update) -> UpdateRecord {
         time: *time,
         update: *update,
         worker: push.worker,
-        life: push.life,
+        life: push.life.0,
         push: push.number,
-        clock: push.clock,
+        clock: push.clock.0,
         lead: age.lead,
         delay: age.delay,
         present: age.present,
@@ -120,7 +120,7 @@ pub fn record(update: &Update) -> UpdateRecord {
 pub fn run_info(
     level: Level,
     optimizer: &OptimizerSpec,
-    stale: Stale,
+    stale: StalenessPolicy,
     servers: &str,
     workers: usize,
     tcp: bool,

@@ -100,7 +100,8 @@ impl<'a> Hogwild<'a> {
 
 impl Relaxed for Hogwild<'_> {
     fn begin_step(&mut self, weights: &mut dyn Weights) -> Result<Option<u64>, WorkerError> {
-        let clock = self.part.as_mut().and_then(|part| part.thread.begin());
+        let begun = self.part.as_mut().and_then(|part| part.thread.begin());
+        let clock = begun.map(|clock| clock.0);
         self.is_over = clock.is_none();
         if let Some(clock) = clock {
             self.clock = clock;

@@ -8,9 +8,10 @@ use unisono_cluster::worker::Worker as Identity;
 use unisono_collective::{Group, Options, Transport};
 use unisono_insight::relaxed::{RelaxedFolder, UpdateLog};
 use unisono_net::Token;
+use unisono_relaxed::Life;
 use unisono_relaxed::gossip::{Gossip, GossipConfig};
 use unisono_relaxed::server::{
-    self, Client, ClientOptions, Files, Shard, ShardOptions, has_begun, wait_for_worker_zero,
+    self, Client, ClientOptions, Files, Server, ServerOptions, has_begun, wait_for_worker_zero,
 };
 use unisono_relaxed::spec::Level;
 use unisono_sync::strategy::{StrategySpec, Weights};
@@ -19,7 +20,7 @@ use unisono_sync::{Parameter, Settings};
 use super::training::{Ending, PATIENCE, Servers, Training};
 use super::{GossipLog, Gossiping, Served, Worker, WorkerError};
 use crate::job::{Job, JoinError};
-use crate::recording::relaxed::ShardRecorder;
+use crate::recording::relaxed::ServerRecorder;
 use crate::recording::steps::{StepRecorder, run_info};
 
 /// Joins those who agree.
@@ -70,7 +71,7 @@ pub(super) fn gossip<'a>(
     }
     let config = GossipConfig {
         rank: rank as u32,
-        life: 1,
+        life: Life(1),
         addresses: addresses.into_iter().flatten().collect(),
         listener,
         token,
@@ -129,7 +130,7 @@ pub(super) fn serve<'a>(
         }
         None => Ok(()),
     };
-    let (mut job, mut shard) = (None, None);
+    let (mut job, mut server) = (None, None);
     let (servers, token, initial) = match named {
         Some(servers) => {
             let token = identity.token()?.with_encryption(environment.encrypt);
@@ -148,9 +149,9 @@ pub(super) fn serve<'a>(
                 let recorder = training
                     .run_dir
                     .as_ref()
-                    .map(|dir| Box::new(ShardRecorder::new(dir, rank)) as Box<_>);
-                let options = ShardOptions { token: token.clone(), files, recorder };
-                shard = Some(Shard::start(listener, options)?);
+                    .map(|dir| Box::new(ServerRecorder::new(dir, rank)) as Box<_>);
+                let options = ServerOptions { token: token.clone(), files, recorder };
+                server = Some(Server::start(listener, options)?);
             }
             let addresses = spread_addresses(group, own)?.into_iter().flatten();
             let servers = addresses.map(|address| address.to_string()).collect();
@@ -186,7 +187,7 @@ pub(super) fn serve<'a>(
     }
     let collector = training.collector(&parameters, rank, workers)?;
     let level = Served::new(client, &run, &training.optimizer)?;
-    let ending = Ending::Served { job, run: Box::new(run), options, shard };
+    let ending = Ending::Served { job, run: Box::new(run), options, server };
     Ok((Worker::relaxed(rank, parameters, collector, level), workers, ending))
 }
 

@@ -412,7 +412,7 @@ pub enum WorkerError {
     Environment(Box<unisono_cluster::worker::WorkerError>),
     /// The server inside this worker.
     #[error(transparent)]
-    Shard(Box<unisono_relaxed::server::ShardError>),
+    ServerInside(Box<unisono_relaxed::server::StartError>),
     /// The run could not be recorded.
     #[error(transparent)]
     Record(Box<crate::recording::RecordError>),
@@ -473,6 +473,6 @@ macro_rules! boxed {
 boxed! {
     JoinError => Join,
     unisono_cluster::worker::WorkerError => Environment,
-    unisono_relaxed::server::ShardError => Shard,
+    unisono_relaxed::server::StartError => ServerInside,
     crate::recording::RecordError => Record,
 }

@@ -49,7 +49,7 @@ impl Relaxed for Served {
             self.client.pull(None, &mut into(weights))?;
             self.is_fresh = true;
         }
-        Ok(Some(self.replica.as_ref().map_or(self.client.clock(), Downpour::steps)))
+        Ok(Some(self.replica.as_ref().map_or(self.client.clock().0, Downpour::steps)))
     }
 
     /// Pushes every gradient, and pulls the weights for the next step. At downpour, steps by itself, and
@@ -64,7 +64,7 @@ impl Relaxed for Served {
         match &mut self.replica {
             None => {
                 let gradients = collected.gradients();
-                (start, step) = (Instant::now(), self.client.clock() + 1);
+                (start, step) = (Instant::now(), self.client.clock().next().0);
                 pushed = Some(self.client.push_pull(&gradients, measured, &mut into(weights))?);
             }
             Some(replica) => {

@@ -15,9 +15,9 @@ use unisono_insight::relaxed::{RelaxedFolder, UpdateLog};
 use unisono_insight::{Outcome, RunInfo};
 use unisono_optimizer::OptimizerSpec;
 use unisono_relaxed::hogwild::{self, Thread};
-use unisono_relaxed::server::{ASK_EVERY, ClientOptions, Run, Shard, look, reports};
+use unisono_relaxed::server::{ASK_EVERY, ClientOptions, Run, Server, fetch_weights, reports};
 use unisono_relaxed::spec::Level;
-use unisono_relaxed::stale::Stale;
+use unisono_relaxed::staleness::StalenessPolicy;
 use unisono_sync::strategy::Weights;
 use unisono_sync::{Parameter, Settings};
 
@@ -48,7 +48,7 @@ pub struct Training {
     /// Samples of a shard, for the report.
     pub samples: u64,
     /// What becomes of gradients of old weights, where weights live on servers.
-    pub stale: Stale,
+    pub stale: StalenessPolicy,
     /// Where weights live, at levels with servers.
     pub servers: Servers,
     /// Threads, with `hogwild`. At other levels the launcher decides.
@@ -130,7 +130,7 @@ impl Training {
             optimizer,
             steps,
             samples: 1,
-            stale: Stale::Keep,
+            stale: StalenessPolicy::Keep,
             servers: Servers::Found,
             threads: 2,
             seed: 0,
@@ -280,12 +280,12 @@ pub(super) enum Ending {
         job: Job,
         recorder: Option<Box<StepRecorder>>,
     },
-    /// The shard inside this worker serves until all have left.
+    /// The server inside this worker serves until all have left.
     Served {
         job: Option<Job>,
         run: Box<Run>,
         options: ClientOptions,
-        shard: Option<Shard>,
+        server: Option<Server>,
     },
     Gossiped {
         job: Job,
@@ -364,18 +364,18 @@ impl Worker<'_> {
                 // The others stay until rank 0 has written all.
                 job.world().barrier()?;
             }
-            Ending::Served { job, run, options, shard } => {
+            Ending::Served { job, run, options, server } => {
                 // A worker that was lost has left as well, as soon as the servers notice.
                 while reports(&run, &options)?.iter().any(|report| report.present > 0) {
                     std::thread::sleep(ASK_EVERY);
                 }
-                for (parameter, last) in look(&run, &options)?.iter().enumerate() {
+                for (parameter, last) in fetch_weights(&run, &options)?.iter().enumerate() {
                     weights.change(parameter, &mut |own| own.copy_from_slice(last));
                 }
                 if let Some(job) = &job {
                     job.world().barrier()?;
                 }
-                drop(shard);
+                drop(server);
                 report = folder.map(|dir| sum_up(dir, hash(weights), None)).transpose()?;
             }
             Ending::Gossiped { job } => {

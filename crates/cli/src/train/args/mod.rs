@@ -14,7 +14,7 @@ use clap::Args;
 use unisono::codec::Rule;
 use unisono::insight::units::counted;
 use unisono::optimizer::OptimizerSpec;
-use unisono::relaxed::stale::Stale;
+use unisono::relaxed::staleness::StalenessPolicy;
 use unisono::sync::bucket::BucketSizes;
 use unisono::sync::shards::Shards;
 use unisono::{Algorithm, Options, Transport};
@@ -153,7 +153,7 @@ pub struct TrainArgs {
     /// What becomes of gradients of old weights: keep, scale (the learning rate by their age), drop:T
     /// (those of more than T steps), compensate[:LAMBDA] (for how the weights have changed).
     #[arg(long, default_value = "keep")]
-    stale: Stale,
+    stale: StalenessPolicy,
     /// Where servers write what must not be lost; by default in the folder of the run, until it ends
     /// well. A run that is started again with it goes on.
     #[arg(long, value_name = "DIR")]

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use unisono::codec::UnusedRule;
 use unisono::optimizer::OptimizerSpec;
 use unisono::relaxed::spec::Level;
-use unisono::relaxed::stale::Stale;
+use unisono::relaxed::staleness::StalenessPolicy;
 use unisono::sync::Settings;
 use unisono::sync::bucket::BucketSizes;
 use unisono::sync::strategy::Compression;
@@ -71,7 +71,7 @@ pub struct Given {
 #[derive(Clone, Debug)]
 pub struct RelaxedPlan {
     pub level: Level,
-    pub stale: Stale,
+    pub stale: StalenessPolicy,
     pub servers: ServersChoice,
     pub journal: Option<PathBuf>,
     pub restarts: u32,

@@ -2,7 +2,7 @@
 
 use anyhow::ensure;
 use unisono::relaxed::spec::Level;
-use unisono::relaxed::stale::Stale;
+use unisono::relaxed::staleness::StalenessPolicy;
 use unisono::sync::strategy::StrategySpec;
 
 use super::{RelaxedPlan, ServersChoice, TrainArgs};
@@ -57,7 +57,7 @@ impl TrainArgs {
             _ => {}
         }
         ensure!(
-            level != Level::Bsp || self.stale == Stale::Keep,
+            level != Level::Bsp || self.stale == StalenessPolicy::Keep,
             "--stale {}: with --strategy bsp no gradient is stale; leave it out",
             self.stale
         );
@@ -79,7 +79,7 @@ impl TrainArgs {
     pub(super) fn refuse_relaxed(&self, unused: &[&str]) -> anyhow::Result<()> {
         let given = [
             ("servers", self.servers.is_some()),
-            ("stale", self.stale != Stale::Keep),
+            ("stale", self.stale != StalenessPolicy::Keep),
             ("journal", self.journal.is_some()),
             ("restarts", self.restarts.is_some()),
             ("codec", self.encodes()),

@@ -8,6 +8,7 @@ use anyhow::Context;
 use unisono::insight::relaxed::RelaxedFolder;
 use unisono::insight::relaxed::folder::Log;
 use unisono::insight::updates::UpdateRecord;
+use unisono::relaxed::Life;
 use unisono::relaxed::gossip::{Gossip, GossipConfig};
 use unisono::sync::strategy::Weights as _;
 use unisono::worker::{GossipLog, Gossiping, Worker};
@@ -30,7 +31,7 @@ pub fn run(args: &TrainArgs, plan: &Plan, place: &Place) -> anyhow::Result<ExitC
     let optimizer = plan.optimizer.build(&lengths)?;
     let config = GossipConfig {
         rank: place.rank as u32,
-        life: place.starts,
+        life: Life(place.starts),
         addresses: peers()?,
         listener,
         token: serve::token()?,
@@ -64,7 +65,7 @@ pub fn run(args: &TrainArgs, plan: &Plan, place: &Place) -> anyhow::Result<ExitC
     if is_new {
         gossip.begin_anew();
     } else {
-        step = gossip.joined().map_or(0, |joined| joined.clock);
+        step = gossip.joined().map_or(0, |joined| joined.clock.0);
     }
     let mut reporter = (place.rank == 0)
         .then(|| Reporter::new(plan.steps, plan.batch / place.workers, args.as_worker));

@@ -1,6 +1,6 @@
-//! `--servers inside`: a shard of the weights in every worker.
+//! `--servers inside`: a server in every worker.
 //!
-//! Others need the shard of a worker until all are done, so nobody leaves before. Rank 0 finds out, and
+//! Others need the server of a worker until all are done, so nobody leaves before. Rank 0 finds out, and
 //! then leaves the weights in a file. Where that file is, the run is over: for workers that wait for it,
 //! and for those that were killed on the last stretch and come back.
 
@@ -8,9 +8,9 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 
 use anyhow::Context;
-use unisono::recording::relaxed::ShardRecorder;
+use unisono::recording::relaxed::ServerRecorder;
 use unisono::relaxed::server::{
-    ASK_EVERY, ClientOptions, Files, Run, Shard, ShardOptions, is_over, look,
+    ASK_EVERY, ClientOptions, Files, Run, Server, ServerOptions, fetch_weights, is_over,
 };
 
 use super::super::args::{Plan, RelaxedPlan};
@@ -19,9 +19,9 @@ use super::worker::{Place, need_leader};
 use super::{run_dir, weights};
 use crate::serve;
 
-/// The shard that lives in this worker.
+/// The server that lives in this worker.
 pub struct Inside {
-    shard: Shard,
+    server: Server,
     number: usize,
     end: PathBuf,
 }
@@ -44,24 +44,24 @@ impl Inside {
             journal: journal(relaxed, &dir).map(|journal| journal.join(place.rank.to_string())),
             ..Files::default()
         };
-        let recorder = ShardRecorder::new(dir, place.rank);
+        let recorder = ServerRecorder::new(dir, place.rank);
         let options =
-            ShardOptions { token: serve::token()?, files, recorder: Some(Box::new(recorder)) };
-        let shard = Shard::start(listener, options)?;
-        Ok(Some(Inside { shard, number: place.rank, end }))
+            ServerOptions { token: serve::token()?, files, recorder: Some(Box::new(recorder)) };
+        let server = Server::start(listener, options)?;
+        Ok(Some(Inside { server, number: place.rank, end }))
     }
 
-    /// Fails as the shard has, if it cannot go on.
+    /// Fails as the server has, if it cannot go on.
     pub fn check(&self) -> anyhow::Result<()> {
-        match self.shard.failure() {
+        match self.server.failure() {
             Some(error) => Err(error).with_context(|| format!("server {}", self.number)),
             None => Ok(()),
         }
     }
 
-    /// Whether the shard cannot go on.
+    /// Whether the server cannot go on.
     pub fn has_failed(&self) -> bool {
-        self.shard.has_failed()
+        self.server.has_failed()
     }
 
     /// Serves until everybody is done.
@@ -74,7 +74,7 @@ impl Inside {
         while !place.stop.load(Ordering::Relaxed) && !self.end.exists() {
             self.check()?;
             if place.rank == 0 && is_over(run, options)? {
-                return weights::write(&self.end, &look(run, options)?);
+                return weights::write(&self.end, &fetch_weights(run, options)?);
             }
             std::thread::sleep(ASK_EVERY);
         }

@@ -10,7 +10,9 @@ use anyhow::{Context, bail, ensure};
 use unisono::cluster::launch::{Ending, Launch, Outcome as Ended, Restarts, Servers};
 use unisono::insight::relaxed::RelaxedFolder;
 use unisono::net::Token;
-use unisono::relaxed::server::{ClientOptions, Run, ServerError, Transport, glance, look};
+use unisono::relaxed::server::{
+    ClientOptions, Run, ServerError, Transport, fetch_weights, reports_so_far,
+};
 use unisono::relaxed::spec::Level;
 
 use super::super::args::{RelaxedPlan, ServersChoice, TrainArgs};
@@ -106,7 +108,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let restarted = launch.restarted.clone();
     let fetches = relaxed.level.has_servers() && !inside;
     let asked = run.clone();
-    let outcome = launch.run_with(move || fetches.then(|| look(&asked, &visitor)));
+    let outcome = launch.run_with(move || fetches.then(|| fetch_weights(&asked, &visitor)));
     let heard = display.close();
     let (outcome, fetched) = outcome?;
     if outcome != Ended::Success {
@@ -158,7 +160,7 @@ pub fn journal(relaxed: &RelaxedPlan, dir: &Path) -> Option<PathBuf> {
 /// Fails if servers that run already are not there, serve another run, or are done with this one.
 fn expect_unfinished(run: &Run, options: &ClientOptions) -> anyhow::Result<()> {
     let options = ClientOptions { patience: FIRST_LOOK, ..options.clone() };
-    let reports = match glance(run, &options) {
+    let reports = match reports_so_far(run, &options) {
         Ok(reports) => reports,
         Err(error @ ServerError::Unreachable { .. }) => {
             bail!("--servers: {error}; start `unisono serve --listen HOST:PORT` there first")

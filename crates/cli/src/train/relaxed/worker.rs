@@ -10,8 +10,8 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use unisono::candle::{ModelWeights, ReplicaError};
 use unisono::cluster::worker::Worker as Identity;
 use unisono::relaxed::server::{
-    ASK_EVERY, Client, ClientOptions, Run, ServerError, Stopper, Transport, has_begun, is_over,
-    look,
+    ASK_EVERY, Client, ClientOptions, Run, ServerError, Stopper, Transport, fetch_weights,
+    has_begun, is_over,
 };
 use unisono::relaxed::spec::Level;
 use unisono::sync::strategy::Weights as _;
@@ -153,7 +153,7 @@ fn sum_up(
         }
         std::thread::sleep(ASK_EVERY);
     }
-    put(weights, &look(run, options)?);
+    put(weights, &fetch_weights(run, options)?);
     let pushes = folder.finish(learning, None, 0, args.json)?;
     advise_to_record(pushes, run);
     Ok(())

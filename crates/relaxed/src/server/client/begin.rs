@@ -1,9 +1,9 @@
-//! Looks before a worker joins: whether the run has begun, and whether a server has forgotten it.
+//! What a worker asks before it joins: whether the run has begun, and whether a server has forgotten it.
 
 use std::time::{Duration, Instant};
 
 use super::options::{ClientOptions, Run, ServerError};
-use super::visit::{glance, reports};
+use super::queries::{reports, reports_so_far};
 use crate::server::wire::Report;
 
 /// How often a worker that waits for others asks the servers. Longer: it notices later. Shorter: servers
@@ -20,7 +20,7 @@ pub fn has_begun(run: &Run, options: &ClientOptions) -> Result<bool, ServerError
     // A worker that pushes has joined all servers. So one that knows of nothing while another has
     // updates has forgotten; unless others have begun while this one was asking.
     for is_sure in [false, true] {
-        let reports = glance(run, options)?;
+        let reports = reports_so_far(run, options)?;
         let has_begun = reports.iter().flatten().any(|report| report.updates > 0);
         match reports.iter().position(Option::is_none) {
             Some(server) if has_begun && is_sure => return Err(ServerError::Forgotten { server }),
@@ -38,7 +38,7 @@ pub fn wait_for_worker_zero(run: &Run, options: &ClientOptions) -> Result<(), Se
         return has_begun(run, options).map(drop);
     }
     let (start, limit) = (Instant::now(), options.patience.max(SET_UP));
-    while glance(run, options)?.iter().any(Option::is_none) {
+    while reports_so_far(run, options)?.iter().any(Option::is_none) {
         if start.elapsed() > limit {
             return Err(ServerError::NotBegun { waited: limit });
         }
@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_run_is_over_when_one_server_has_all_and_nobody_works() {
+    fn a_run_is_over_when_one_server_has_all_pushes_and_no_worker_works() {
         let report = |finished, present| Report { finished, present, ..Report::default() };
         assert!(are_done(&[report(true, 0), report(false, 0)]));
         assert!(!are_done(&[report(true, 0), report(false, 1)]));

@@ -9,10 +9,10 @@ use unisono_net::{Dialer, HandshakeError, Introduction, Signal, Target};
 use super::options::{ClientOptions, ServerError, Transport};
 use super::session::Fault;
 use crate::server::link::Link;
-use crate::server::shard::unix_target;
+use crate::server::serve::unix_target;
 use crate::server::wire::SERVER;
 
-/// How long one attempt may take to connect. Longer: whoever asks for the end waits longer for it if
+/// How long one attempt may take to connect. Longer: a thread that stops the client waits longer for its end if
 /// nothing answers at the address. Shorter: a far server is never reached.
 const CONNECT: Duration = Duration::from_secs(2);
 
@@ -21,8 +21,8 @@ const CONNECT: Duration = Duration::from_secs(2);
 const HANDSHAKE: Duration = Duration::from_secs(5);
 
 /// How long it may take to reach a server by its Unix socket, which it answers at once unless its machine
-/// is busy. Longer: whoever else sits at its name holds a worker up for longer. Shorter: on a busy machine
-/// there is no common memory.
+/// is busy. Longer: another process that has taken its name holds a worker up for longer. Shorter: on a busy
+/// machine there is no common memory.
 const UNIX: Duration = Duration::from_secs(2);
 
 /// How long a server may be out of reach before the system says so, at least. Shorter: a network that
@@ -34,7 +34,7 @@ const SILENCE: Duration = Duration::from_secs(10);
 pub struct Call<'a> {
     pub options: &'a ClientOptions,
     pub server: usize,
-    /// The worker, or [`NOBODY`](super::visit::NOBODY).
+    /// The worker, or [`NO_WORKER`](super::queries::NO_WORKER).
     pub worker: u32,
     /// The most bytes of bulk data in one direction at a time.
     pub most_bulk: usize,
@@ -44,14 +44,14 @@ pub struct Call<'a> {
 
 impl Call<'_> {
     /// Opens a connection: over TCP, and where the server is on this host, by a Unix socket instead, for
-    /// the sake of common memory. Whoever else sits at the name of that socket can keep nobody from the
-    /// server: it has proven the token over TCP before, and TCP is what remains.
+    /// the sake of common memory. Another process that has taken the name of that socket keeps no worker from
+    /// the server: that has proven the token over TCP before, and TCP is what remains.
     pub fn dial(self, abort: &Signal) -> Result<Link, Fault> {
         let text = self.options.servers.get(self.server).map_or("", String::as_str);
         let unknown = || io::Error::new(io::ErrorKind::NotFound, "no such address");
         let address = text.to_socket_addrs().and_then(|mut all| all.next().ok_or_else(unknown));
         let address = address.map_err(Fault::Lost)?;
-        // Who has no patience makes one attempt, which takes its time.
+        // A client without patience makes one attempt, which takes its time.
         let time = CONNECT + self.options.patience.clamp(CONNECT, HANDSHAKE);
         let dialer = Dialer::new(&self.options.token, Instant::now() + time)
             .connecting_within(CONNECT)
@@ -72,7 +72,7 @@ impl Call<'_> {
         Ok(Link::over(connection))
     }
 
-    /// Connects to the shard of this host that listens at an address, or at all.
+    /// Connects to the server of this host that listens at an address, or at all.
     fn dial_unix(self, address: &SocketAddr, abort: &Signal) -> Result<Link, HandshakeError> {
         let dialer = Dialer::new(&self.options.token, Instant::now() + UNIX).with_abort(abort);
         let port = address.port();
@@ -91,7 +91,7 @@ impl Call<'_> {
 
     fn introduction(self) -> Introduction {
         let introduction = Introduction::new(SERVER, self.worker, self.server as u32);
-        Introduction { epoch: self.options.life.unwrap_or(0), ..introduction }
+        Introduction { epoch: self.options.life.unwrap_or_default().0, ..introduction }
     }
 }
 
@@ -103,7 +103,8 @@ fn is_here(address: &SocketAddr) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::server::{Files, Shard, ShardOptions};
+    use crate::Life;
+    use crate::server::{Files, Server, ServerOptions};
     use socket2::{Domain, Socket, Type};
     use std::net::TcpListener;
     use unisono_net::Token;
@@ -120,7 +121,7 @@ mod tests {
             servers: vec![address.to_string()],
             token: TOKEN,
             worker: 0,
-            life: Some(1),
+            life: Some(Life(1)),
             patience: Duration::from_secs(60),
             transport: Transport::Auto,
             warm_up: 0,
@@ -128,7 +129,8 @@ mod tests {
         }
     }
 
-    /// Somebody at the name of a server's Unix socket who never answers, with so much room for others.
+    /// A socket that has taken the name of a server's Unix socket and never answers, with so much room in
+    /// its queue.
     fn squatter(address: &SocketAddr, room: i32) -> Socket {
         let squatter = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
         squatter.bind(&unix_target(&TOKEN, address).address().unwrap()).unwrap();
@@ -137,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_sits_at_the_name_of_a_server_keeps_nobody_from_it() {
+    fn a_process_that_has_taken_the_name_of_a_server_keeps_no_worker_from_it() {
         for fills_up in [false, true] {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
             let address = listener.local_addr().unwrap();
@@ -152,8 +154,8 @@ mod tests {
                 waiting.push(socket);
             }
             let options = options(address);
-            let shard = ShardOptions { token: TOKEN, files: Files::default(), recorder: None };
-            let _shard = Shard::start(listener.into(), shard).unwrap();
+            let server = ServerOptions { token: TOKEN, files: Files::default(), recorder: None };
+            let _server = Server::start(listener.into(), server).unwrap();
             let link = call(&options).dial(&Signal::new().unwrap()).map_err(|_| "lost").unwrap();
             assert!(!link.is_shared());
         }
@@ -163,7 +165,7 @@ mod tests {
     fn every_attempt_can_be_ended() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let options = options(listener.local_addr().unwrap());
-        // Nobody answers. Whoever has the handle ends the wait, and every later one.
+        // No server answers. The thread with the handle ends the wait, and every later one.
         let abort = Signal::new().unwrap();
         let ends = abort.clone();
         std::thread::spawn(move || {

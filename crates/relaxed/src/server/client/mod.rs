@@ -1,24 +1,24 @@
 //! A worker's side of the parameter server.
 //!
-//! A [`Client`] has a [session] with every shard. What it asks of one, it asks of all before it waits
-//! for the first reply, so that the shards work at the same time.
+//! A [`Client`] has a [session] with every server. What it asks of one, it asks of all before it waits
+//! for the first reply, so that the servers work at the same time.
 //!
-//! The worker has one clock, the same at all shards. They may differ about it for a while: a shard that
+//! The worker has one clock, the same at all servers. They may differ about it for a while: a server that
 //! the worker joins again may tell it that the others are further. It then goes on there, with the next
 //! step, everywhere ([`Client::meet`]). A push that is under way keeps the clock that it was computed
-//! for, and the worker comes back to the shard at that clock, so that nobody's read passes over it.
+//! for, and the worker comes back to the server at that clock, so that no worker's read passes over it.
 //!
-//! A connection that is lost, because the shard was killed or the network was cut, is opened again,
+//! A connection that is lost, because the server was killed or the network was cut, is opened again,
 //! for as long as the client's patience lasts. The worker then joins again, and sends again what was
-//! under way and had not arrived ([`Outbox`](super::outbox::Outbox)): whoever calls notices nothing but
-//! the time it took.
+//! under way and had not arrived ([`Outbox`](super::outbox::Outbox)): the caller notices nothing but the
+//! time it took.
 
 mod begin;
 mod dial;
 mod options;
+mod queries;
 mod session;
-mod visit;
-mod voice;
+mod sockets;
 
 use std::io;
 use std::sync::Arc;
@@ -26,39 +26,39 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use unisono_codec::parcel::Scratch;
+use unisono_codec::sender::Scratch;
 
 use super::core::{Age, Refusal};
 use super::wire::{Measured, Setup};
-use crate::Cause;
+use crate::{Cause, Clock};
 pub use begin::{ASK_EVERY, has_begun, is_over, wait_for_worker_zero};
 pub use options::{ClientOptions, Run, ServerError, Transport};
+pub use queries::{fetch_weights, reports, reports_so_far};
 use session::{Fault, Session, Trouble};
-pub use visit::{glance, look, reports};
-pub use voice::Stopper;
-use voice::Voices;
+use sockets::ClientSockets;
+pub use sockets::Stopper;
 
 /// How often a worker says that it lives, in a timeout.
 const BEATS: u32 = 4;
 
-/// Pauses between attempts to reach a shard: the first, and the longest.
+/// Pauses between attempts to reach a server: the first, and the longest.
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 pub(super) const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
-/// How long a shard may be out of reach before that is told; one that is silent has been for long.
+/// How long a server may be out of reach before that is told; one that is silent has been for long.
 /// Shorter: every restart is told twice, by its launcher as well. Longer: people wonder.
 const TELL_AFTER: Duration = Duration::from_secs(3);
 
-/// How long a worker that leaves waits until a shard has heard it.
+/// How long a worker that leaves waits until a server has heard it.
 const FAREWELL: Duration = Duration::from_secs(5);
 
-/// What became of a push, over all shards.
+/// What became of a push, over all servers.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Pushed {
-    /// Whether it is part of the weights on every shard. If a connection was lost after a push had
+    /// Whether it is part of the weights on every server. If a connection was lost after a push had
     /// arrived and before the reply, it is taken to be.
     pub applied: bool,
-    /// How old its weights were, on the first shard.
+    /// How old its weights were, on the first server.
     pub age: Age,
     /// Whether the run is over.
     pub finished: bool,
@@ -78,12 +78,12 @@ type Initial<'a> = Option<&'a dyn Fn(usize) -> Vec<f32>>;
 pub struct Client {
     options: ClientOptions,
     sessions: Vec<Session>,
-    clock: u64,
-    /// The furthest clock that a shard has named.
-    told: u64,
+    clock: Clock,
+    /// The furthest clock that a server has named.
+    told: Clock,
     bound: Option<u64>,
     finished: bool,
-    voices: Arc<Voices>,
+    sockets: Arc<ClientSockets>,
     beating: Option<JoinHandle<()>>,
     scratch: Scratch,
     meter: Meter,
@@ -108,27 +108,28 @@ impl Client {
         begins: impl FnOnce(Stopper),
     ) -> Result<Client, ServerError> {
         let setups = run.setups(options.servers.len().max(1));
-        let voices = Voices::new(setups.len()).map_err(|error| options.unreachable(0, error))?;
-        let voices = Arc::new(voices);
-        begins(Stopper(voices.clone()));
-        let life = options.life.map_or_else(|| visit::life(run, &options, &voices), Ok)?;
+        let sockets =
+            ClientSockets::new(setups.len()).map_err(|error| options.unreachable(0, error))?;
+        let sockets = Arc::new(sockets);
+        begins(Stopper(sockets.clone()));
+        let life = options.life.map_or_else(|| queries::life(run, &options, &sockets), Ok)?;
         let options = ClientOptions { life: Some(life), ..options };
         let session = |(number, setup): (usize, Setup)| Session::new(number, setup, &options);
         let no_thread = |error: io::Error| {
             let what = "there is no thread to say that this worker lives";
             options.unreachable(0, format!("{what}: {error}"))
         };
-        let beating = Voices::beat(&voices, run.timeout / BEATS).map_err(no_thread)?;
+        let beating = ClientSockets::beat(&sockets, run.timeout / BEATS).map_err(no_thread)?;
         let mut client = Client {
             sessions: setups.into_iter().enumerate().map(session).collect(),
-            clock: 0,
-            told: 0,
+            clock: Clock::START,
+            told: Clock::START,
             bound: run.level.bound(),
             finished: false,
             beating: Some(beating),
             scratch: Scratch::default(),
             meter: Meter::new(),
-            voices,
+            sockets,
             options,
         };
         client.meet(Some(initial))?;
@@ -137,7 +138,7 @@ impl Client {
 
     /// Steps that this worker has finished. Data of the next step follows from it: it stays the same
     /// from a pull to the push of what was computed from it.
-    pub fn clock(&self) -> u64 {
+    pub fn clock(&self) -> Clock {
         self.clock
     }
 
@@ -146,7 +147,7 @@ impl Client {
         self.finished
     }
 
-    /// Whether bulk data lies in common memory on the way to every shard.
+    /// Whether bulk data lies in common memory on the way to every server.
     pub fn is_shared(&self) -> bool {
         self.sessions.iter().all(Session::is_shared)
     }
@@ -158,7 +159,7 @@ impl Client {
 
     /// Something that ends every wait.
     pub fn stopper(&self) -> Stopper {
-        Stopper(self.voices.clone())
+        Stopper(self.sockets.clone())
     }
 
     /// Pulls the weights of all parameters, or of some; waits until the worker may read. If a connection
@@ -201,9 +202,8 @@ impl Client {
         let start = Instant::now();
         let measured = self.begin(gradients, measured)?;
         for session in &mut self.sessions {
-            let _speaking = self.voices.speak(session.number);
             // The clock after the push. If it becomes another, this is asked again.
-            let _ = session.ask(self.clock + 1, self.bound, None);
+            let _ = session.ask(self.clock.next(), self.bound, None);
         }
         let pushed = self.settle(gradients, measured)?;
         let settled = Instant::now();
@@ -213,16 +213,15 @@ impl Client {
         Ok(pushed)
     }
 
-    /// Leaves the run, so that nobody waits for this worker.
+    /// Leaves the run, so that no worker waits for this one.
     pub fn leave(mut self) {
         let patience = self.options.patience.min(FAREWELL);
         for session in &mut self.sessions {
-            let _speaking = self.voices.speak(session.number);
             session.leave(patience);
         }
     }
 
-    /// Sends the push to every shard; what was measured.
+    /// Sends the push to every server; what was measured.
     fn begin(
         &mut self,
         gradients: &[Gradient<'_>],
@@ -239,14 +238,13 @@ impl Client {
             session.begin(self.clock, gradients, &mut self.scratch);
         }
         for session in &mut self.sessions {
-            let _speaking = self.voices.speak(session.number);
             // What fails now is found out when the reply is waited for.
             let _ = session.send_push(gradients, measured);
         }
         Ok(measured)
     }
 
-    /// Waits until every shard has said what became of the push, and sends it again where it was lost.
+    /// Waits until every server has said what became of the push, and sends it again where it was lost.
     /// The step is then finished.
     fn settle(
         &mut self,
@@ -270,33 +268,33 @@ impl Client {
                     self.give_up(session, fault)?;
                     self.come_back(session)?;
                     if is_pending(&self.sessions[session]) {
-                        let _speaking = self.voices.speak(session);
                         let _ = self.sessions[session].send_push(gradients, measured);
                     }
                 }
             }
         }
-        self.clock = self.told.max(self.clock + 1);
+        self.clock = self.told.max(self.clock.next());
         all.finished = self.finished;
         Ok(all)
     }
 
-    /// Joins a shard again in the middle of a push: at its clock, or where it has arrived, after it.
+    /// Joins a server again in the middle of a push: at its clock, or where it has arrived, after it.
     fn come_back(&mut self, session: usize) -> Result<(), ServerError> {
         loop {
             if !self.sessions[session].is_open() {
                 self.open(session, None)?;
             }
             let pending = self.sessions[session].outbox.pending();
-            match self.enter(session, pending.map_or(self.clock + 1, |push| push.clock)) {
+            match self.sessions[session].enter(pending.map_or(self.clock.next(), |push| push.clock))
+            {
                 Ok(()) => return Ok(()),
                 Err(fault) => self.give_up(session, fault)?,
             }
         }
     }
 
-    /// Takes the weights of every shard at the worker's clock, and asks for those that nobody has asked
-    /// for yet.
+    /// Takes the weights of every server at the worker's clock, and asks for those that were not
+    /// asked for yet.
     fn read(&mut self, only: Option<&[usize]>, take: &mut Take<'_>) -> Result<(), ServerError> {
         let mut taken = vec![None; self.sessions.len()];
         loop {
@@ -305,7 +303,6 @@ impl Client {
             let is_missing = |session: &Session| taken[session.number] != Some(clock);
             for session in self.sessions.iter_mut().filter(|session| is_missing(session)) {
                 if session.asked.is_none() {
-                    let _speaking = self.voices.speak(session.number);
                     let _ = session.ask(clock, self.bound, only);
                 }
             }
@@ -317,12 +314,12 @@ impl Client {
         }
     }
 
-    /// Waits until a shard says something that is waited for, or is silent for too long, or the
-    /// connection to any shard is lost: which one, and what is wrong with it. `None` if nothing is waited
+    /// Waits until a server says something that is waited for, or is silent for too long, or the
+    /// connection to any server is lost: which one, and what is wrong with it. `None` if nothing is waited
     /// for.
     ///
-    /// All are watched, since a shard that was restarted may wait for this worker, and another worker
-    /// for that shard, and this one for that worker.
+    /// All are watched, since a server that was restarted may wait for this worker, and another worker
+    /// for that server, and this one for that worker.
     fn next_event(
         &mut self,
         is_waited_for: impl Fn(&Session) -> bool,
@@ -368,11 +365,11 @@ impl Client {
         }
     }
 
-    /// Has all shards agree on the worker's clock: joins where it has not, and enters at the furthest
+    /// Has all servers agree on the worker's clock: joins where it has not, and enters at the furthest
     /// clock where it is at another.
     fn meet(&mut self, initial: Initial<'_>) -> Result<(), ServerError> {
         loop {
-            if self.voices.is_stopped() {
+            if self.sockets.is_stopped() {
                 return Err(ServerError::Stopped);
             }
             for session in 0..self.sessions.len() {
@@ -387,7 +384,7 @@ impl Client {
             };
             let Some(session) = self.sessions.iter().position(differs) else { return Ok(()) };
             let done = match self.sessions[session].asked {
-                None => self.enter(session, clock),
+                None => self.sessions[session].enter(clock),
                 // They may be long in coming. On a new connection nothing is under way.
                 Some(_) => Err(Fault::Lost(io::Error::other("weights of another clock are due"))),
             };
@@ -397,12 +394,7 @@ impl Client {
         }
     }
 
-    fn enter(&mut self, session: usize, clock: u64) -> Result<(), Fault> {
-        let _speaking = self.voices.speak(session);
-        self.sessions[session].enter(clock)
-    }
-
-    /// Joins a shard over a new connection.
+    /// Joins a server over a new connection.
     fn open(&mut self, session: usize, initial: Initial<'_>) -> Result<(), ServerError> {
         loop {
             match self.try_to_open(session, initial) {
@@ -413,11 +405,9 @@ impl Client {
     }
 
     fn try_to_open(&mut self, session: usize, initial: Initial<'_>) -> Result<(), Fault> {
-        // Nothing else may be said before the worker has joined.
-        let _speaking = self.voices.speak(session);
         let of = &mut self.sessions[session];
-        let pulse = of.connect(&self.options, self.options.worker, self.voices.abort())?;
-        self.voices.open(session, pulse).map_err(Fault::Fatal)?;
+        let heartbeat = of.connect(&self.options, self.options.worker, self.sockets.abort())?;
+        self.sockets.open(session, heartbeat).map_err(Fault::Fatal)?;
         let welcome = of.join(initial)?;
         // It is there. How long to wait for it counts from the next time that it is not.
         of.trouble.iter_mut().for_each(|trouble| trouble.since = Instant::now());
@@ -447,14 +437,14 @@ impl Client {
         let is_silent =
             matches!(&fault, Fault::Lost(error) if error.kind() == io::ErrorKind::TimedOut);
         let last: Cause = match fault {
-            _ if self.voices.is_stopped() => return Err(ServerError::Stopped),
+            _ if self.sockets.is_stopped() => return Err(ServerError::Stopped),
             Fault::Fatal(error) => return Err(error),
             Fault::Lost(error) => error.into(),
             Fault::Rejoin(refusal) => refusal.into(),
         };
         let of = &mut self.sessions[session];
         of.close();
-        self.voices.close(session);
+        self.sockets.close(session);
         let address = self.options.servers.get(session).map_or("", String::as_str);
         let ClientOptions { worker, patience, .. } = self.options;
         log::info!("worker {worker}: server {session} at {address}: {last}; trying again");
@@ -471,14 +461,14 @@ impl Client {
         }
         let pause = trouble.pause;
         trouble.pause = (pause * 2).min(LONGEST_PAUSE);
-        self.voices.pause(pause);
-        if self.voices.is_stopped() { Err(ServerError::Stopped) } else { Ok(()) }
+        self.sockets.pause(pause);
+        if self.sockets.is_stopped() { Err(ServerError::Stopped) } else { Ok(()) }
     }
 }
 
 impl Drop for Client {
     fn drop(&mut self) {
-        self.voices.finish();
+        self.sockets.finish();
         if let Some(beating) = self.beating.take() {
             let _ = beating.join();
         }

@@ -6,11 +6,11 @@ use unisono_codec::CodecSpec;
 use unisono_net::{HandshakeError, Token};
 use unisono_optimizer::OptimizerSpec;
 
-use crate::Cause;
 use crate::server::layout::{self, Piece};
 use crate::server::wire::Setup;
 use crate::spec::Level;
-use crate::stale::Stale;
+use crate::staleness::StalenessPolicy;
+use crate::{Cause, Life};
 
 /// What a run is. Equal for all workers.
 #[derive(Clone, Debug)]
@@ -22,7 +22,7 @@ pub struct Run {
     /// How far workers may drift apart.
     pub level: Level,
     /// What becomes of stale gradients.
-    pub stale: Stale,
+    pub stale: StalenessPolicy,
     /// After how many pushes the run is over; in lock-step, after how many rounds.
     pub total: u64,
     /// How many workers there are.
@@ -45,7 +45,7 @@ impl Run {
             shapes,
             optimizer,
             level,
-            stale: Stale::Keep,
+            stale: StalenessPolicy::Keep,
             total: u64::MAX,
             workers: 1,
             shards: 1,
@@ -69,7 +69,7 @@ impl Run {
         run
     }
 
-    /// What every shard is told.
+    /// What every server is told.
     pub(super) fn setups(&self, servers: usize) -> Vec<Setup> {
         let setup = |pieces: Vec<Piece>| Setup {
             codecs: pieces.iter().map(|piece| self.codec(piece)).collect(),
@@ -95,7 +95,7 @@ impl Run {
 /// How bulk data travels.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Transport {
-    /// In common memory where worker and shard are on one host, else over TCP.
+    /// In common memory where worker and server are on one host, else over TCP.
     #[default]
     Auto,
     /// Over TCP.
@@ -112,8 +112,8 @@ pub struct ClientOptions {
     /// The number of this worker.
     pub worker: u32,
     /// Which of its lives this is: later ones have larger numbers. `None`, as it should be but in tests:
-    /// the servers number the lives of a worker, whoever starts it.
-    pub life: Option<u64>,
+    /// the servers number the lives of a worker, whatever process starts it.
+    pub life: Option<Life>,
     /// How long to try to reach a server that is not there.
     pub patience: Duration,
     /// How bulk data travels.
@@ -147,8 +147,8 @@ pub enum ServerError {
         #[source]
         last: Cause,
     },
-    /// Whoever listens there belongs to another job.
-    #[error("whoever listens at {address} does not serve this job: {cause}")]
+    /// The process that listens there belongs to another job.
+    #[error("the process that listens at {address} does not serve this job: {cause}")]
     Handshake {
         /// Where.
         address: String,
@@ -156,7 +156,7 @@ pub enum ServerError {
         #[source]
         cause: HandshakeError,
     },
-    /// Whoever listens there is another of the servers.
+    /// The server that listens there is another one.
     #[error(
         "the server at {address} is server {number}, and was named as server {server}: name the servers \
          in the order of their numbers, from 0"
@@ -200,7 +200,7 @@ pub enum ServerError {
         /// The worker.
         worker: u32,
     },
-    /// Somebody asked for the end.
+    /// The client was [stopped](super::Stopper).
     #[error("stopped")]
     Stopped,
     /// The two do not understand each other.

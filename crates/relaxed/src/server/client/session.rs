@@ -1,33 +1,34 @@
-//! A worker and one shard: what is said, and what has to be said again.
+//! A worker and one server: what is said, and what has to be said again.
 //!
 //! A session is *open* if its connection is, and the worker has joined by it. It is then *at* a clock
 //! if it has entered. Whatever goes wrong, the connection is given up: on a new one nothing is under
-//! way, and the shard says what it knows.
+//! way, and the server says what it knows.
 
 use std::io;
 use std::time::{Duration, Instant};
 
 use socket2::Socket;
 use unisono_codec::CodecSpec;
-use unisono_codec::parcel::{Origin, Scratch, Sender};
+use unisono_codec::sender::{Origin, Scratch, Sender};
 use unisono_collective::shards::Shards;
 use unisono_net::Signal;
 
 use super::dial::Call;
 use super::options::{ClientOptions, ServerError};
 use super::{FIRST_PAUSE, Gradient, Pushed, Take};
+use crate::Clock;
 use crate::server::core::Refusal;
-use crate::server::job::SLACK;
 use crate::server::layout::Piece;
-use crate::server::link::{Link, Pulse, bytes, numbers};
+use crate::server::link::{Heartbeat, Link, bytes, numbers};
 use crate::server::outbox::Outbox;
+use crate::server::run::SLACK;
 use crate::server::wire::{Measured, Part, Reply, Request, Setup};
 
 /// What went wrong with a request.
 pub enum Fault {
     /// The connection; it can be opened again.
     Lost(io::Error),
-    /// The shard wants the worker to join again, for this reason.
+    /// The server wants the worker to join again, for this reason.
     Rejoin(Refusal),
     /// There is nothing to be done.
     Fatal(ServerError),
@@ -57,17 +58,17 @@ impl Trouble {
     }
 }
 
-/// A worker and one shard.
+/// A worker and one server.
 pub struct Session {
     pub number: usize,
     address: String,
     setup: Setup,
     fingerprint: [u8; 32],
     link: Option<Link>,
-    /// The clock at which the shard has the worker.
-    pub at: Option<u64>,
+    /// The clock at which the server has the worker.
+    pub at: Option<Clock>,
     /// The clock for which weights were asked that have not come yet.
-    pub asked: Option<u64>,
+    pub asked: Option<Clock>,
     pub outbox: Outbox,
     pub trouble: Option<Trouble>,
     /// Encodes each piece, where it is encoded, from a clock on.
@@ -83,21 +84,21 @@ pub struct Session {
     bytes_since: u64,
 }
 
-/// What a shard says to a worker that joins.
+/// What a server says to a worker that joins.
 pub struct Welcome {
     /// The clock of the run.
-    pub clock: u64,
+    pub clock: Clock,
     /// By how much the worker may be ahead.
     pub bound: Option<u64>,
     /// Whether the run is over.
     pub finished: bool,
 }
 
-/// What a shard says about a push.
+/// What a server says about a push.
 pub struct Settled {
     pub pushed: Pushed,
     /// The worker's clock now.
-    pub clock: u64,
+    pub clock: Clock,
     /// By how much the worker may be ahead.
     pub bound: Option<u64>,
 }
@@ -123,7 +124,7 @@ impl Session {
             link: None,
             at: None,
             asked: None,
-            outbox: Outbox::new(options.worker, options.life.unwrap_or(0)),
+            outbox: Outbox::new(options.worker, options.life.unwrap_or_default()),
             trouble: None,
             parts: Vec::new(),
             encoded: Vec::new(),
@@ -143,7 +144,7 @@ impl Session {
         self.link.as_ref().map(|link| &**link.socket())
     }
 
-    /// How long to wait for the shard at a time.
+    /// How long to wait for the server at a time.
     pub fn slice(&mut self) -> Option<Duration> {
         Some(self.link.as_mut()?.silence()?.slice())
     }
@@ -153,12 +154,12 @@ impl Session {
         self.link.as_ref().is_some_and(Link::has_unread)
     }
 
-    /// Whether the shard has said more than that it lives, or never will.
+    /// Whether the server has said more than that it lives, or never will.
     pub fn has_message(&mut self) -> bool {
         self.link.as_mut().is_none_or(Link::has_message)
     }
 
-    /// Nothing has come from the shard for so long.
+    /// Nothing has come from the server for so long.
     pub fn waited(&mut self, time: Duration) -> Result<(), Fault> {
         let silence = self.link.as_mut().and_then(Link::silence);
         silence.map_or(Ok(()), |silence| silence.waited(time)).map_err(Fault::Lost)
@@ -169,13 +170,13 @@ impl Session {
         self.link.as_ref().is_some_and(Link::is_shared)
     }
 
-    /// Opens a connection, by which nobody has joined yet.
+    /// Opens a connection, by which the worker has not joined yet.
     pub fn connect(
         &mut self,
         options: &ClientOptions,
         worker: u32,
         abort: &Signal,
-    ) -> Result<Pulse, Fault> {
+    ) -> Result<Heartbeat, Fault> {
         let call = Call {
             options,
             server: self.number,
@@ -186,9 +187,9 @@ impl Session {
         self.close();
         let mut link = call.dial(abort)?;
         link.limit_silence(call.timeout).map_err(Fault::Lost)?;
-        let pulse = link.pulse();
+        let heartbeat = link.heartbeat();
         self.link = Some(link);
-        Ok(pulse)
+        Ok(heartbeat)
     }
 
     /// Gives the connection up.
@@ -204,7 +205,7 @@ impl Session {
         self.moved + self.link.as_ref().map_or(0, Link::traffic)
     }
 
-    /// Joins, and sets the shard up if it knows of no run and the weights are there.
+    /// Joins, and sets the server up if it knows of no run and the weights are there.
     pub fn join(&mut self, initial: Option<&dyn Fn(usize) -> Vec<f32>>) -> Result<Welcome, Fault> {
         loop {
             match self.call(&Request::Join { run: self.fingerprint }, &[])? {
@@ -244,7 +245,7 @@ impl Session {
     }
 
     /// Begins at a clock.
-    pub fn enter(&mut self, clock: u64) -> Result<(), Fault> {
+    pub fn enter(&mut self, clock: Clock) -> Result<(), Fault> {
         match self.call(&Request::Enter { clock }, &[])? {
             Reply::Done => {
                 self.at = Some(clock);
@@ -255,7 +256,7 @@ impl Session {
     }
 
     /// Prepares a push for a clock, and encodes what is encoded. What is sent again later is the same.
-    pub fn begin(&mut self, clock: u64, gradients: &[Gradient<'_>], scratch: &mut Scratch) {
+    pub fn begin(&mut self, clock: Clock, gradients: &[Gradient<'_>], scratch: &mut Scratch) {
         self.outbox.begin(clock);
         let traffic = self.traffic();
         self.bytes_since = traffic - self.counted;
@@ -271,10 +272,10 @@ impl Session {
                 bytes: (4 * piece.len() * vectors.len()) as u64,
                 encoded: false,
             };
-            if clock >= self.warm_up
+            if clock.0 >= self.warm_up
                 && let (Some(sender), [gradient]) = (&mut self.senders[number], vectors)
             {
-                sender.encode(clock, &gradient[piece.span()], scratch, &mut encoded);
+                sender.encode(clock.0, &gradient[piece.span()], scratch, &mut encoded);
                 part.bytes = encoded.len() as u64;
                 part.encoded = true;
             }
@@ -329,7 +330,7 @@ impl Session {
     /// Asks for weights.
     pub fn ask(
         &mut self,
-        clock: u64,
+        clock: Clock,
         bound: Option<u64>,
         only: Option<&[usize]>,
     ) -> io::Result<()> {
@@ -367,9 +368,9 @@ impl Session {
         Ok(())
     }
 
-    /// Looks at the weights, without taking part.
-    pub fn look(&mut self, take: &mut Take<'_>) -> Result<(), Fault> {
-        let request = Request::Look { run: self.fingerprint };
+    /// Fetches the weights as they are, without taking part.
+    pub fn fetch_weights(&mut self, take: &mut Take<'_>) -> Result<(), Fault> {
+        let request = Request::Weights { run: self.fingerprint };
         self.link().and_then(|link| link.send(&request, &[])).map_err(Fault::Lost)?;
         self.receive_weights(take)
     }
@@ -384,14 +385,14 @@ impl Session {
         reply.ok_or_else(Fault::ended)
     }
 
-    /// Says that the worker is done, and waits until the shard knows, though not for long.
+    /// Says that the worker is done, and waits until the server knows, though not for long.
     pub fn leave(&mut self, patience: Duration) {
         if let Some(link) = &mut self.link
             && link.limit_silence(patience).is_ok()
             && link.send(&Request::Leave, &[]).is_ok()
             && link.await_message(patience)
         {
-            // Whoever cannot be told sees the connection end.
+            // A server that cannot be told sees the connection end.
             let _ = link.receive::<Reply>();
         }
     }

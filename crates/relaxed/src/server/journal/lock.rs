@@ -37,8 +37,8 @@ pub struct Lock {
 }
 
 impl Lock {
-    /// Locks a folder, which is made if it does not exist. Whoever holds it is waited for as long as
-    /// `patience`.
+    /// Locks a folder, which is made if it does not exist. A process that holds it is waited for as
+    /// long as `patience`.
     pub fn take(folder: &Path, patience: Duration) -> Result<Lock, JournalError> {
         unisono_collective::folder::make(folder).attempt("make", folder)?;
         let path = folder.join(LOCK);

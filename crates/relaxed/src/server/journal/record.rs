@@ -17,7 +17,7 @@
 //!
 //! Numbers have the byte order of the machine: a journal is read where it was written, and elsewhere
 //! its number is wrong. Hashes are XXH3. That of a record's *head* depends on the file's number and the
-//! record's place in it, so that bytes which were a record elsewhere, or were sent by somebody who
+//! record's place in it, so that bytes which were a record elsewhere, or were sent by a worker that
 //! imitates one, are none here.
 //!
 //! With a hash of its own, a head can be believed before what follows it: a record that is longer than

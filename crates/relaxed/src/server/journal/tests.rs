@@ -70,7 +70,7 @@ fn headers(count: usize) -> Vec<Vec<u8>> {
 #[test]
 fn a_new_folder_is_empty_and_can_be_opened_again() {
     let folder = tempfile::tempdir().unwrap();
-    let folder = folder.path().join("shards/0");
+    let folder = folder.path().join("servers/0");
     for _ in 0..3 {
         assert_eq!(state(&folder).unwrap(), (None, Vec::new()));
         assert_eq!(names(&folder), ["journal-0", "lock"]);
@@ -168,7 +168,7 @@ fn after_a_boot(files: &BTreeMap<String, Vec<u8>>) -> BTreeMap<String, Vec<u8>> 
     files
 }
 
-/// What was not forced to the disk may be there in part. What was, is there, or somebody damaged it.
+/// What was not forced to the disk may be there in part. What was, is there, or it was damaged.
 #[test]
 fn what_a_machine_that_went_down_may_lack_is_torn() {
     for sync in [false, true] {
@@ -319,7 +319,7 @@ fn a_crash_at_any_stage_of_a_snapshot_loses_nothing() {
         let expected = if has_snapshot { &after } else { &before };
         let folder = folder_of(files);
         assert_eq!(state(folder.path()).unwrap(), *expected, "{stage}");
-        // And whoever goes on from there keeps what comes next.
+        // And a server that goes on from there keeps what comes next.
         let (mut journal, _) = open(folder.path()).unwrap();
         append(&mut journal, b"more");
         drop(journal);

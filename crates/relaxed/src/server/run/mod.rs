@@ -1,4 +1,4 @@
-//! What a shard does with what it is told: carries out what the [core](super::core) decides.
+//! What a server does with what it is told: carries out what the [core](super::core) decides.
 //!
 //! One lock orders everything that matters: under it the core decides, every piece's next version is
 //! given out, and what was decided is written down. The arithmetic comes after, without the lock: the
@@ -6,21 +6,21 @@
 //! the versions that were given out when it was admitted, and waits for these, so that it contains
 //! everything that was settled before.
 //!
-//! What cannot be written down ends the run here. Until somebody starts the shard again, nothing more
-//! is said to anybody: the core may know of a push that the journal does not.
+//! What cannot be written down ends the run here. Until the server is started again, nothing more is
+//! said to any worker: the core may know of a push that the journal does not.
 //!
-//! Only the connection by which a worker joined last speaks for it. An older one, on which something
-//! may still be under way, is not listened to any more.
+//! Only the connection by which a worker joined last counts. What still arrives on an older one is
+//! refused.
 //!
-//! A shard that starts *gathers* the workers. In lock-step the first update waits until all have come,
-//! for it is one of all. One that goes on after a crash waits for those who were there, though not
-//! longer than for a silent one that takes its time to try again: else whoever reconnects first would
+//! A server that starts *gathers* the workers. In lock-step the first update waits until all have come,
+//! for it is one of all. One that goes on after a crash waits for the workers that were there, though
+//! not longer than for a silent one that takes its time to try again: else the first to reconnect would
 //! take the others for gone, and read, or push alone, without them. So does one that wakes up after it
 //! was stopped: its workers may have given their connections up meanwhile, and of each it hears that by
 //! the end of the old connection or by the new one, whichever comes first.
 
+mod checked;
 mod disk;
-mod plan;
 mod round;
 #[cfg(test)]
 mod tests;
@@ -36,41 +36,41 @@ use super::journal::{Journal, JournalError};
 use super::lives::Lives;
 use super::store::{Compensation, Store, Weights};
 use super::wire::{Measured, Part, Reply, Report, Setup};
-use crate::Cause;
-use crate::bound::{AdaptiveBound, Limits};
+use crate::adaptive_bound::{AdaptiveBound, Limits};
 use crate::events::Recorder;
 use crate::spec::Level;
-use crate::stale::Stale;
+use crate::staleness::StalenessPolicy;
+use crate::{Cause, Clock, Life};
+use checked::{CheckedSetup, Gradient};
+pub(super) use checked::{MOST_WORKERS, SLACK, total_bytes};
 pub use disk::Files;
 pub(super) use disk::Waiting;
-use plan::{Gradient, Plan};
-pub(super) use plan::{MOST_WORKERS, SLACK, total_bytes};
 use round::Contribution;
 use turns::Turns;
 
-/// How often somebody who waits looks whether the worker it waits for is still there. Longer: a dead
+/// How often a thread that serves a worker and waits checks whether that worker is still there. Longer: a dead
 /// worker is noticed later, if it dies while it waits. Shorter: more system calls.
-const GLANCE: Duration = Duration::from_millis(50);
+const CHECK_EVERY: Duration = Duration::from_millis(50);
 
 /// Elements from which on the pieces of a push are updated by several threads. Fewer: starting them
 /// takes longer than they save.
 const MANY: usize = 1 << 20;
 
-/// No worker gets so far, and whoever says so cannot make clocks overflow.
-const LAST_CLOCK: u64 = 1 << 62;
+/// No worker gets so far, and one that says so cannot make clocks overflow.
+const LAST_CLOCK: Clock = Clock(1 << 62);
 
-/// Why a shard cannot go on.
+/// Why a server cannot go on.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum JobError {
+pub enum ServeError {
     /// What was set up makes no sense.
     #[error("a run that cannot be served: {0}")]
     Setup(#[source] Cause),
     /// The journal.
     #[error("the journal: {0}")]
     Journal(#[from] JournalError),
-    /// The journal is not one of a shard, or of another version.
-    #[error("the journal holds something else than a shard's state: {0}; restore the folder")]
+    /// The journal is not one of a server, or of another version.
+    #[error("the journal holds something else than a server's state: {0}; restore the folder")]
     Content(#[source] Cause),
     /// The records of the run.
     #[error("the records of the run: {0}")]
@@ -87,10 +87,10 @@ pub enum Unserved {
     Refused(Refusal),
     /// It makes no sense.
     Invalid(String),
-    /// Whoever asked is gone, or the shard is about to be.
+    /// The worker that asked is gone, or the server is about to be.
     Gone,
-    /// The shard cannot go on.
-    Failed(JobError),
+    /// The server cannot go on.
+    Failed(ServeError),
 }
 
 impl From<Refusal> for Unserved {
@@ -99,20 +99,20 @@ impl From<Refusal> for Unserved {
     }
 }
 
-/// Who asks: a worker in one of its lives, by one of its connections.
+/// What asks: a worker in one of its lives, by one of its connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Caller {
     /// The worker.
     pub worker: u32,
     /// Which of its lives.
-    pub life: u64,
+    pub life: Life,
     /// The connection: later ones have larger numbers.
     pub connection: u64,
 }
 
-/// A run, at one shard.
-pub struct Job {
-    plan: Plan,
+/// A run, at one server.
+pub struct ServedRun {
+    checked: CheckedSetup,
     store: Store,
     state: Mutex<State>,
     changed: Condvar,
@@ -128,7 +128,7 @@ pub struct Job {
 
 struct State {
     core: Core,
-    /// The lives that this shard has given out.
+    /// The lives that this server has given out.
     lives: Lives,
     /// The version of every piece that was given out last.
     versions: Vec<u64>,
@@ -147,32 +147,32 @@ struct State {
     failed: bool,
 }
 
-impl Job {
+impl ServedRun {
     /// Checks whether a run can be served.
-    pub fn check(setup: &Setup) -> Result<(), JobError> {
-        Plan::new(setup.clone()).map(drop)
+    pub fn check(setup: &Setup) -> Result<(), ServeError> {
+        CheckedSetup::new(setup.clone()).map(drop)
     }
 
-    fn with(plan: Plan, weights: Vec<Vec<f32>>, files: &Files, began: f64) -> Job {
+    fn with(checked: CheckedSetup, weights: Vec<Vec<f32>>, files: &Files, began: f64) -> ServedRun {
         let bytes: u64 = weights.iter().map(|weights| 4 * weights.len() as u64).sum();
-        let adapts = plan.setup.level == Level::SspAuto;
+        let adapts = checked.setup.level == Level::SspAuto;
         let state = State {
-            core: Core::new(plan.rules()),
+            core: Core::new(checked.rules()),
             lives: Lives::default(),
             versions: vec![0; weights.len()],
             round: BTreeMap::new(),
             connections: BTreeMap::new(),
-            gathers_until: plan.rounds.as_ref().map(|_| Duration::MAX),
+            gathers_until: checked.rounds.as_ref().map(|_| Duration::MAX),
             reads: BTreeMap::new(),
             adaptive: adapts.then(|| AdaptiveBound::new(Limits::default())),
             journal: None,
             recorder: None,
             failed: false,
         };
-        Job {
-            store: Store::new(&plan.setup.optimizer, weights),
-            turns: Turns::new(plan.timeout()),
-            plan,
+        ServedRun {
+            store: Store::new(&checked.setup.optimizer, weights),
+            turns: Turns::new(checked.timeout()),
+            checked,
             state: Mutex::new(state),
             changed: Condvar::new(),
             began,
@@ -184,19 +184,14 @@ impl Job {
 
     /// What tells this run from others.
     pub fn fingerprint(&self) -> &[u8; 32] {
-        &self.plan.fingerprint
-    }
-
-    /// What was set up.
-    pub fn setup(&self) -> &Setup {
-        &self.plan.setup
+        &self.checked.fingerprint
     }
 
     /// The number of a new life of a worker, larger than those of all before.
-    pub fn next_life(&self, worker: u32) -> Result<u64, Unserved> {
-        self.plan.admits(worker).map_err(Unserved::Invalid)?;
+    pub fn next_life(&self, worker: u32) -> Result<Life, Unserved> {
+        self.checked.admits(worker).map_err(Unserved::Invalid)?;
         let mut state = self.lock()?;
-        let known = state.core.life(worker).unwrap_or(0);
+        let known = state.core.life(worker);
         let life = state.lives.next(worker, known);
         self.write_down_life(&mut state, worker, life)?;
         Ok(life)
@@ -204,7 +199,7 @@ impl Job {
 
     /// A worker comes or comes back, by this connection.
     pub fn join(&self, caller: Caller) -> Result<Reply, Unserved> {
-        self.plan.admits(caller.worker).map_err(Unserved::Invalid)?;
+        self.checked.admits(caller.worker).map_err(Unserved::Invalid)?;
         let mut state = self.lock()?;
         let newest = state.connections.get(&caller.worker).copied();
         if newest.is_some_and(|newest| newest > caller.connection) {
@@ -213,23 +208,24 @@ impl Job {
         let before = state.core.clock(caller.worker, caller.life);
         let mut joined: Joined = state.core.join(caller.worker, caller.life, self.now())?;
         if newest.is_some() {
-            // That connection is lost, though nobody has noticed yet.
+            // That connection is lost, though its thread has not noticed yet.
             self.gather_if_slept(&mut state);
         }
-        // Where nobody waits for it, or all do until everybody is back, it goes on where it was.
-        let keeps_place = self.plan.setup.level.bound().is_none() || state.gathers_until.is_some();
-        if self.plan.rounds.is_none() && keeps_place {
+        // Where no worker waits for it, or all do until all are back, it goes on where it was.
+        let keeps_place =
+            self.checked.setup.level.bound().is_none() || state.gathers_until.is_some();
+        if self.checked.rounds.is_none() && keeps_place {
             joined.clock = before.unwrap_or(joined.clock);
         }
         state.connections.insert(caller.worker, caller.connection);
-        // Until it enters, it holds nobody back.
+        // Until it enters, it holds no other back.
         self.settle_rounds(&mut state)?;
         let (bound, finished) = (self.bound(&state), state.core.is_finished());
         Ok(Reply::Joined { joined, bound, finished })
     }
 
     /// A worker begins.
-    pub fn enter(&self, caller: Caller, clock: u64) -> Result<Reply, Unserved> {
+    pub fn enter(&self, caller: Caller, clock: Clock) -> Result<Reply, Unserved> {
         if clock > LAST_CLOCK {
             return Err(Unserved::Invalid(format!("a worker at clock {clock}")));
         }
@@ -240,7 +236,7 @@ impl Job {
         Ok(Reply::Done)
     }
 
-    /// A worker says that it is done: nobody waits for it.
+    /// A worker says that it is done: no other waits for it.
     pub fn leave(&self, caller: Caller) -> Result<(), Unserved> {
         self.remove(&mut *self.lock()?, caller)
     }
@@ -267,7 +263,7 @@ impl Job {
     /// To be called where a connection is lost: if that is because this process slept, its worker is
     /// about to come back, and perhaps others.
     fn gather_if_slept(&self, state: &mut State) {
-        if self.turns.has_slept(self.now()) && self.plan.setup.level.bound().is_some() {
+        if self.turns.has_slept(self.now()) && self.checked.setup.level.bound().is_some() {
             // Never shorter than it was: the first update waits for all.
             state.gathers_until = state.gathers_until.max(Some(self.now() + self.return_time()));
         }
@@ -287,16 +283,16 @@ impl Job {
         }
     }
 
-    /// Takes silent workers for gone, and no longer waits for those who did not come; unless others are
-    /// busy here: whether it could.
+    /// Takes silent workers for gone, and no longer waits for those that did not come; unless other
+    /// threads are busy here: whether it could.
     pub fn expire(&self) -> Result<bool, Unserved> {
         let Some(mut state) = self.lock_soon()? else { return Ok(false) };
         let now = self.now();
-        // Nobody could be heard while this process slept. From then on all have a timeout.
+        // No worker could be heard while this process slept. From then on all have a timeout.
         let has_slept = self.turns.has_slept(self.now());
         let silent = if has_slept { Vec::new() } else { state.core.expire(now) };
         for worker in silent {
-            let timeout = self.plan.timeout();
+            let timeout = self.checked.timeout();
             log::warn!("worker {worker} was silent for {timeout:?}: the others go on without it");
             state.reads.remove(&worker);
         }
@@ -311,30 +307,30 @@ impl Job {
 
     /// How long a worker may be silent.
     pub fn timeout(&self) -> Duration {
-        self.plan.timeout()
+        self.checked.timeout()
     }
 
-    /// A thread has panicked: nobody may wait for what it leaves undone.
+    /// A thread has panicked: no other may wait for what it leaves undone.
     pub fn abandon(&self) {
         self.store.abandon();
         self.changed.notify_all();
     }
 
     /// The weights for a worker at this clock, as soon as they are fresh enough. `asked` is by how much
-    /// it may be ahead, where that adapts: shards must agree on it, and the worker asks them all.
+    /// it may be ahead, where that adapts: servers must agree on it, and the worker asks them all.
     /// `is_over` says whether the worker is gone.
     pub fn pull(
         &self,
         caller: Caller,
-        clock: u64,
+        clock: Clock,
         asked: Option<u64>,
         pieces: Option<&[u32]>,
         is_over: impl Fn() -> bool,
     ) -> Result<Vec<(u32, u64, Weights)>, Unserved> {
         let wanted = self.wanted(pieces)?;
-        let bound = match self.plan.setup.level {
+        let bound = match self.checked.setup.level {
             Level::SspAuto => Some(asked.unwrap_or(0).min(Limits::default().most)),
-            _ => self.plan.setup.level.bound(),
+            _ => self.checked.setup.level.bound(),
         };
         let Caller { worker, life, .. } = caller;
         let mut state = self.lock()?;
@@ -360,7 +356,7 @@ impl Job {
         let read: Vec<_> = wanted.iter().zip(versions).map(read).collect();
         if self.lambda().is_some() {
             let mut state = self.lock()?;
-            let count = self.plan.pieces().len();
+            let count = self.checked.pieces().len();
             let mine = state.reads.entry(worker).or_insert_with(|| vec![None; count]);
             for (piece, _, weights) in &read {
                 mine[*piece as usize] = Some(weights.clone());
@@ -370,7 +366,7 @@ impl Job {
     }
 
     /// The weights as they are.
-    pub fn look(&self) -> Result<Vec<(u32, u64, Weights)>, Unserved> {
+    pub fn weights(&self) -> Result<Vec<(u32, u64, Weights)>, Unserved> {
         let versions = self.lock()?.versions.clone();
         let read = |(piece, version)| {
             let (version, weights) = self.store.read(piece, version);
@@ -393,10 +389,10 @@ impl Job {
 
     /// The lengths of the parts of a push, in bytes, if they can be those of this worker.
     pub fn lengths(&self, worker: u32, parts: &[Part]) -> Result<Vec<usize>, String> {
-        self.plan.lengths(worker, parts)
+        self.checked.lengths(worker, parts)
     }
 
-    /// A gradient has come, in parts of the right [lengths](Job::lengths): what becomes of it.
+    /// A gradient has come, in parts of the right [lengths](ServedRun::lengths): what becomes of it.
     /// `is_over` says whether the worker is gone.
     pub fn push(
         &self,
@@ -407,10 +403,10 @@ impl Job {
         is_over: impl Fn() -> bool,
     ) -> Result<Reply, Unserved> {
         if (push.worker, push.life) != (caller.worker, caller.life) {
-            return Err(Unserved::Invalid("a push in somebody else's name".into()));
+            return Err(Unserved::Invalid("a push in the name of another worker or life".into()));
         }
-        let gradients = self.plan.decode(push, parts).map_err(Unserved::Invalid)?;
-        match &self.plan.rounds {
+        let gradients = self.checked.decode(push, parts).map_err(Unserved::Invalid)?;
+        match &self.checked.rounds {
             Some(_) => self.push_round(caller, push, measured, &gradients, is_over),
             None => self.push_now(caller, push, measured, gradients),
         }
@@ -430,7 +426,7 @@ impl Job {
         state.core.hear(push.worker, push.life, now);
         let entry = match state.core.push(push)? {
             core::Pushed::Settled(entry) => entry,
-            _ => return Ok(self.pushed(&state, true, Age::default(), push.clock + 1)),
+            _ => return Ok(self.pushed(&state, true, Age::default(), push.clock.next())),
         };
         let (age, applied, factor) = (entry.pushes[0].1, entry.update > 0, entry.factor);
         if !applied {
@@ -447,7 +443,7 @@ impl Job {
                 self.store.compensate(*piece, state.versions[*piece], &by, gradient.to_mut());
             }
         }
-        let reply = self.pushed(&state, applied, age, push.clock + 1);
+        let reply = self.pushed(&state, applied, age, push.clock.next());
         self.write_down(&mut state, entry, vec![measured], &gradients)?;
         drop(state);
         self.changed.notify_all();
@@ -486,7 +482,7 @@ impl Job {
     /// Whether workers are still waited for that have not come.
     fn is_gathering(&self, state: &mut State) -> bool {
         let Some(until) = state.gathers_until else { return false };
-        if state.core.present_members() < self.plan.setup.workers {
+        if state.core.present_members() < self.checked.setup.workers {
             if self.now() < until {
                 return true;
             }
@@ -497,7 +493,7 @@ impl Job {
     }
 
     fn wanted(&self, pieces: Option<&[u32]>) -> Result<Vec<usize>, Unserved> {
-        let count = self.plan.pieces().len();
+        let count = self.checked.pieces().len();
         let Some(pieces) = pieces else { return Ok((0..count).collect()) };
         // Each at most once, so that no reply is larger than the weights.
         if !pieces.is_sorted_by(|a, b| a < b) {
@@ -511,18 +507,18 @@ impl Job {
         }
     }
 
-    fn pushed(&self, state: &State, applied: bool, age: Age, clock: u64) -> Reply {
+    fn pushed(&self, state: &State, applied: bool, age: Age, clock: Clock) -> Reply {
         let (bound, finished) = (self.bound(state), state.core.is_finished());
         Reply::Pushed { applied, age, clock, bound, finished }
     }
 
     fn bound(&self, state: &State) -> Option<u64> {
-        state.adaptive_bound().or(self.plan.setup.level.bound())
+        state.adaptive_bound().or(self.checked.setup.level.bound())
     }
 
     fn lambda(&self) -> Option<f32> {
-        match self.plan.setup.stale {
-            Stale::Compensate(lambda) => Some(lambda),
+        match self.checked.setup.stale {
+            StalenessPolicy::Compensate(lambda) => Some(lambda),
             _ => None,
         }
     }
@@ -538,8 +534,8 @@ impl Job {
 
     /// Waits for a change, though not for long.
     fn wait<'a>(&self, state: MutexGuard<'a, State>) -> Result<MutexGuard<'a, State>, Unserved> {
-        // Whoever has panicked while it was locked has said so.
-        let waited = self.changed.wait_timeout(state, GLANCE).map_err(|_| Unserved::Gone)?;
+        // A thread that has panicked while it was locked has said so.
+        let waited = self.changed.wait_timeout(state, CHECK_EVERY).map_err(|_| Unserved::Gone)?;
         if waited.0.failed { Err(Unserved::Gone) } else { Ok(waited.0) }
     }
 
@@ -548,7 +544,7 @@ impl Job {
         if state.failed { Err(Unserved::Gone) } else { Ok(state) }
     }
 
-    /// Locks it if that does not take long: somebody may be writing down everything.
+    /// Locks it if that does not take long: another thread may be writing down everything.
     fn lock_soon(&self) -> Result<Option<MutexGuard<'_, State>>, Unserved> {
         const PAUSE: Duration = Duration::from_millis(1);
         // A small part of a timeout, so that ticks are not late.
@@ -571,12 +567,12 @@ impl State {
         self.adaptive.as_ref().map(AdaptiveBound::bound)
     }
 
-    /// Whether this is the connection that speaks for the worker.
+    /// Whether this is the connection by which the worker joined last.
     fn is_current(&self, caller: Caller) -> bool {
         self.connections.get(&caller.worker) == Some(&caller.connection)
     }
 
-    /// Turns away whoever does not speak for the worker, or not any more.
+    /// Refuses what comes by any other connection.
     fn expect_current(&self, caller: Caller) -> Result<(), Unserved> {
         match self.is_current(caller) {
             true => Ok(()),
@@ -593,7 +589,7 @@ impl State {
 }
 
 #[cfg(test)]
-impl Job {
+impl ServedRun {
     /// What a defect of a server thread would do.
     pub fn panic_while_locked(&self) {
         let _state = self.state.lock();

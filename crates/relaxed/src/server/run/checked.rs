@@ -4,12 +4,12 @@ use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
-use unisono_codec::parcel::{self, Scratch};
+use unisono_codec::sender::{self, Scratch};
 use unisono_codec::{Codec, CodecSpec, Task};
 use unisono_collective::shards::Shards;
 use unisono_collective::tree::Tree;
 
-use super::JobError;
+use super::ServeError;
 use crate::Cause;
 use crate::server::core::{PushId, Rules};
 use crate::server::layout::Piece;
@@ -27,7 +27,7 @@ pub const SLACK: u64 = 1024;
 pub type Gradient<'a> = (usize, Cow<'a, [f32]>);
 
 /// A setup that makes sense, and what follows from it.
-pub struct Plan {
+pub struct CheckedSetup {
     pub setup: Setup,
     pub fingerprint: [u8; 32],
     codecs: Vec<Option<Arc<dyn Codec>>>,
@@ -44,13 +44,13 @@ pub struct Rounds {
     pub tree: Tree,
 }
 
-impl Plan {
+impl CheckedSetup {
     /// Checks a setup.
-    pub fn new(setup: Setup) -> Result<Plan, JobError> {
-        Plan::check(setup).map_err(JobError::Setup)
+    pub fn new(setup: Setup) -> Result<CheckedSetup, ServeError> {
+        CheckedSetup::check(setup).map_err(ServeError::Setup)
     }
 
-    fn check(setup: Setup) -> Result<Plan, Cause> {
+    fn check(setup: Setup) -> Result<CheckedSetup, Cause> {
         let Setup { level, workers, .. } = setup;
         level.check()?;
         if !level.has_servers() {
@@ -82,7 +82,7 @@ impl Plan {
             }
             codecs.push(codec);
         }
-        Ok(Plan {
+        Ok(CheckedSetup {
             fingerprint: setup.fingerprint(),
             codecs,
             rounds: level.is_lockstep().then(|| Rounds::new(shards, workers as usize)),
@@ -163,9 +163,9 @@ impl Plan {
                 return Ok((piece, Cow::Borrowed(numbers)));
             };
             let shape = &self.pieces()[piece].shape;
-            let task = Task { shape, parameter: piece, step: push.clock, seed: self.setup.seed };
+            let task = Task { shape, parameter: piece, step: push.clock.0, seed: self.setup.seed };
             let mut decoded = vec![0.0; task.elements()];
-            parcel::decode(&**codec, &task, bytes, &mut decoded, &mut scratch)
+            sender::decode(&**codec, &task, bytes, &mut decoded, &mut scratch)
                 .map_err(|error| error.to_string())?;
             Ok((piece, Cow::Owned(decoded)))
         };

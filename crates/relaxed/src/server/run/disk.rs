@@ -1,4 +1,4 @@
-//! What a shard writes down, and how it goes on from that.
+//! What a server writes down, and how it goes on from that.
 //!
 //! The journal holds every entry with the gradients that were applied, after averaging, decoding and
 //! correcting, so that to repeat it is to apply them again. The records of the run are for people; one
@@ -9,19 +9,20 @@ use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 
-use super::plan::{Gradient, Plan};
-use super::{Job, JobError, State, Unserved};
-use crate::bound::Observation;
+use super::checked::{CheckedSetup, Gradient};
+use super::{ServeError, ServedRun, State, Unserved};
+use crate::Life;
+use crate::adaptive_bound::Observation;
 use crate::events::{Recorder, Resumed, Update};
 use crate::server::core::{Core, Entry, Saved};
 use crate::server::journal::{self, Journal};
 use crate::server::lives::Lives;
 use crate::server::wire::{Measured, Setup};
 
-/// Where a shard writes.
+/// Where a server writes.
 #[derive(Clone, Debug, Default)]
 pub struct Files {
-    /// The number of the shard.
+    /// The number of the server.
     pub number: usize,
     /// The folder of its journal, without which a crash loses everything.
     pub journal: Option<PathBuf>,
@@ -32,14 +33,14 @@ pub struct Files {
     pub snapshot_after: Option<u64>,
 }
 
-/// What a shard has before it knows of a run.
+/// What a server has before it knows of a run.
 #[derive(Default)]
 pub struct Waiting {
     /// Where it will be written down.
     pub journal: Option<Journal>,
     /// The lives that workers were given already.
     pub lives: Lives,
-    /// Who records it.
+    /// What records it.
     pub recorder: Option<Box<dyn Recorder>>,
 }
 
@@ -49,7 +50,7 @@ enum Line {
     /// Something was settled; its gradients follow.
     Settled(Written),
     /// A worker was given a life.
-    Life { worker: u32, life: u64 },
+    Life { worker: u32, life: Life },
 }
 
 /// What is written down with an entry.
@@ -74,37 +75,37 @@ struct Head {
     seconds: f64,
 }
 
-impl Job {
+impl ServedRun {
     /// A run that begins, with these weights of every piece.
     pub fn new(
         setup: Setup,
         weights: Vec<Vec<f32>>,
         files: &Files,
         waiting: Waiting,
-    ) -> Result<Job, JobError> {
+    ) -> Result<ServedRun, ServeError> {
         let Waiting { journal, lives, mut recorder } = waiting;
-        let plan = Plan::new(setup)?;
+        let checked = CheckedSetup::new(setup)?;
         let lengths = weights.iter().map(Vec::len);
-        if !lengths.eq(plan.pieces().iter().map(|piece| piece.len())) {
-            return Err(JobError::Setup("the weights do not fit the pieces".into()));
+        if !lengths.eq(checked.pieces().iter().map(|piece| piece.len())) {
+            return Err(ServeError::Setup("the weights do not fit the pieces".into()));
         }
         // Before the snapshot, which would make these the records of this run.
         if let Some(recorder) = &recorder {
-            recorder.expect_none().map_err(JobError::Records)?;
+            recorder.expect_none().map_err(ServeError::Records)?;
         }
-        let job = Job::with(plan, weights, files, wall_clock());
-        let mut state = job.state.lock().expect("nobody else has it");
+        let served = ServedRun::with(checked, weights, files, wall_clock());
+        let mut state = served.state.lock().expect("no other thread has it");
         state.lives = lives;
         state.journal = journal;
         // The snapshot first: with it the run has begun, and a restart goes on with the records, where
         // one without it would find records of nothing.
-        job.snapshot(&mut state)?;
+        served.snapshot(&mut state)?;
         if let Some(recorder) = &mut recorder {
-            recorder.begin(state.adaptive_bound()).map_err(JobError::Records)?;
+            recorder.begin(state.adaptive_bound()).map_err(ServeError::Records)?;
         }
         state.recorder = recorder;
         drop(state);
-        Ok(job)
+        Ok(served)
     }
 
     /// Goes on with what the journal holds. `None` if that is nothing yet; then the rest is for a run
@@ -112,7 +113,7 @@ impl Job {
     pub fn recover(
         files: &Files,
         mut recorder: Option<Box<dyn Recorder>>,
-    ) -> Result<(Option<Job>, Waiting), JobError> {
+    ) -> Result<(Option<ServedRun>, Waiting), ServeError> {
         let waiting = |journal, recorder| Waiting { journal, recorder, ..Waiting::default() };
         let Some(folder) = &files.journal else { return Ok((None, waiting(None, recorder))) };
         let options = journal::Options { sync: files.sync, ..journal::Options::default() };
@@ -121,20 +122,20 @@ impl Job {
             return Ok((None, waiting(Some(journal), recorder)));
         };
         let head: Head = parse(&snapshot.header)?;
-        let plan = Plan::new(head.setup)?;
-        let empty = plan.pieces().iter().map(|piece| vec![0.0; piece.len()]).collect();
-        let mut job = Job::with(plan, empty, files, head.began);
-        let mut state = job.state.lock().expect("nobody else has it");
-        state.core = Core::restore(job.plan.rules(), &head.saved);
+        let checked = CheckedSetup::new(head.setup)?;
+        let empty = checked.pieces().iter().map(|piece| vec![0.0; piece.len()]).collect();
+        let mut served = ServedRun::with(checked, empty, files, head.began);
+        let mut state = served.state.lock().expect("no other thread has it");
+        state.core = Core::restore(served.checked.rules(), &head.saved);
         state.lives = head.lives;
         state.versions = head.versions;
-        job.restore_pieces(&state.versions, &snapshot.payload)?;
+        served.restore_pieces(&state.versions, &snapshot.payload)?;
         let (mut journaled, mut last) = (Vec::new(), head.seconds);
         for record in recovered.entries {
             let record = record?;
             match parse(&record.header)? {
                 Line::Settled(entry) => {
-                    job.repeat(&mut state, &entry, &record.payload)?;
+                    served.repeat(&mut state, &entry, &record.payload)?;
                     last = entry.time;
                     if recorder.is_some() {
                         journaled.extend(updates(&entry));
@@ -145,24 +146,24 @@ impl Job {
         }
         drop(state);
         // The clock of the machine may have been set back.
-        job.awake_at = last.max(wall_clock() - head.began);
-        let mut state = job.state.lock().expect("nobody else has it");
+        served.awake_at = last.max(wall_clock() - head.began);
+        let mut state = served.state.lock().expect("no other thread has it");
         state.journal = Some(journal);
         if let Some(recorder) = &mut recorder {
             let resumed = Resumed {
                 updates: state.core.updates(),
                 journaled: &journaled,
                 bound: state.adaptive_bound(),
-                time: job.seconds(),
+                time: served.seconds(),
             };
-            recorder.resume(resumed).map_err(JobError::Records)?;
+            recorder.resume(resumed).map_err(ServeError::Records)?;
         }
         state.recorder = recorder;
-        // Where nothing is waited for, nobody's place need be kept.
-        let bounded = job.plan.setup.level.bound().is_some();
-        state.gathers_until = bounded.then(|| job.now() + job.return_time());
+        // Where nothing is waited for, no worker's place need be kept.
+        let bounded = served.checked.setup.level.bound().is_some();
+        state.gathers_until = bounded.then(|| served.now() + served.return_time());
         drop(state);
-        Ok((Some(job), Waiting::default()))
+        Ok((Some(served), Waiting::default()))
     }
 
     /// Writes an entry into the journal, then into the records.
@@ -185,13 +186,13 @@ impl Job {
         &self,
         state: &mut State,
         worker: u32,
-        life: u64,
+        life: Life,
     ) -> Result<(), Unserved> {
         let written = match &mut state.journal {
             Some(journal) => journal.append_synced(&text(&Line::Life { worker, life })),
             None => Ok(()),
         };
-        self.or_fail(state, written.map_err(JobError::Journal))
+        self.or_fail(state, written.map_err(ServeError::Journal))
     }
 
     /// Takes a snapshot if the journal is long. Not while this thread has anything left to apply.
@@ -201,8 +202,8 @@ impl Job {
         self.or_fail(state, taken)
     }
 
-    /// After an error nobody is told anything any more.
-    fn or_fail(&self, state: &mut State, result: Result<(), JobError>) -> Result<(), Unserved> {
+    /// After an error no worker is told anything any more.
+    fn or_fail(&self, state: &mut State, result: Result<(), ServeError>) -> Result<(), Unserved> {
         result.map_err(|error| {
             state.failed = true;
             self.changed.notify_all();
@@ -211,17 +212,17 @@ impl Job {
     }
 
     /// Writes down everything, once all that was settled is applied.
-    fn snapshot(&self, state: &mut State) -> Result<(), JobError> {
+    fn snapshot(&self, state: &mut State) -> Result<(), ServeError> {
         let Some(journal) = &mut state.journal else { return Ok(()) };
         let head = Head {
-            setup: self.plan.setup.clone(),
+            setup: self.checked.setup.clone(),
             saved: state.core.save(),
             lives: state.lives.clone(),
             versions: state.versions.clone(),
             began: self.began,
             seconds: self.seconds(),
         };
-        let header = postcard::to_stdvec(&head).expect("a state has a text");
+        let header = postcard::to_stdvec(&head).expect("a state can be encoded");
         let mut vectors: Vec<Vec<f32>> = Vec::new();
         for (piece, version) in state.versions.iter().enumerate() {
             self.store.read(piece, *version);
@@ -235,14 +236,14 @@ impl Job {
     }
 
     /// Puts back the weights and the optimizer's state of a snapshot.
-    fn restore_pieces(&self, versions: &[u64], payload: &[f32]) -> Result<(), JobError> {
-        let short = || JobError::Content("a snapshot of another length".into());
-        if versions.len() != self.plan.pieces().len() {
+    fn restore_pieces(&self, versions: &[u64], payload: &[f32]) -> Result<(), ServeError> {
+        let short = || ServeError::Content("a snapshot of another length".into());
+        if versions.len() != self.checked.pieces().len() {
             return Err(short());
         }
         let mut rest = payload;
         for (piece, version) in versions.iter().enumerate() {
-            let length = self.plan.pieces()[piece].len();
+            let length = self.checked.pieces()[piece].len();
             let vectors = 1 + self.store.optimizer_vectors(piece);
             let (own, others) = rest.split_at_checked(vectors * length).ok_or_else(short)?;
             rest = others;
@@ -252,7 +253,7 @@ impl Job {
                 _ => optimizer.chunks(length).collect(),
             };
             let restored = self.store.restore(piece, *version, weights, &optimizer);
-            restored.map_err(|error| JobError::Content(error.into()))?;
+            restored.map_err(|error| ServeError::Content(error.into()))?;
         }
         if rest.is_empty() { Ok(()) } else { Err(short()) }
     }
@@ -263,15 +264,15 @@ impl Job {
         state: &mut State,
         written: &Written,
         payload: &[f32],
-    ) -> Result<(), JobError> {
+    ) -> Result<(), ServeError> {
         let mut rest = payload;
         let mut gradients: Vec<Gradient<'_>> = Vec::new();
         let mut versions = Vec::new();
         for piece in &written.pieces {
             let piece = *piece as usize;
-            let length = self.plan.pieces().get(piece).map(|piece| piece.len());
+            let length = self.checked.pieces().get(piece).map(|piece| piece.len());
             let split = length.and_then(|length| rest.split_at_checked(length));
-            let wrong = || JobError::Content("an entry that does not fit the pieces".into());
+            let wrong = || ServeError::Content("an entry that does not fit the pieces".into());
             let (gradient, others) = split.ok_or_else(wrong)?;
             rest = others;
             state.versions[piece] += 1;
@@ -279,7 +280,7 @@ impl Job {
             gradients.push((piece, gradient.into()));
         }
         let repeated = state.core.repeat(&written.entry);
-        repeated.map_err(|broken| JobError::Content(broken.into()))?;
+        repeated.map_err(|broken| ServeError::Content(broken.into()))?;
         self.apply(written.entry.factor, &versions, &gradients);
         Ok(())
     }
@@ -289,7 +290,7 @@ fn append(
     state: &mut State,
     written: &Written,
     gradients: &[Gradient<'_>],
-) -> Result<(), JobError> {
+) -> Result<(), ServeError> {
     if let Some(journal) = &mut state.journal {
         let header = text(&Line::Settled(written.clone()));
         let payloads: Vec<&[f32]> = gradients.iter().map(|(_, gradient)| &**gradient).collect();
@@ -297,7 +298,7 @@ fn append(
     }
     if let Some(recorder) = &mut state.recorder {
         let updates: Vec<Update> = updates(written).collect();
-        recorder.updates(&updates).map_err(JobError::Records)?;
+        recorder.updates(&updates).map_err(ServeError::Records)?;
     }
     let Some(adaptive) = &mut state.adaptive else { return Ok(()) };
     for ((push, _), measured) in written.entry.pushes.iter().zip(&written.measured) {
@@ -311,7 +312,7 @@ fn append(
         if let Some(moved) = moved {
             log::info!("{}", moved.reason);
             if let Some(recorder) = &mut state.recorder {
-                recorder.moved(&moved).map_err(JobError::Records)?;
+                recorder.moved(&moved).map_err(ServeError::Records)?;
             }
         }
     }
@@ -336,9 +337,9 @@ fn wall_clock() -> f64 {
 }
 
 fn text(line: &Line) -> Vec<u8> {
-    postcard::to_stdvec(line).expect("a line has a text")
+    postcard::to_stdvec(line).expect("a line can be encoded")
 }
 
-fn parse<'a, T: Deserialize<'a>>(text: &'a [u8]) -> Result<T, JobError> {
-    postcard::from_bytes(text).map_err(|error| JobError::Content(error.into()))
+fn parse<'a, T: Deserialize<'a>>(text: &'a [u8]) -> Result<T, ServeError> {
+    postcard::from_bytes(text).map_err(|error| ServeError::Content(error.into()))
 }

@@ -11,13 +11,13 @@
 //!    is halved.
 //! 2. **Workers are blocked** for more than 10 % of the time, and the loss is not worse. Then the bound
 //!    is raised: doubled at first, by one after it had to be lowered once. Each raise is on *trial* for
-//!    two windows, in which rule 1 may speak, before the next one.
-//! 3. **Nobody is blocked**, less than 2 % of the time, for several windows in a row (the *patience*).
+//!    two windows, in which rule 1 may undo it, before the next one.
+//! 3. **No worker is blocked** for more than 2 % of the time, for several windows in a row (the *patience*).
 //!    Then the bound is lowered by one: it costs nothing.
 //!
 //! Between 2 % and 10 % nothing happens. That alone would not keep the bound from going to and fro
-//! between two values of which one is always too small and one too large. So whoever errs becomes
-//! more careful: a raise that had to be undone doubles the rest, and a lowering that had to be
+//! between two values of which one is always too small and one too large. So the bound moves
+//! ever more seldom after mistakes: a raise that had to be undone doubles the rest, and a lowering that had to be
 //! undone doubles the patience. In a job that does not change, the number of moves grows with the
 //! logarithm of time only. In one that does, a bound that was *too large* or *too small* once may be
 //! right later; when it has proved so, rest or patience is short again.
@@ -114,7 +114,7 @@ pub struct AdaptiveBound {
     recent: VecDeque<Loss>,
     /// Windows in a row, until now, whose loss is worse than the best.
     worse: u64,
-    /// Windows in a row, until now, in which nobody was blocked.
+    /// Windows in a row, until now, in which no worker was blocked.
     idle: u64,
     /// Windows after the last move in which the bound is not raised.
     hold: u64,

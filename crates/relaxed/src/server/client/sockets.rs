@@ -10,15 +10,16 @@ use std::time::Duration;
 use unisono_net::{Signal, frame};
 
 use super::options::ServerError;
-use crate::server::link::Pulse;
+use crate::server::link::Heartbeat;
 use crate::server::wire::Request;
 
-/// No shorter than this, whatever the timeout: else beating takes a core.
+/// No shorter than this, whatever the timeout: else heartbeats take a core.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(5);
 
 /// The sockets of a client, one for every session.
-pub struct Voices {
-    voices: Vec<Voice>,
+pub struct ClientSockets {
+    /// Never locked for long, so that a socket can be shut down at once whatever happens on it.
+    heartbeats: Vec<Mutex<Option<Arc<Heartbeat>>>>,
     stopped: AtomicBool,
     abort: Signal,
     /// Whether the client is gone.
@@ -26,18 +27,10 @@ pub struct Voices {
     changed: Condvar,
 }
 
-#[derive(Default)]
-struct Voice {
-    /// Never locked for long, so that it can be shut down at once whatever happens on it.
-    pulse: Mutex<Option<Arc<Pulse>>>,
-    /// Locked while something is sent, so that nothing gets in between.
-    speaking: Mutex<()>,
-}
-
-impl Voices {
-    pub fn new(sessions: usize) -> std::io::Result<Voices> {
-        Ok(Voices {
-            voices: (0..sessions).map(|_| Voice::default()).collect(),
+impl ClientSockets {
+    pub fn new(sessions: usize) -> std::io::Result<ClientSockets> {
+        Ok(ClientSockets {
+            heartbeats: (0..sessions).map(|_| Mutex::default()).collect(),
             stopped: AtomicBool::new(false),
             abort: Signal::new()?,
             over: Mutex::new(false),
@@ -51,36 +44,31 @@ impl Voices {
     }
 
     /// A connection is open. From now on it ends with the client.
-    pub fn open(&self, session: usize, pulse: Pulse) -> Result<(), ServerError> {
-        let mut voice = self.pulse(session);
-        // Under the lock, so that whoever asks for the end meanwhile finds the connection.
+    pub fn open(&self, session: usize, heartbeat: Heartbeat) -> Result<(), ServerError> {
+        let mut kept = self.heartbeat(session);
+        // Under the lock, so that a thread that stops the client meanwhile finds the connection.
         if self.is_stopped() {
             return Err(ServerError::Stopped);
         }
-        *voice = Some(Arc::new(pulse));
+        *kept = Some(Arc::new(heartbeat));
         Ok(())
     }
 
     /// Ends the connection, and says so to the other side.
     pub fn close(&self, session: usize) {
-        if let Some(pulse) = self.pulse(session).take() {
-            let _ = pulse.socket().shutdown(Shutdown::Both);
+        if let Some(heartbeat) = self.heartbeat(session).take() {
+            let _ = heartbeat.socket().shutdown(Shutdown::Both);
         }
-    }
-
-    /// To be held while something is sent.
-    pub fn speak(&self, session: usize) -> MutexGuard<'_, ()> {
-        self.voices[session].speaking.lock().expect("no panic while locked")
     }
 
     /// Ends all connections, and every attempt to open one.
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
         self.abort.raise();
-        for session in 0..self.voices.len() {
+        for session in 0..self.heartbeats.len() {
             self.close(session);
         }
-        // Whoever is about to wait has seen the stop, or is woken.
+        // A thread that is about to wait has seen the stop, or is woken.
         drop(self.over.lock());
         self.changed.notify_all();
     }
@@ -96,23 +84,26 @@ impl Voices {
         drop(self.changed.wait_timeout_while(over, pause, waits).expect("no panic while locked"));
     }
 
-    /// Ends the beating, and all connections.
+    /// Ends the heartbeats, and all connections.
     pub fn finish(&self) {
         *self.over.lock().expect("no panic while locked") = true;
         self.changed.notify_all();
-        for session in 0..self.voices.len() {
+        for session in 0..self.heartbeats.len() {
             self.close(session);
         }
     }
 
-    /// Says to all shards that this worker lives, from a thread of its own, until the client is gone.
-    pub fn beat(voices: &Arc<Voices>, pause: Duration) -> std::io::Result<JoinHandle<()>> {
-        let (voices, pause) = (voices.clone(), pause.max(SHORTEST_PAUSE));
+    /// Says to all servers that this worker lives, from a thread of its own, until the client is gone.
+    pub fn beat(sockets: &Arc<ClientSockets>, pause: Duration) -> std::io::Result<JoinHandle<()>> {
+        let (sockets, pause) = (sockets.clone(), pause.max(SHORTEST_PAUSE));
         // Nothing is locked while something is said, which may take long.
         let message = frame::encode(&Request::Beat).map_err(std::io::Error::from)?;
         let beat = move || {
-            while !voices.is_over_after(pause) {
-                voices.voices.iter().for_each(|voice| voice.beat(&message));
+            while !sockets.is_over_after(pause) {
+                for session in 0..sockets.heartbeats.len() {
+                    let heartbeat = sockets.heartbeat(session).clone();
+                    heartbeat.iter().for_each(|heartbeat| heartbeat.beat(&message));
+                }
             }
         };
         std::thread::Builder::new().name("unisono-beat".into()).spawn(beat)
@@ -125,23 +116,14 @@ impl Voices {
         *waited.expect("no panic while locked").0
     }
 
-    fn pulse(&self, session: usize) -> MutexGuard<'_, Option<Arc<Pulse>>> {
-        self.voices[session].pulse.lock().expect("no panic while locked")
-    }
-}
-
-impl Voice {
-    /// Says that the worker lives, unless something else is just being said.
-    fn beat(&self, message: &[u8]) {
-        let Ok(_speaking) = self.speaking.try_lock() else { return };
-        let pulse = self.pulse.lock().expect("no panic while locked").clone();
-        pulse.iter().for_each(|pulse| pulse.beat(message));
+    fn heartbeat(&self, session: usize) -> MutexGuard<'_, Option<Arc<Heartbeat>>> {
+        self.heartbeats[session].lock().expect("no panic while locked")
     }
 }
 
 /// Ends every wait of a client, from any thread.
 #[derive(Clone)]
-pub struct Stopper(pub(super) Arc<Voices>);
+pub struct Stopper(pub(super) Arc<ClientSockets>);
 
 impl Stopper {
     /// Whatever the client waits for, now and later, fails with [`ServerError::Stopped`].

@@ -3,13 +3,13 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use crate::server::shard::SHORTEST_TIMEOUT;
+use crate::server::serve::SHORTEST_TIMEOUT;
 
 /// When this process had a turn.
 pub struct Turns {
     timeout: Duration,
-    /// One lock for both: whoever looks finds that the last turn was long ago, or what the turn after
-    /// that has made of it.
+    /// One lock for both: a thread that asks finds that the last turn was long ago, or what the turn
+    /// after that has made of it.
     times: Mutex<Times>,
 }
 
@@ -61,7 +61,7 @@ mod tests {
         let turns = Turns::new(seconds(8));
         turns.take(seconds(4));
         assert!(!turns.has_slept(seconds(8)));
-        assert!(turns.has_slept(seconds(20)), "nobody has had a turn yet");
+        assert!(turns.has_slept(seconds(20)), "it has had no turn yet");
         turns.take(seconds(20));
         for now in (22..28).step_by(2) {
             turns.take(seconds(now));
@@ -81,7 +81,7 @@ mod tests {
 
     /// The ticker and the threads of all connections wake up at the same moment.
     #[test]
-    fn a_sleep_is_seen_by_whoever_looks_while_the_first_turn_is_taken() {
+    fn a_sleep_is_seen_by_a_thread_that_asks_while_the_first_turn_is_taken() {
         for sleep in 1..2000 {
             let turns = Turns::new(seconds(8));
             let woke = seconds(100 + sleep);

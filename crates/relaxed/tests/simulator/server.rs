@@ -1,4 +1,4 @@
-//! A shard: the [`Core`] under test, with a disk, weights that remember what they are made of, and
+//! A server: the [`Core`] under test, with a disk, weights that remember what they are made of, and
 //! those who wait. It stands for the threads and sockets of the real one, and has the faults that the
 //! checks must find ([`Sabotage`]).
 
@@ -13,16 +13,16 @@ use crate::scenario::{Sabotage, Scenario};
 use crate::tally::Tally;
 use crate::witness::{Violation, Witness, require};
 
-pub struct Shard {
+pub struct Server {
     index: usize,
     scenario: Scenario,
     core: Core,
     weights: Weights,
     disk: Disk,
-    /// What is acknowledged and written only with the next sweep, if the shard is sabotaged.
+    /// What is acknowledged and written only with the next sweep, if the server is sabotaged.
     unwritten: Vec<(Entry, Vec<PushId>)>,
     pub is_up: bool,
-    /// Until when it waits for all workers to come before anybody goes on.
+    /// Until when it waits for all workers to come before any goes on.
     gathers_until: Option<u64>,
     /// By process.
     reads: BTreeMap<usize, Request>,
@@ -48,7 +48,7 @@ struct Disk {
     entries: Vec<(Entry, Vec<PushId>)>,
 }
 
-/// What a shard sees of the world while it acts.
+/// What a server sees of the world while it acts.
 pub struct Scene<'a> {
     pub now: u64,
     pub processes: &'a [Process],
@@ -56,9 +56,9 @@ pub struct Scene<'a> {
     pub tally: &'a mut Tally,
 }
 
-impl Shard {
-    pub fn new(index: usize, scenario: Scenario) -> Shard {
-        Shard {
+impl Server {
+    pub fn new(index: usize, scenario: Scenario) -> Server {
+        Server {
             index,
             scenario,
             core: Core::new(rules(&scenario)),

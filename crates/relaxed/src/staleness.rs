@@ -17,7 +17,7 @@
 //!   ```
 //!
 //!   The server must remember the weights that each worker has read. *Lambda* trades the error of the
-//!   estimate for that of the delay; see [`Stale::LAMBDA`].
+//!   estimate for that of the delay; see [`StalenessPolicy::LAMBDA`].
 
 use std::fmt;
 use std::str::FromStr;
@@ -31,7 +31,7 @@ use crate::spec::name_and_rest;
 /// Its text ([`fmt::Display`]) contains every setting exactly and parses to the same policy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
-pub enum Stale {
+pub enum StalenessPolicy {
     /// `keep`: it is applied as it is.
     #[default]
     Keep,
@@ -43,19 +43,7 @@ pub enum Stale {
     Compensate(f32),
 }
 
-/// What to do with one gradient.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Verdict {
-    /// Apply it.
-    Apply {
-        /// What the learning rate is multiplied by; at most 1.
-        factor: f64,
-    },
-    /// Leave it out.
-    Drop,
-}
-
-impl Stale {
+impl StalenessPolicy {
     /// The policies, as they are written.
     pub const USAGE: &str = "keep, scale, drop:T or compensate[:LAMBDA]";
 
@@ -69,22 +57,22 @@ impl Stale {
 
     /// Fails if a setting is out of its range. One that was parsed is not; one that came from another
     /// process may be.
-    pub fn check(&self) -> Result<(), BadStale> {
+    pub fn check(&self) -> Result<(), BadStalenessPolicy> {
         match self {
-            Stale::Compensate(lambda) if !lambda.is_finite() || *lambda <= 0.0 => {
-                Err(BadStale { text: self.to_string(), flaw: BAD_LAMBDA })
+            StalenessPolicy::Compensate(lambda) if !lambda.is_finite() || *lambda <= 0.0 => {
+                Err(BadStalenessPolicy { text: self.to_string(), flaw: BAD_LAMBDA })
             }
             _ => Ok(()),
         }
     }
 
-    /// What to do with a gradient of this staleness in clocks.
-    pub fn judge(&self, staleness: f64) -> Verdict {
+    /// What the learning rate is multiplied by for a gradient of this staleness in clocks, at most 1; `None`
+    /// if the gradient is left out.
+    pub fn factor(&self, staleness: f64) -> Option<f64> {
         match *self {
-            Stale::Keep | Stale::Compensate(_) => Verdict::Apply { factor: 1.0 },
-            Stale::Scale => Verdict::Apply { factor: 1.0 / staleness.max(1.0) },
-            Stale::Drop(limit) if staleness > limit as f64 => Verdict::Drop,
-            Stale::Drop(_) => Verdict::Apply { factor: 1.0 },
+            StalenessPolicy::Keep | StalenessPolicy::Compensate(_) => Some(1.0),
+            StalenessPolicy::Scale => Some(1.0 / staleness.max(1.0)),
+            StalenessPolicy::Drop(limit) => (staleness <= limit as f64).then_some(1.0),
         }
     }
 }
@@ -108,21 +96,23 @@ pub fn compensate(lambda: f32, gradient: &mut [f32], now: &[f32], then: &[f32]) 
 
 const BAD_LAMBDA: &str = "LAMBDA is a number above 0";
 
-impl FromStr for Stale {
-    type Err = BadStale;
+impl FromStr for StalenessPolicy {
+    type Err = BadStalenessPolicy;
 
-    fn from_str(text: &str) -> Result<Stale, BadStale> {
-        let bad = |flaw| BadStale { text: text.to_owned(), flaw };
+    fn from_str(text: &str) -> Result<StalenessPolicy, BadStalenessPolicy> {
+        let bad = |flaw| BadStalenessPolicy { text: text.to_owned(), flaw };
         match name_and_rest(text) {
-            ("keep", None) => Ok(Stale::Keep),
-            ("scale", None) => Ok(Stale::Scale),
-            ("drop", Some(limit)) => {
-                limit.parse().map(Stale::Drop).map_err(|_| bad("T is a number of clocks, from 0"))
-            }
+            ("keep", None) => Ok(StalenessPolicy::Keep),
+            ("scale", None) => Ok(StalenessPolicy::Scale),
+            ("drop", Some(limit)) => limit
+                .parse()
+                .map(StalenessPolicy::Drop)
+                .map_err(|_| bad("T is a number of clocks, from 0")),
             ("drop", None) => Err(bad("the limit T is missing")),
-            ("compensate", None) => Ok(Stale::Compensate(Stale::LAMBDA)),
+            ("compensate", None) => Ok(StalenessPolicy::Compensate(StalenessPolicy::LAMBDA)),
             ("compensate", Some(lambda)) => {
-                let stale = Stale::Compensate(lambda.parse().map_err(|_| bad(BAD_LAMBDA))?);
+                let stale =
+                    StalenessPolicy::Compensate(lambda.parse().map_err(|_| bad(BAD_LAMBDA))?);
                 stale.check().map(|()| stale)
             }
             ("keep" | "scale", Some(_)) => Err(bad("it has no settings")),
@@ -131,13 +121,13 @@ impl FromStr for Stale {
     }
 }
 
-impl fmt::Display for Stale {
+impl fmt::Display for StalenessPolicy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Stale::Keep => f.write_str("keep"),
-            Stale::Scale => f.write_str("scale"),
-            Stale::Drop(limit) => write!(f, "drop:{limit}"),
-            Stale::Compensate(lambda) => write!(f, "compensate:{lambda}"),
+            StalenessPolicy::Keep => f.write_str("keep"),
+            StalenessPolicy::Scale => f.write_str("scale"),
+            StalenessPolicy::Drop(limit) => write!(f, "drop:{limit}"),
+            StalenessPolicy::Compensate(lambda) => write!(f, "compensate:{lambda}"),
         }
     }
 }
@@ -146,9 +136,9 @@ impl fmt::Display for Stale {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{text:?} is no policy for stale gradients: {flaw}; write {}, such as drop:8",
-    Stale::USAGE
+    StalenessPolicy::USAGE
 )]
-pub struct BadStale {
+pub struct BadStalenessPolicy {
     /// The text.
     pub text: String,
     /// What is wrong with it.
@@ -163,9 +153,9 @@ mod tests {
     #[test]
     fn texts_parse_to_themselves() {
         for text in ["keep", "scale", "drop:0", "drop:8", "compensate:0.04", "compensate:1"] {
-            assert_eq!(text.parse::<Stale>().unwrap().to_string(), text);
+            assert_eq!(text.parse::<StalenessPolicy>().unwrap().to_string(), text);
         }
-        assert_eq!("compensate".parse(), Ok(Stale::Compensate(0.04)));
+        assert_eq!("compensate".parse(), Ok(StalenessPolicy::Compensate(0.04)));
     }
 
     #[test]
@@ -183,30 +173,29 @@ mod tests {
             ("compensate:nan", "above 0"),
             ("ignore", "none of that name"),
         ] {
-            let error = text.parse::<Stale>().unwrap_err().to_string();
+            let error = text.parse::<StalenessPolicy>().unwrap_err().to_string();
             assert!(error.contains(flaw) && error.contains("keep, scale, drop:T"), "{error}");
         }
     }
 
     #[test]
-    fn verdicts() {
-        let apply = |factor| Verdict::Apply { factor };
+    fn factors() {
         for staleness in [0.0, 0.75, 1.0, 4.0, 1e9] {
-            assert_eq!(Stale::Keep.judge(staleness), apply(1.0));
-            assert_eq!(Stale::Compensate(0.04).judge(staleness), apply(1.0));
+            assert_eq!(StalenessPolicy::Keep.factor(staleness), Some(1.0));
+            assert_eq!(StalenessPolicy::Compensate(0.04).factor(staleness), Some(1.0));
         }
-        assert_eq!(Stale::Scale.judge(0.0), apply(1.0));
-        assert_eq!(Stale::Scale.judge(0.75), apply(1.0));
-        assert_eq!(Stale::Scale.judge(4.0), apply(0.25));
-        assert_eq!(Stale::Drop(3).judge(3.0), apply(1.0));
-        assert_eq!(Stale::Drop(3).judge(3.25), Verdict::Drop);
-        assert_eq!(Stale::Drop(0).judge(0.0), apply(1.0));
-        assert_eq!(Stale::Drop(0).judge(0.25), Verdict::Drop);
+        assert_eq!(StalenessPolicy::Scale.factor(0.0), Some(1.0));
+        assert_eq!(StalenessPolicy::Scale.factor(0.75), Some(1.0));
+        assert_eq!(StalenessPolicy::Scale.factor(4.0), Some(0.25));
+        assert_eq!(StalenessPolicy::Drop(3).factor(3.0), Some(1.0));
+        assert_eq!(StalenessPolicy::Drop(3).factor(3.25), None);
+        assert_eq!(StalenessPolicy::Drop(0).factor(0.0), Some(1.0));
+        assert_eq!(StalenessPolicy::Drop(0).factor(0.25), None);
     }
 
     /// A run of descent in which every gradient is that of the weights `delay` updates ago.
     fn descend(
-        policy: Stale,
+        policy: StalenessPolicy,
         rate: f64,
         delay: usize,
         steps: usize,
@@ -218,14 +207,11 @@ mod tests {
             let now = weights[step].clone();
             let then = &weights[step.saturating_sub(delay)];
             let mut g = gradient(step, then);
-            if let Stale::Compensate(lambda) = policy {
+            if let StalenessPolicy::Compensate(lambda) = policy {
                 compensate(lambda, &mut g, &now, then);
             }
-            let factor = match policy.judge((step - step.saturating_sub(delay)) as f64) {
-                Verdict::Apply { factor } => factor,
-                Verdict::Drop => 0.0,
-            };
-            let rate = (rate * factor) as f32;
+            let factor = policy.factor((step - step.saturating_sub(delay)) as f64);
+            let rate = (rate * factor.unwrap_or(0.0)) as f32;
             weights.push(now.iter().zip(&g).map(|(w, g)| w - rate * g).collect());
         }
         weights
@@ -239,12 +225,12 @@ mod tests {
             let weights = descend(policy, rate, 4, 200, vec![1.0], |_, w| w.to_vec());
             weights.last().unwrap()[0].abs()
         };
-        assert!(run(Stale::Keep, 0.3) < 0.01, "stable below the edge");
-        assert!(run(Stale::Keep, 0.45) > 100.0, "diverges beyond it");
-        assert!(run(Stale::Scale, 0.45) < 1e-6);
-        assert!(run(Stale::Scale, 1.0) < 0.01);
+        assert!(run(StalenessPolicy::Keep, 0.3) < 0.01, "stable below the edge");
+        assert!(run(StalenessPolicy::Keep, 0.45) > 100.0, "diverges beyond it");
+        assert!(run(StalenessPolicy::Scale, 0.45) < 1e-6);
+        assert!(run(StalenessPolicy::Scale, 1.0) < 0.01);
         // What is dropped does no harm; here it is everything after the first few.
-        assert!(run(Stale::Drop(3), 0.45) < 1.0);
+        assert!(run(StalenessPolicy::Drop(3), 0.45) < 1.0);
     }
 
     /// Numbers in 0..1 that look random and depend on the arguments alone.
@@ -259,7 +245,7 @@ mod tests {
     /// A logistic regression of eight weights, one sample per gradient, labels drawn from a model
     /// that the weights can reach: there the squared gradient is the curvature, on average. Returns
     /// by how much the expected loss exceeds the least, over the second half of a run.
-    fn excess_loss(policy: Stale, rate: f64, delay: usize) -> f64 {
+    fn excess_loss(policy: StalenessPolicy, rate: f64, delay: usize) -> f64 {
         const STEPS: usize = 2000;
         const TEST: usize = 500;
         let truth = [1.0f32, -1.0, 1.0, -1.0, 1.0, -1.0, 1.0, -1.0];
@@ -290,11 +276,12 @@ mod tests {
     #[test]
     fn compensation_is_nearly_as_good_as_fresh_gradients() {
         let (rate, delay) = (0.3, 16);
-        let fresh = excess_loss(Stale::Keep, rate, 0);
-        let kept = excess_loss(Stale::Keep, rate, delay);
-        let compensated = excess_loss(Stale::Compensate(1.0), rate, delay);
-        let cautious = excess_loss(Stale::Compensate(Stale::LAMBDA), rate, delay);
-        let scaled = excess_loss(Stale::Scale, rate, delay);
+        let fresh = excess_loss(StalenessPolicy::Keep, rate, 0);
+        let kept = excess_loss(StalenessPolicy::Keep, rate, delay);
+        let compensated = excess_loss(StalenessPolicy::Compensate(1.0), rate, delay);
+        let cautious =
+            excess_loss(StalenessPolicy::Compensate(StalenessPolicy::LAMBDA), rate, delay);
+        let scaled = excess_loss(StalenessPolicy::Scale, rate, delay);
         let all = format!("{fresh} {kept} {compensated} {cautious} {scaled}");
         assert!(kept > 1.5 * fresh, "the delay hurts: {all}");
         assert!(compensated < 0.6 * kept && compensated < 1.2 * fresh, "{all}");
@@ -304,13 +291,18 @@ mod tests {
 
     proptest! {
         #[test]
-        fn verdicts_are_sane(limit in any::<u64>(), staleness in any::<f64>(), lambda in any::<f32>()) {
-            let policies = [Stale::Keep, Stale::Scale, Stale::Drop(limit), Stale::Compensate(lambda)];
+        fn factors_are_sane(limit in any::<u64>(), staleness in any::<f64>(), lambda in any::<f32>()) {
+            let policies = [
+                StalenessPolicy::Keep,
+                StalenessPolicy::Scale,
+                StalenessPolicy::Drop(limit),
+                StalenessPolicy::Compensate(lambda),
+            ];
             for policy in policies {
-                if let Verdict::Apply { factor } = policy.judge(staleness) {
+                if let Some(factor) = policy.factor(staleness) {
                     prop_assert!((0.0..=1.0).contains(&factor), "{policy}: {factor}");
                 } else {
-                    prop_assert!(staleness > limit as f64 && policy == Stale::Drop(limit));
+                    prop_assert!(staleness > limit as f64 && policy == StalenessPolicy::Drop(limit));
                 }
             }
         }

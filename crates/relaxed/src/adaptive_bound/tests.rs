@@ -74,7 +74,7 @@ fn simulate(
         };
         let worker = (0..4).min_by(|a, b| ready(a).total_cmp(&ready(b))).unwrap();
         let State::Computes { until, blocked } = states[worker] else {
-            panic!("everyone waits, even the slowest");
+            panic!("all workers wait, even the slowest");
         };
         now = until;
         let wall = now - pushed[worker];
@@ -96,7 +96,7 @@ fn simulate(
 
 #[test]
 fn workers_that_stumble_get_more_room_and_equal_ones_none() {
-    // Every tenth step, of whomever, takes eight times as long: room for some clocks evens that out.
+    // Every tenth step, of any worker, takes eight times as long: room for some clocks evens that out.
     let mut noise = Noise(1);
     let mut stumbling = move |_| if noise.next() > 0.8 { 8.0 } else { 1.0 };
     let fixed = |least| AdaptiveBound::new(Limits { least, most: least });

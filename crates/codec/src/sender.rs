@@ -2,17 +2,17 @@
 //!
 //! A [`Sender`] encodes the gradients of one parameter, step by step, and remembers what each encoding
 //! left out. A receiver remembers nothing: what it [decodes](decode) follows from the [`Task`] and the
-//! bytes. So it may decode the parcels of any number of senders in any order, and a parcel that is lost
+//! bytes. So it may decode what any number of senders sent in any order, and an encoding that is lost
 //! or sent twice is the business of the client that carries it.
 //!
 //! What the bytes are depends on the codec's [`Passage`]:
 //!
 //! * Blocks and gathered encodings are bytes already.
 //! * Encodings that are summed elsewhere are their own mean here. All rounds follow each other at the
-//!   sender, each narrowed to the type in which it travels before the next is made from it; the parcel
-//!   is the rounds one after the other, little-endian. The receiver settles them as the sender did.
+//!   sender, each narrowed to the type in which it travels before the next is made from it; the
+//!   encoding is the rounds one after the other, little-endian. The receiver settles them as the sender did.
 //!
-//! A sender knows what the receiver will see, for it can decode its own parcel. The difference is the
+//! A sender knows what the receiver will see, for it can decode its own encoding. The difference is the
 //! residual, including what the narrower type rounded away.
 
 use std::sync::Arc;
@@ -144,7 +144,7 @@ impl Sender {
     }
 }
 
-/// Decodes a parcel. Never reads or writes out of bounds, whatever the bytes; after an error, `into`
+/// Decodes what a [`Sender`] has encoded. Never reads or writes out of bounds, whatever the bytes; after an error, `into`
 /// holds unspecified values.
 ///
 /// # Panics
@@ -216,7 +216,7 @@ impl Rounds {
         }
     }
 
-    /// Takes all rounds from a parcel.
+    /// Takes all rounds from an encoding.
     fn read(&mut self, summed: &dyn Summed, task: &Task, bytes: &[u8]) -> Result<(), BadEncoding> {
         let wire = summed.wire();
         let expected = self.elements() * wire.bytes();

@@ -1,8 +1,8 @@
 //! Lock-step: the gradients of a round become one update.
 //!
-//! They are kept until everybody has pushed. Their mean is then summed in the canonical order over the
-//! shards of the batch: what the all-reduce strategy computes, bit for bit. If somebody is gone, it is
-//! the mean over the shards of those who are there.
+//! They are kept until all workers have pushed. Their mean is then summed in the canonical order over the
+//! shards of the batch: what the all-reduce strategy computes, bit for bit. If workers are gone, it
+//! is the mean over the shards of those that are there.
 //!
 //! A push whose round is over, because the worker was taken for gone, is dropped: written down as
 //! such, so that every push of a worker is accounted for.
@@ -13,8 +13,8 @@ use std::collections::BTreeMap;
 use unisono_collective::tree::Tree;
 use unisono_collective::{Dtype, Reduction, kernel};
 
-use super::plan::{Gradient, Rounds};
-use super::{Caller, Job, State, Unserved};
+use super::checked::{Gradient, Rounds};
+use super::{Caller, ServedRun, State, Unserved};
 use crate::server::core::{self, Age, PushId, Refusal};
 use crate::server::wire::{Measured, Reply};
 
@@ -24,7 +24,7 @@ pub struct Contribution {
     measured: Measured,
 }
 
-impl Job {
+impl ServedRun {
     /// A push waits for the others of its round.
     pub(super) fn push_round(
         &self,
@@ -40,7 +40,7 @@ impl Job {
         state.core.hear(push.worker, push.life, now);
         match state.core.push(push)? {
             core::Pushed::Late { clock } if push.clock > clock => {
-                // It has not entered there, or this shard would be as far.
+                // It has not entered there, or this server would be as far.
                 return Err(Refusal::OtherClock { clock }.into());
             }
             core::Pushed::Late { clock } => {
@@ -51,7 +51,7 @@ impl Job {
             core::Pushed::Duplicate => {}
             _ => {
                 let vectors = |(piece, gradient): &Gradient<'_>| {
-                    let length = self.plan.pieces()[*piece].len().max(1);
+                    let length = self.checked.pieces()[*piece].len().max(1);
                     (*piece, gradient.chunks(length).map(<[f32]>::to_vec).collect())
                 };
                 let pieces = gradients.iter().map(vectors).collect();
@@ -72,14 +72,14 @@ impl Job {
             }
         }
         let age = Age { present: state.core.present_members(), ..Age::default() };
-        Ok(self.pushed(&state, true, age, push.clock + 1))
+        Ok(self.pushed(&state, true, age, push.clock.next()))
     }
 
     /// To be called after every change: makes an update of a round that is complete, and wakes
-    /// everybody who waits.
+    /// every thread that waits.
     pub(super) fn settle_rounds(&self, state: &mut State) -> Result<(), Unserved> {
-        if let Some(rounds) = &self.plan.rounds {
-            // While workers are gathered nothing is updated, but rounds that nobody is left of may end.
+        if let Some(rounds) = &self.checked.rounds {
+            // While workers are gathered nothing is updated, but rounds that no worker is left of may end.
             let is_gathering = self.is_gathering(state);
             while state.round.is_empty() || !is_gathering {
                 let Some(entry) = state.core.commit() else { break };
@@ -99,7 +99,7 @@ impl Job {
         let round = std::mem::take(&mut state.round);
         let measured = round.values().map(|contribution| contribution.measured).collect();
         let (mut gradients, mut versions) = (Vec::new(), Vec::new());
-        for (number, piece) in self.plan.pieces().iter().enumerate() {
+        for (number, piece) in self.checked.pieces().iter().enumerate() {
             if let Some(mean) = mean(rounds, &round, number, piece.len()) {
                 state.versions[number] += 1;
                 versions.push(state.versions[number]);
@@ -112,7 +112,7 @@ impl Job {
     }
 }
 
-/// The mean over the shards of the batch that were computed; `None` if nobody has a gradient of the
+/// The mean over the shards of the batch that were computed; `None` if no worker has a gradient of the
 /// piece, which then stays as it is.
 fn mean(
     rounds: &Rounds,

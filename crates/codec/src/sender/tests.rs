@@ -184,7 +184,7 @@ fn workers_round_by_chances_of_their_own() {
 }
 
 #[test]
-fn parcels_are_as_small_as_the_codec_says() {
+fn encodings_are_as_small_as_the_codec_says() {
     for spec in SPECS.iter().filter(|spec| !spec.contains("ramp")) {
         let codec = codec(spec);
         let mut sender = Sender::new(codec.clone(), origin(&[100, 200], 0), true);
