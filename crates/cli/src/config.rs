@@ -46,7 +46,7 @@ pub struct Call {
 impl Call {
     /// Reads the file that the arguments name, if they do.
     pub fn new(command: Command, typed: Vec<OsString>) -> anyhow::Result<Call> {
-        // Whatever is wrong with what was typed will be said later, by whoever understands all of it.
+        // Whatever is wrong with what was typed will be said when it is parsed with the file's flags.
         let understood = command.clone().ignore_errors(true).try_get_matches_from(&typed).ok();
         let found = understood.as_ref().and_then(|matches| {
             let (name, matches) = matches.subcommand()?;

@@ -6,7 +6,7 @@
 //! | 1 | what was asked for failed |
 //! | 2 | the call is wrong: flags, variables, a file that it names. Nothing was started, and the same call would fail again |
 //! | 126, 127 | `run`: the program cannot be started, or does not exist |
-//! | 128 + n | signal n ended it or one of its ranks; 141 if whoever read its output has gone |
+//! | 128 + n | signal n ended it or one of its ranks; 141 if the reader of its output has gone |
 //! | any other | `run`: that of the rank that failed |
 
 use std::io;
@@ -35,7 +35,7 @@ macro_rules! refuse {
 /// The exit code of a wrong call, clap's as well.
 pub const WRONG_CALL: u8 = 2;
 
-/// An error that whoever called the program has to mend, in one line.
+/// An error that the user has to mend in the call, in one line.
 #[derive(Debug, thiserror::Error)]
 #[error("{line}")]
 pub struct WrongCall {
@@ -68,7 +68,7 @@ impl<T, E: Into<anyhow::Error>> Wrong<T> for Result<T, E> {
     }
 }
 
-/// Whether the same call may do well another time, though nobody changed it.
+/// Whether the same call, unchanged, may do well another time.
 fn is_circumstance(error: &anyhow::Error) -> bool {
     let is_full = |error: &io::Error| {
         matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)

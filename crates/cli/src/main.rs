@@ -37,7 +37,7 @@ To begin with:
 
 Exit codes: 0, all went well; 1, what was asked for failed; 2, the call is wrong, and nothing was \
 started; 126 or 127, the program that `run` is to start cannot be started or does not exist; 128 + n, \
-signal n ended it (130 after Ctrl-C, 141 if whoever read the output has gone, as in `… | head -1`). \
+signal n ended it (130 after Ctrl-C, 141 if the reader of its output has gone, as in `… | head -1`). \
 `run` exits with the code of the rank that failed.
 
 UNISONO_LOG=info or debug says more of what is going on. `unisono COMMAND --help` says what a command \
@@ -90,7 +90,7 @@ fn main() -> ExitCode {
         );
     }
     // A launcher has said it for its ranks.
-    if Place::from_env().is_ok_and(|place| place.launcher == Launcher::Nobody) {
+    if Place::from_env().is_ok_and(|place| place.launcher == Launcher::None) {
         variables::complaints().iter().for_each(|complaint| log::warn!("{complaint}"));
     }
     start().unwrap_or_else(|error| exit::with(&error))
@@ -125,7 +125,7 @@ fn command() -> clap::Command {
     let command = ["train", "run", "serve"]
         .into_iter()
         .fold(command, |command, name| command.mut_subcommand(name, config::accepting));
-    // Help is as wide as the terminal that shows it. What has no terminal, nobody should wrap.
+    // Help is as wide as the terminal that shows it, and not wrapped where there is none.
     match std::io::stdout().is_terminal() {
         true => command,
         false => command.term_width(0),

@@ -17,12 +17,12 @@ macro_rules! result_line {
     ($($words:tt)*) => { $crate::output::line(format_args!($($words)*)) };
 }
 
-/// Says something to people. Whoever closed stderr does not want to know.
+/// Says something to the user. What a closed stderr does not take is dropped.
 macro_rules! say {
     ($($words:tt)*) => { $crate::output::note(format_args!($($words)*)) };
 }
 
-/// Says something that nobody needs to know. Not with `--quiet`.
+/// Says something that the user can do without. Not with `--quiet`.
 macro_rules! remark {
     ($($words:tt)*) => {
         if !$crate::output::is_quiet() {
@@ -66,7 +66,7 @@ pub fn note(text: Arguments<'_>) {
     let _ = io::stderr().write_all(format!("{text}\n").as_bytes());
 }
 
-/// Whether an error is only that whoever read the results has gone.
+/// Whether an error is only that the reader of the results has gone.
 pub fn is_closed(error: &anyhow::Error) -> bool {
     let mut causes = error.chain().filter_map(|cause| cause.downcast_ref::<OutputError>());
     causes.any(|OutputError(cause)| cause.kind() == io::ErrorKind::BrokenPipe)

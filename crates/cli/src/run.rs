@@ -20,7 +20,7 @@ use crate::output;
 #[command(after_help = "\
 Every rank finds its place in RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and \
 MASTER_PORT. If a rank fails, the others are ended, and its exit code is the launcher's. Lines of the \
-ranks' output stay whole, up to 16 MiB each. If whoever reads the output goes away, the ranks are ended.
+ranks' output stay whole, up to 16 MiB each. If the reader of the output goes away, the ranks are ended.
 
 Several nodes: start the same command on each, with its own --node-rank:
   node-a$ unisono run -n 8 --nnodes 2 --node-rank 0 --rendezvous node-a:29400 -- ./train

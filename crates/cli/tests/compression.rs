@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Desk, Job, Summary, checkpoints, contents, lines};
+use common::{Desk, Running, Summary, checkpoints, contents, lines};
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -225,7 +225,7 @@ fn local_steps_do_not_depend_on_the_transport() {
     }
 }
 
-/// Between two agreements nobody knows whether the others were told to stop.
+/// Between two agreements no worker knows whether the others were told to stop.
 #[test]
 fn a_run_of_local_steps_stops_at_an_agreement() {
     const PERIOD: u64 = 50;
@@ -233,7 +233,7 @@ fn a_run_of_local_steps_stops_at_an_agreement() {
     let flags = format!("{MODEL} --strategy local:{PERIOD} --workers 2");
     let saved = format!("--checkpoint-dir {FOLDER}");
     let endless = format!("train --json {flags} --steps 1000000000 --run-dir run {saved}");
-    let mut job: Job = desk.start(&mut desk.command(&endless));
+    let mut job: Running = desk.start(&mut desk.command(&endless));
     job.wait_until("steps are taken", || lines(&desk.path("run/steps.jsonl")) >= 100);
     job.signal(Signal::INT);
     let summary = job.wait().summary();

@@ -64,7 +64,7 @@ fn a_reader_that_goes_away_ends_every_command_quietly() {
     for run in ["all-reduce", "ssp", "hogwild"] {
         assert!(desk.path(run).join("report.html").exists(), "{run}");
     }
-    assert!(!desk.path("ssp/journal").exists(), "a journal that nobody needs was kept");
+    assert!(!desk.path("ssp/journal").exists(), "a journal that is not needed any more was kept");
 }
 
 #[test]
@@ -96,7 +96,7 @@ fn a_second_run_in_a_folder_of_checkpoints_is_told_of_the_first() {
     assert!(!desk.path("second").exists());
     first.signal(Signal::KILL);
     assert!(first.wait().was_killed_by(Signal::KILL));
-    // What it left behind stops nobody.
+    // What it left behind does not stop the next run.
     let again = "train --steps 100000000 --checkpoint-dir saved --resume --dry-run";
     desk.run(again).expect_success();
 }

@@ -1,4 +1,4 @@
-//! The weights after 200 steps are the same bits, whoever computed them, wherever, and however they
+//! The weights after 200 steps are the same bits, whichever workers computed them, wherever, and however they
 //! were summed.
 //!
 //! The models are small: 200 steps take a second or two, and most of that is starting processes. So a
@@ -10,7 +10,7 @@ mod common;
 
 use std::process::Command;
 
-use common::{Desk, Job, PROGRAM, Summary};
+use common::{Desk, PROGRAM, Running, Summary};
 use unisono::sync::{Parameter, Settings, Synchronizer};
 use unisono::{Algorithm, Group, Options, Transport};
 use unisono_netlab::{Lab, Link, Rate, lab_or_skip};
@@ -225,7 +225,7 @@ fn idx(lengths: &[u32], content: Vec<u8>) -> Vec<u8> {
 /// Trains on the hosts of a lab, with so many workers on each.
 fn across(lab: &Lab, desk: &Desk, workers: &[usize], arguments: &str) -> Summary {
     let rendezvous = format!("{}:29400", lab.host(0).address());
-    let start = |(node, workers): (usize, &usize)| -> Job {
+    let start = |(node, workers): (usize, &usize)| -> Running {
         let launcher = format!(
             "run -n {workers} --nnodes {} --node-rank {node} --rendezvous {rendezvous} -- {PROGRAM}",
             lab.hosts().len()
@@ -233,8 +233,8 @@ fn across(lab: &Lab, desk: &Desk, workers: &[usize], arguments: &str) -> Summary
         let host = |program: &str| -> Command { lab.host(node).command(program) };
         desk.start(&mut desk.command_by(host, &format!("{launcher} train --json {arguments}")))
     };
-    let nodes: Vec<Job> = workers.iter().enumerate().map(start).collect();
-    let mut ended: Vec<_> = nodes.into_iter().map(Job::wait).collect();
+    let nodes: Vec<Running> = workers.iter().enumerate().map(start).collect();
+    let mut ended: Vec<_> = nodes.into_iter().map(Running::wait).collect();
     for node in &ended[1..] {
         assert_eq!(node.expect_success(), "", "only rank 0 sums up");
     }

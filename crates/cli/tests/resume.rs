@@ -5,7 +5,7 @@ mod common;
 use std::fs;
 use std::path::Path;
 
-use common::{Desk, Job, Summary, checkpoints, contents, lines};
+use common::{Desk, Running, Summary, checkpoints, contents, lines};
 use rustix::process::{Signal, kill_process};
 
 const MODEL: &str = "--model mlp --hidden 48,24 --batch 16 --seed 3";
@@ -19,7 +19,7 @@ const FOLDER: &str = "checkpoints";
 const MORE: u64 = 37;
 
 /// Starts a run that has to be ended, with a report in the folder `run`.
-fn start(desk: &Desk, flags: &str) -> Job {
+fn start(desk: &Desk, flags: &str) -> Running {
     let arguments =
         format!("train --json {MODEL} {ENDLESS} --run-dir run --checkpoint-dir {FOLDER}");
     desk.start(&mut desk.command(&format!("{arguments} {flags}")))
@@ -90,7 +90,7 @@ fn a_run_without_checkpoints_can_be_stopped_too() {
 }
 
 /// Waits until the third checkpoint is written.
-fn wait_for_checkpoints(desk: &Desk, job: &mut Job) {
+fn wait_for_checkpoints(desk: &Desk, job: &mut Running) {
     let written = || checkpoints(&desk.path(FOLDER)).last().is_some_and(|step| *step >= 60);
     job.wait_until("three checkpoints are written", written);
 }

@@ -1,7 +1,7 @@
 //! The variables of the environment that mean something here.
 //!
-//! A misspelt one changes nothing, and nobody would notice. So whoever starts something looks for names
-//! that begin like ours and are not, and says what may have been meant.
+//! A misspelt one changes nothing, and the user would not notice. So a launcher, or rank 0, looks for
+//! names that begin like ours and are not, and says what may have been meant.
 
 use std::ffi::OsString;
 

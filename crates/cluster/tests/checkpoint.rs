@@ -261,7 +261,7 @@ fn two_runs_in_one_folder_are_told_about_each_other() {
 }
 
 #[test]
-fn a_lock_file_that_nobody_holds_stops_nobody() {
+fn a_lock_file_that_no_process_holds_locks_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let mut writer = Writer::start(&[], folder.path(), "1..1000000");
     let mut line = String::new();

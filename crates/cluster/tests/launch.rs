@@ -18,7 +18,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use common::{
-    Job, LONG, MARKER, failure, marker, processes, raw, signal, wait_for_guard, wait_until,
+    LONG, MARKER, TestJob, failure, marker, processes, raw, signal, wait_for_guard, wait_until,
 };
 use ports::free_ports;
 use rustix::process::{Signal, kill_process};
@@ -28,9 +28,9 @@ use unisono_cluster::rendezvous::connect;
 use unisono_net::Token;
 
 /// Ranks that meet; see [`as_rank`].
-fn meeting(ranks: u32) -> Job {
+fn meeting(ranks: u32) -> TestJob {
     let this = std::env::current_exe().expect("a test has a path");
-    let mut job = Job::new(ranks, &["--exact", "as_rank", "--nocapture", "-q"]);
+    let mut job = TestJob::new(ranks, &["--exact", "as_rank", "--nocapture", "-q"]);
     job.launch.command.insert(0, this.into());
     job.launch.vars.push(("UNISONO_TEST_ROLE".into(), "rank".into()));
     job
@@ -44,7 +44,7 @@ fn sorted(text: &str) -> Vec<&str> {
 
 #[test]
 fn ranks_find_their_place_in_the_environment() {
-    let job = Job::shell(
+    let job = TestJob::shell(
         3,
         "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR",
     );
@@ -62,7 +62,7 @@ fn a_failing_rank_ends_the_job_with_its_code_and_last_words() {
             exit 7
         fi
         sleep 1000; true"#;
-    let job = Job::shell(3, script);
+    let job = TestJob::shell(3, script);
     let outcome = job.run();
     assert_eq!(outcome.exit_code(), 7);
     let failure = failure(outcome);
@@ -78,16 +78,16 @@ fn a_failing_rank_ends_the_job_with_its_code_and_last_words() {
 
 #[test]
 fn a_rank_killed_by_a_signal_gives_the_code_a_shell_would() {
-    let outcome = Job::shell(2, "[ $RANK = 0 ] && sleep 1000; kill -SEGV $$").run();
+    let outcome = TestJob::shell(2, "[ $RANK = 0 ] && sleep 1000; kill -SEGV $$").run();
     assert_eq!(outcome.exit_code(), 128 + 11);
     let failure = failure(outcome);
     assert_eq!((failure.rank, failure.ending), (1, Ending::Signal(11)));
 }
 
 /// Rank 0 fails when rank 1, which runs `script`, has created the file `$READY`.
-fn failing_when_ready(script: &str) -> Job {
+fn failing_when_ready(script: &str) -> TestJob {
     let wait = "until [ -e $READY ]; do sleep 0.01; done; rm $READY; exit 5";
-    let mut job = Job::shell(2, &format!("if [ $RANK = 0 ]; then {wait}; fi; {script}"));
+    let mut job = TestJob::shell(2, &format!("if [ $RANK = 0 ]; then {wait}; fi; {script}"));
     let ready = std::env::temp_dir().join(format!("unisono-test-ready-{}", job.marker));
     job.launch.vars.push(("READY".into(), ready.into()));
     job
@@ -112,17 +112,17 @@ fn ranks_may_clean_up_in_the_grace_period() {
 
 #[test]
 fn children_of_ranks_that_ended_well_do_not_outlive_the_job() {
-    let job = Job::shell(2, "sleep 1000 & exit 0");
+    let job = TestJob::shell(2, "sleep 1000 & exit 0");
     assert_eq!(job.run(), Outcome::Success);
 }
 
 /// Programs that take their children out of the rank's process group.
 #[test]
 fn nothing_outlives_the_job_by_leaving_its_group() {
-    let job = Job::shell(2, "setsid sleep 1000 & setsid setsid sleep 1000 & exit 0");
+    let job = TestJob::shell(2, "setsid sleep 1000 & setsid setsid sleep 1000 & exit 0");
     assert_eq!(job.run(), Outcome::Success);
     let script = "if [ $RANK = 0 ]; then exit 5; fi; timeout 1000 sleep 1000; true";
-    assert_eq!(Job::shell(2, script).run().exit_code(), 5);
+    assert_eq!(TestJob::shell(2, script).run().exit_code(), 5);
 }
 
 /// A process that is stopped does not hear that it should end, unless it is made to go on.
@@ -146,7 +146,7 @@ fn lines_of_several_ranks_stay_whole() {
             printf "$RANK"; printf ' and '; printf "the same $RANK\n"
         done
         printf "open $RANK""#;
-    let mut job = Job::shell(4, script);
+    let mut job = TestJob::shell(4, script);
     job.launch.label_stdout = true;
     assert_eq!(job.run(), Outcome::Success);
     let stdout = job.stdout();
@@ -173,7 +173,7 @@ fn long_lines_stay_whole() {
         done
         printf "$RANK "; head -c {LONGEST} /dev/zero | tr '\0' "$RANK"; printf " $RANK""#
     );
-    let job = Job::shell(3, &script);
+    let job = TestJob::shell(3, &script);
     assert_eq!(job.run(), Outcome::Success);
     let stdout = job.stdout();
     let mut found = [const { Vec::new() }; 3];
@@ -212,7 +212,7 @@ fn a_job_whose_reader_has_gone_ends_without_a_word() {
         "trap 'echo still here; echo $RANK >>{}; exit 0' TERM; while true; do echo $RANK; sleep 0.01; done",
         cleanup.display()
     );
-    let mut job = Job::shell(2, &script);
+    let mut job = TestJob::shell(2, &script);
     job.launch.grace = LONG;
     let closed = Failing { writes: 5, how: std::io::ErrorKind::BrokenPipe };
     job.launch.stdout = Arc::new(Mutex::new(closed));
@@ -231,7 +231,7 @@ fn output_that_is_lost_at_the_very_end_counts() {
         (std::io::ErrorKind::BrokenPipe, 141, ""),
         (std::io::ErrorKind::StorageFull, 1, "the output could not be written: "),
     ] {
-        let mut job = Job::shell(2, "echo $RANK");
+        let mut job = TestJob::shell(2, "echo $RANK");
         job.launch.stdout = Arc::new(Mutex::new(Failing { writes: 1, how }));
         let outcome = job.run();
         assert_eq!(outcome.exit_code(), code, "{outcome:?}");
@@ -241,11 +241,11 @@ fn output_that_is_lost_at_the_very_end_counts() {
 
 #[test]
 fn a_program_that_does_not_exist_is_an_error() {
-    let error = Job::new(2, &["/nowhere/to/be/found"]).launch.run().unwrap_err();
+    let error = TestJob::new(2, &["/nowhere/to/be/found"]).launch.run().unwrap_err();
     assert!(matches!(error, LaunchError::Spawn { .. }), "{error}");
-    assert!(matches!(Job::new(0, &["true"]).launch.run(), Err(LaunchError::Usage(_))));
-    assert!(matches!(Job::new(1, &[]).launch.run(), Err(LaunchError::Usage(_))));
-    let too_many = Job::new(4_000_000_000, &["true"]);
+    assert!(matches!(TestJob::new(0, &["true"]).launch.run(), Err(LaunchError::Usage(_))));
+    assert!(matches!(TestJob::new(1, &[]).launch.run(), Err(LaunchError::Usage(_))));
+    let too_many = TestJob::new(4_000_000_000, &["true"]);
     assert!(matches!(too_many.launch.run(), Err(LaunchError::Usage(_))));
 }
 
@@ -258,7 +258,7 @@ fn ranks_meet_at_the_launcher() {
 }
 
 #[test]
-fn nobody_waits_for_a_rank_that_ended() {
+fn no_rank_waits_for_one_that_ended() {
     let mut job = meeting(3);
     // Rank 2 ends well, but without coming to the meeting.
     job.launch.vars.push(("UNISONO_TEST_ABSENT".into(), "2".into()));
@@ -339,7 +339,7 @@ const SCRIPTS: [(&str, usize); 5] = [
     ("trap '' INT TERM; sleep 1000; sleep 1000", 5),
     ("timeout 1000 sleep 1000; true", 7),
     ("setsid sh -c 'trap \"\" INT TERM; sleep 1000; sleep 1000'; true", 7),
-    // The fork of `setsid` that nobody waits for.
+    // The fork of `setsid` whose parent does not wait for it.
     ("setsid setsid -f sleep 1000; sleep 1000; true", 7),
 ];
 
@@ -418,14 +418,14 @@ fn launchers_below_a_launcher_end_their_own_ranks() {
 }
 
 /// The launchers of several nodes, on threads of this process.
-fn run_nodes(jobs: &[Job]) -> Vec<Result<Outcome, LaunchError>> {
+fn run_nodes(jobs: &[TestJob]) -> Vec<Result<Outcome, LaunchError>> {
     thread::scope(|scope| {
         let nodes: Vec<_> = jobs.iter().map(|job| scope.spawn(|| job.launch.run())).collect();
         nodes.into_iter().map(|node| node.join().unwrap()).collect()
     })
 }
 
-fn join_nodes(jobs: &mut [Job], port: u16, tokens: &[Option<Token>]) {
+fn join_nodes(jobs: &mut [TestJob], port: u16, tokens: &[Option<Token>]) {
     let count = jobs.len() as u32;
     for (node, job) in (0..).zip(jobs) {
         job.launch.nodes = Some(Nodes { count, node, rendezvous: ("127.0.0.1".into(), port) });
@@ -459,7 +459,8 @@ fn a_failure_on_one_node_ends_all_and_is_named_everywhere() {
         let script = format!(
             "if [ $RANK = {failing_rank} ]; then echo oops >&2; exit 9; fi; sleep 1000; true"
         );
-        let mut jobs = [Job::shell(2, &script), Job::shell(1, &script), Job::shell(2, &script)];
+        let mut jobs =
+            [TestJob::shell(2, &script), TestJob::shell(1, &script), TestJob::shell(2, &script)];
         join_nodes(&mut jobs, free_port(), &[None]);
         let node = if failing_rank == 0 { 0 } else { 2 };
         for (job, outcome) in jobs.iter().zip(run_nodes(&jobs)) {
@@ -477,7 +478,7 @@ fn a_failure_on_one_node_ends_all_and_is_named_everywhere() {
 #[test]
 fn nodes_assemble_among_strangers() {
     let port = free_port();
-    let mut jobs = [Job::shell(1, "echo $RANK"), Job::shell(1, "echo $RANK")];
+    let mut jobs = [TestJob::shell(1, "echo $RANK"), TestJob::shell(1, "echo $RANK")];
     join_nodes(&mut jobs, port, &[Some(Token::random().unwrap())]);
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -498,7 +499,7 @@ fn nodes_assemble_among_strangers() {
 
 #[test]
 fn a_node_without_the_token_is_told_so() {
-    let mut jobs = [Job::shell(1, "true"), Job::shell(1, "true")];
+    let mut jobs = [TestJob::shell(1, "true"), TestJob::shell(1, "true")];
     join_nodes(&mut jobs, free_port(), &[Some(Token::random().unwrap()), None]);
     // Long enough for node 1 to come and be refused, on a machine with much else to do.
     jobs[0].launch.timeout = Duration::from_secs(10);
@@ -510,7 +511,7 @@ fn a_node_without_the_token_is_told_so() {
 #[test]
 fn a_rendezvous_that_is_not_at_node_0_is_refused_there() {
     for host in ["192.0.2.7", "no-such-machine.invalid"] {
-        let mut job = Job::shell(1, "true");
+        let mut job = TestJob::shell(1, "true");
         let rendezvous = (host.to_owned(), free_port());
         job.launch.nodes = Some(Nodes { count: 2, node: 0, rendezvous });
         let error = job.launch.run().unwrap_err();
@@ -522,8 +523,8 @@ fn a_rendezvous_that_is_not_at_node_0_is_refused_there() {
 }
 
 #[test]
-fn a_node_that_finds_nobody_says_what_it_found() {
-    let mut job = Job::shell(1, "true");
+fn a_node_that_does_not_find_node_0_says_what_it_found() {
+    let mut job = TestJob::shell(1, "true");
     let rendezvous = ("::1".to_owned(), free_port());
     let address = format!("[::1]:{}", rendezvous.1);
     job.launch.nodes = Some(Nodes { count: 2, node: 1, rendezvous });
@@ -536,7 +537,7 @@ fn a_node_that_finds_nobody_says_what_it_found() {
 
 #[test]
 fn times_that_no_clock_can_tell_are_endless() {
-    let mut jobs = [Job::shell(1, "sleep 0.01; exit 3"), Job::shell(1, "sleep 1000; true")];
+    let mut jobs = [TestJob::shell(1, "sleep 0.01; exit 3"), TestJob::shell(1, "sleep 1000; true")];
     join_nodes(&mut jobs, free_port(), &[None]);
     for job in &mut jobs {
         (job.launch.grace, job.launch.timeout) = (Duration::MAX, Duration::MAX);
@@ -546,9 +547,10 @@ fn times_that_no_clock_can_tell_are_endless() {
 
 #[test]
 fn a_node_that_is_not_expected_is_told_so() {
-    let mut jobs = [Job::shell(1, "true"), Job::shell(1, "true"), Job::shell(1, "true")];
+    let mut jobs =
+        [TestJob::shell(1, "true"), TestJob::shell(1, "true"), TestJob::shell(1, "true")];
     join_nodes(&mut jobs, free_port(), &[None]);
-    let two = |job: &mut Job| job.launch.nodes.as_mut().unwrap().count = 2;
+    let two = |job: &mut TestJob| job.launch.nodes.as_mut().unwrap().count = 2;
     two(&mut jobs[0]);
     two(&mut jobs[1]);
     // Node 1 comes once the one too many has been turned away.
@@ -568,7 +570,7 @@ fn a_node_that_is_not_expected_is_told_so() {
 #[test]
 fn a_lost_node_ends_the_job() {
     let port = free_port();
-    let mut jobs = [Job::shell(1, "sleep 1000; true")];
+    let mut jobs = [TestJob::shell(1, "sleep 1000; true")];
     join_nodes(&mut jobs, port, &[None]);
     jobs[0].launch.nodes.as_mut().unwrap().count = 2;
     let marker = marker();

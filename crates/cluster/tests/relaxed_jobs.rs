@@ -17,7 +17,9 @@ use std::sync::mpsc::channel;
 use std::thread;
 use std::time::Duration;
 
-use common::{Job, LONG, MARKER, failure, marker, processes, signal, wait_for_guard, wait_until};
+use common::{
+    LONG, MARKER, TestJob, failure, marker, processes, signal, wait_for_guard, wait_until,
+};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Signal, getpid, kill_process};
 use unisono_cluster::launch::{
@@ -25,8 +27,8 @@ use unisono_cluster::launch::{
 };
 
 /// A job of shell scripts that may be started again `limit` times.
-fn restarting(ranks: u32, limit: u32, script: &str) -> Job {
-    let mut job = Job::shell(ranks, script);
+fn restarting(ranks: u32, limit: u32, script: &str) -> TestJob {
+    let mut job = TestJob::shell(ranks, script);
     job.launch.restarts = Restarts { limit };
     job
 }
@@ -48,12 +50,12 @@ fn has_role(name: &str) -> bool {
     std::env::var_os("UNISONO_TEST_ROLE").is_some_and(|role| role == name)
 }
 
-fn restarted(job: &Job) -> u32 {
+fn restarted(job: &TestJob) -> u32 {
     job.launch.restarted.load(Ordering::Relaxed)
 }
 
 /// The path of a file for this job alone, which its members find in `$FILE`.
-fn add_file(job: &mut Job) -> PathBuf {
+fn add_file(job: &mut TestJob) -> PathBuf {
     let path = std::env::temp_dir().join(format!("unisono-test-file-{}", job.marker));
     job.launch.vars.push(("FILE".into(), path.clone().into()));
     path
@@ -109,7 +111,7 @@ fn a_program_that_has_gone_cannot_be_started_again() {
     std::fs::copy("/bin/sh", &path).unwrap();
     let script = r#"rm "$0"; kill -9 $$"#;
     let name = path.to_str().unwrap();
-    let mut job = Job::new(1, &[name, "-c", script, name]);
+    let mut job = TestJob::new(1, &[name, "-c", script, name]);
     job.launch.restarts.limit = 2;
     assert_eq!(job.run().exit_code(), 126);
     assert_eq!(restarted(&job), 0);
@@ -162,10 +164,10 @@ fn a_killed_rank_takes_its_children_with_it() {
 #[test]
 fn jobs_that_ask_for_nothing_get_nothing() {
     let script = "env | grep -E '^UNISONO_(SERVERS?|PEERS|LISTEN_FD|LIFE)='";
-    let job = Job::shell(1, &format!("{script}; true"));
+    let job = TestJob::shell(1, &format!("{script}; true"));
     assert_eq!(job.run(), Outcome::Success);
     assert_eq!(job.stdout(), "");
-    let job = Job::shell(1, "kill -9 $$");
+    let job = TestJob::shell(1, "kill -9 $$");
     assert_eq!(failure(job.run()).ending, Ending::Signal(9));
     assert_eq!(restarted(&job), 0);
 }
@@ -183,7 +185,7 @@ fn servers_run_from_before_the_ranks_until_after_them() {
         done
         echo rank: $UNISONO_SERVERS
         : >$FILE-done"#;
-    let mut job = Job::shell(1, rank);
+    let mut job = TestJob::shell(1, rank);
     let file = add_file(&mut job);
     let servers = Servers::bind(vec![shell_server(server); 2]).unwrap();
     let [first, second] = servers.addresses() else { panic!("{:?}", servers.addresses()) };
@@ -203,7 +205,7 @@ fn servers_run_from_before_the_ranks_until_after_them() {
 #[test]
 fn a_server_that_does_not_end_is_killed() {
     let server = "trap '' TERM; : >$FILE; while true; do sleep 0.01; done";
-    let mut job = Job::shell(1, "until [ -e $FILE ]; do sleep 0.01; done; rm $FILE");
+    let mut job = TestJob::shell(1, "until [ -e $FILE ]; do sleep 0.01; done; rm $FILE");
     add_file(&mut job);
     job.launch.servers = Some(Servers::bind(vec![shell_server(server)]).unwrap());
     job.launch.grace = Duration::from_millis(100);
@@ -320,7 +322,7 @@ fn the_caller_meets_the_servers_when_the_ranks_have_ended() {
 
 #[test]
 fn the_caller_has_no_say_in_a_job_that_failed() {
-    let job = Job::shell(1, "exit 7");
+    let job = TestJob::shell(1, "exit 7");
     let (outcome, called) = job.launch.run_with(|| ()).unwrap();
     assert_eq!((outcome.exit_code(), called), (7, None));
 }
@@ -366,7 +368,7 @@ fn as_peer() {
 
 #[test]
 fn ranks_listen_across_their_restarts() {
-    let mut job = Job::new(2, &[]);
+    let mut job = TestJob::new(2, &[]);
     job.launch.command = role("as_peer");
     job.launch.restarts = Restarts { limit: 1 };
     job.launch.listeners_for_ranks = true;
@@ -437,14 +439,14 @@ fn requests_that_make_no_sense_are_refused() {
         assert!(matches!(Servers::bind(commands), Err(LaunchError::Usage(_))));
     }
     let nodes = Nodes { count: 2, node: 0, rendezvous: ("127.0.0.1".into(), 1) };
-    let mut job = Job::shell(1, "true");
+    let mut job = TestJob::shell(1, "true");
     job.launch.nodes = Some(nodes);
     job.launch.listeners_for_ranks = true;
     assert!(matches!(job.launch.run(), Err(LaunchError::Usage(_))));
     job.launch.listeners_for_ranks = false;
     job.launch.servers = Some(Servers::bind(vec![shell_server("true")]).unwrap());
     assert!(matches!(job.launch.run(), Err(LaunchError::Usage(_))));
-    let mut job = Job::shell(1, "true");
+    let mut job = TestJob::shell(1, "true");
     job.launch.servers = Some(Servers::bind(vec![vec!["/nowhere/to/be/found".into()]]).unwrap());
     let error = job.launch.run().unwrap_err();
     assert!(matches!(error, LaunchError::Spawn { .. }), "{error}");

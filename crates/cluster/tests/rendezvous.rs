@@ -103,7 +103,7 @@ fn everyone_leaves_with_everything() {
 }
 
 #[test]
-fn a_world_of_one_needs_nobody() {
+fn a_world_of_one_needs_no_rendezvous() {
     let session = connect(&place(0, 1, Rendezvous::Alone, None), false, soon()).unwrap();
     assert!(session.local_ip().is_loopback());
     assert_eq!(session.exchange(b"me").unwrap().blobs, [b"me"]);
@@ -172,7 +172,7 @@ fn those_who_never_came_are_named() {
 }
 
 #[test]
-fn nobody_at_all_is_an_error_that_says_where() {
+fn a_rendezvous_without_a_host_is_an_error_that_says_where() {
     let ports = free_ports(3);
     let lonely = place(1, 2, at_rank_zero(&ports), None);
     let error = connect(&lonely, false, Instant::now() + Duration::from_millis(200)).unwrap_err();
@@ -229,7 +229,7 @@ fn one_rank_cannot_join_twice() {
     // Whichever came second is refused at once; the other waits until all is called off.
     let deadline = soon();
     while !both.iter().any(|rank| rank.is_finished()) {
-        assert!(Instant::now() < deadline, "nobody was refused");
+        assert!(Instant::now() < deadline, "neither rank was refused");
         thread::yield_now();
     }
     hosted.server.abort("enough");
@@ -243,7 +243,7 @@ fn the_launcher_can_call_it_off() {
     let hosted = Hosted::start(2);
     let session = connect(&hosted.place(0, 2), false, soon()).unwrap();
     hosted.server.gone(1);
-    // Whoever comes later learns it too.
+    // A rank that comes later learns it too.
     let late = connect(&hosted.place(0, 2), false, soon()).unwrap();
     for session in [session, late] {
         match session.exchange(b"").unwrap_err() {

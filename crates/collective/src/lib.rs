@@ -29,7 +29,6 @@ pub mod dtype;
 pub mod engine;
 pub mod error;
 pub mod fabric;
-pub mod folder;
 mod group;
 mod history;
 pub mod kernel;

@@ -3,7 +3,7 @@
 //!     cargo run -p unisono-insight --example sample_relaxed -- DIR [STRATEGY [PUSHES]]
 //!
 //! Four workers push to one server; worker 2 is four times as slow, and starts again once. At `ssp:S`
-//! nobody gets further ahead than S clocks; at `ssp:auto` the bound moves a few times.
+//! no worker gets further ahead than S clocks; at `ssp:auto` the bound moves a few times.
 
 use std::error::Error;
 
@@ -85,7 +85,7 @@ struct Server {
 }
 
 impl Server {
-    /// The next push that arrives, if nobody may be more than `bound` ahead.
+    /// The next push that arrives, if no worker may be more than `bound` ahead.
     fn push(&mut self, bound: u64) -> UpdateRecord {
         let slowest = self.clocks.into_iter().min().unwrap_or(0);
         let computes: [f64; WORKERS] = std::array::from_fn(|worker| {

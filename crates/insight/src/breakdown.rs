@@ -20,7 +20,7 @@
 //! add up. With local steps there are two kinds of steps, and those in which ranks agree, few and long,
 //! would be ignored like outliers. So each kind has its own middle half, and both are weighed by how
 //! many steps are of that kind: what is done every twentieth step counts as a twentieth. Where ranks do
-//! not agree, nobody waits, and so nobody is last.
+//! not agree, no rank waits, and so none is last.
 //!
 //! Records come from other processes and from files, so nothing about them is taken for granted. An
 //! instant that is no number, or absurdly large, is taken to be the instant before it; one that lies
@@ -48,7 +48,7 @@ const ENOUGH_ENCODED: usize = 5;
 pub const STRAGGLER_LAST_SHARE: f64 = 0.6;
 
 /// ... and if the others waited for it for at least this share of a typical step. Less is not worth
-/// anybody's time, and within the noise of a busy machine; more would hide what is easily fixed. What
+/// the user's time, and within the noise of a busy machine; more would hide what is easily fixed. What
 /// is within the error of the clocks never counts.
 pub const STRAGGLER_COST_SHARE: f64 = 0.05;
 
@@ -195,7 +195,7 @@ impl StepBreakdown {
 
     /// How long the others waited for the last rank, mean over them.
     fn cost_of_last(&self) -> f64 {
-        // The last rank itself waits for nobody.
+        // The last rank itself waits for no other.
         let others = self.ranks.len().saturating_sub(1).max(1);
         self.ranks.iter().map(|rank| rank.parts.straggler).sum::<f64>() / others as f64
     }

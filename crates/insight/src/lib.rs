@@ -5,7 +5,7 @@
 //! words ([`verdict`]), what a prediction came to ([`advice`]), a timeline of all ranks ([`trace`]) and
 //! the report for people ([`report`]). All of it is pure; [`folder`] alone touches files.
 //!
-//! In a relaxed run nobody steps together. Its servers write down every push
+//! In a relaxed run workers do not step together. Its servers write down every push
 //! ([`updates::UpdateRecord`]), and [`relaxed`] computes from those how much was done, how stale it was,
 //! who waited, and whether every push is accounted for.
 //!

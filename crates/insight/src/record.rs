@@ -72,7 +72,7 @@ pub struct StepRecord {
     /// By rank.
     pub ranks: Vec<RankStep>,
     /// Whether the replicas were made equal in this step. With local steps they are only now and
-    /// then, and in the others nobody waits for anybody.
+    /// then, and in the other steps no rank waits for another.
     #[serde(default = "always")]
     pub agreed: bool,
     /// Whether a codec was in force: not in its warm-up, nor before one was chosen. Absent where that

@@ -143,7 +143,7 @@ impl Case<'_> {
                 ),
             },
             Bottleneck::Compute if self.info.workers <= 1 => {
-                "Synchronization is not the bottleneck: there is one worker and nobody to \
+                "Synchronization is not the bottleneck: there is one worker and no other to \
                  synchronize with."
                     .into()
             }

@@ -6,14 +6,16 @@
 //! is for, its [`Purpose`], is a tag that the crates above define; nothing here knows them. Above the
 //! bytes there is one kind of [`frame`] for control messages. Processes of one host also share
 //! [`memory`], whose descriptor travels over a Unix socket. [`keepalive`] notices connections that carry
-//! nothing any more, [`fork`] keeps forked children from holding them open, [`descriptors`] are enough for a large job, and [`interface`] chooses
-//! the address to listen on.
+//! nothing any more, [`fork`] keeps forked children from holding them open, [`descriptors`] are enough for a
+//! large job, and [`interface`] chooses the address to listen on. What a job writes down for its next start
+//! lies in a [`folder`] that outlasts a power failure.
 
 pub mod acceptor;
 mod cipher;
 mod connection;
 pub mod descriptors;
 pub mod dial;
+pub mod folder;
 pub mod fork;
 pub mod frame;
 pub mod handshake;

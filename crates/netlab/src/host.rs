@@ -35,7 +35,7 @@ pub struct Host {
     namespace: Namespace,
     switch: Arc<Switch>,
     /// How many calls of [`Host::run`] are under way.
-    visitors: AtomicUsize,
+    calls: AtomicUsize,
 }
 
 impl Host {
@@ -48,7 +48,7 @@ impl Host {
     ) -> Result<Host, LabError> {
         let namespace = Namespace::create(name)?;
         let host =
-            Host { index, namespace, switch: Arc::clone(switch), visitors: AtomicUsize::new(0) };
+            Host { index, namespace, switch: Arc::clone(switch), calls: AtomicUsize::new(0) };
 
         let (name, switch, port) = (host.namespace(), switch.namespace(), host.port());
         iproute(&format!(
@@ -108,8 +108,8 @@ impl Host {
     /// Sockets that `work` makes stay on this host when it hands them back, and threads that it
     /// starts run here too. A panic in `work` goes on in the caller.
     pub fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> Result<T, LabError> {
-        let _visit = Visit::new(&self.visitors);
-        visit(self.namespace.door(), &format!("host {}", self.index), work)
+        let _counted = CallCount::new(&self.calls);
+        run_behind(self.namespace.door(), &format!("host {}", self.index), work)
             .map_err(|source| self.os("entering the namespace", source))
     }
 
@@ -162,7 +162,7 @@ impl Host {
     /// [`LabError::NoEffect`] if there was no process to kill, or if [`Host::run`] is still at
     /// work here: the threads of this process cannot be killed.
     pub fn kill(&self) -> Result<usize, LabError> {
-        if self.visitors.load(Ordering::Acquire) > 0 {
+        if self.calls.load(Ordering::Acquire) > 0 {
             return Err(self.no_effect(Fault::Kill, "a thread of the calling process is there"));
         }
         match self.namespace.kill_all() {
@@ -202,10 +202,10 @@ impl Host {
 
     fn probe_sockets(&self) -> io::Result<(UdpSocket, UdpSocket)> {
         let receiver =
-            visit(self.switch.door(), "probe", || UdpSocket::bind((Switch::ADDRESS, 0)))??;
+            run_behind(self.switch.door(), "probe", || UdpSocket::bind((Switch::ADDRESS, 0)))??;
         receiver.set_read_timeout(Some(PROBE_INTERVAL))?;
         let sender =
-            visit(self.namespace.door(), "probe", || UdpSocket::bind((self.address(), 0)))??;
+            run_behind(self.namespace.door(), "probe", || UdpSocket::bind((self.address(), 0)))??;
         sender.connect(receiver.local_addr()?)?;
         Ok((receiver, sender))
     }
@@ -230,16 +230,16 @@ impl Host {
 }
 
 /// Counts one call of [`Host::run`], also when it panics.
-struct Visit<'a>(&'a AtomicUsize);
+struct CallCount<'a>(&'a AtomicUsize);
 
-impl<'a> Visit<'a> {
-    fn new(visitors: &'a AtomicUsize) -> Visit<'a> {
-        visitors.fetch_add(1, Ordering::AcqRel);
-        Visit(visitors)
+impl<'a> CallCount<'a> {
+    fn new(calls: &'a AtomicUsize) -> CallCount<'a> {
+        calls.fetch_add(1, Ordering::AcqRel);
+        CallCount(calls)
     }
 }
 
-impl Drop for Visit<'_> {
+impl Drop for CallCount<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::AcqRel);
     }
@@ -247,13 +247,13 @@ impl Drop for Visit<'_> {
 
 /// Runs `work` on a new thread behind `door`: a thread that has changed its namespace is not one
 /// to give back to its pool.
-fn visit<T: Send>(door: &Door, name: &str, work: impl FnOnce() -> T + Send) -> io::Result<T> {
+fn run_behind<T: Send>(door: &Door, name: &str, work: impl FnOnce() -> T + Send) -> io::Result<T> {
     thread::scope(|scope| {
-        let visitor = thread::Builder::new().name(name.to_owned()).spawn_scoped(scope, || {
+        let thread = thread::Builder::new().name(name.to_owned()).spawn_scoped(scope, || {
             door.enter()?;
             Ok(work())
         })?;
-        visitor.join().unwrap_or_else(|payload| panic::resume_unwind(payload))
+        thread.join().unwrap_or_else(|payload| panic::resume_unwind(payload))
     })
 }
 

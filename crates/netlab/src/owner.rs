@@ -70,7 +70,7 @@ mod tests {
         let owner = Owner { pid: 17, start: 4711 };
         assert_eq!(owner.name(3, "switch"), "unisono-lab-17-4711-3-switch");
         assert_eq!(Owner::of(&owner.name(3, 12)), Some(owner));
-        assert_eq!(Owner::of("somebody-else"), None);
+        assert_eq!(Owner::of("another-program"), None);
         assert_eq!(Owner::of("unisono-lab-17-x-1-0"), None);
     }
 

@@ -126,7 +126,7 @@ impl Values for Constant {
     }
 
     fn add(&self, into: &mut [f32]) {
-        // Adding zero is not nothing: it turns −0 into +0, whoever holds the other leaves.
+        // Adding zero has an effect: it turns −0 into +0, whichever worker holds the other leaves.
         into.iter_mut().for_each(|x| *x += self.0);
     }
 }

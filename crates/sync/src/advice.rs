@@ -293,7 +293,7 @@ pub fn advise(observed: &Observed, dense: &[Volume], candidates: &[Candidate]) -
     let worth_it = |prediction: &Prediction| prediction.seconds < none.seconds * (1.0 - WORTH_IT);
     let chosen = best.filter(|best| observed.workers > 1 && worth_it(&predictions[*best]));
     let reason = match (best, chosen) {
-        _ if observed.workers < 2 => "there is nobody to send to".to_owned(),
+        _ if observed.workers < 2 => "there is no other worker to send to".to_owned(),
         (None, _) => "no parameter is large enough to be compressed".to_owned(),
         (_, Some(chosen)) => {
             let fastest = &predictions[chosen];

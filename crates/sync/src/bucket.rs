@@ -6,7 +6,7 @@
 //! never split.
 //!
 //! Behind the gradients of its parameters, a bucket carries one number per parameter: how many
-//! shards had a gradient for it. That is how all ranks agree on which parameters nobody used. The
+//! shards had a gradient for it. That is how all ranks agree on which parameters no shard used. The
 //! first bucket also carries the numbers of the step. Where buckets travel at different steps, each
 //! does.
 

@@ -2,7 +2,7 @@
 //!
 //! Where every worker holds one subtree, and these combine like the ranks of a group do, the sum is
 //! an all-reduce. Otherwise (3 workers with 8 shards) no all-reduce over ranks evaluates the right
-//! tree, and the workers exchange their subtrees: each gets one block of every subtree of everybody,
+//! tree, and the workers exchange their subtrees: each gets one block of every subtree of all workers,
 //! folds them in the order of the tree, and all gather the blocks. That is pairwise exchange with
 //! several leaves per rank.
 
@@ -71,9 +71,9 @@ struct Exchange {
     /// How many subtrees every rank holds.
     held: Vec<usize>,
     /// What goes to each rank: a block of every subtree of this rank.
-    outgoing: Scratch,
+    outgoing: TypedBuffer,
     /// What came from each rank, which makes a block of every subtree of all, in order.
-    incoming: Scratch,
+    incoming: TypedBuffer,
     /// How long the sums have taken so far.
     folding: Duration,
 }
@@ -81,7 +81,7 @@ struct Exchange {
 impl Exchange {
     fn new(shards: Shards, workers: usize) -> Exchange {
         let held = shards.subtrees(workers).iter().map(Vec::len).collect();
-        let (outgoing, incoming) = (Scratch::default(), Scratch::default());
+        let (outgoing, incoming) = (TypedBuffer::default(), TypedBuffer::default());
         Exchange { tree: shards.tree(workers), held, outgoing, incoming, folding: Duration::ZERO }
     }
 
@@ -161,11 +161,11 @@ pub fn all_to_all<T: Element>(
 
 /// Memory for elements of any type, kept from call to call.
 #[derive(Default)]
-struct Scratch {
+struct TypedBuffer {
     words: Vec<u64>,
 }
 
-impl Scratch {
+impl TypedBuffer {
     /// Room for as many elements, with any content.
     fn of<T: Element>(&mut self, count: usize) -> &mut [T] {
         const { assert!(align_of::<T>() <= align_of::<u64>()) };

@@ -6,7 +6,7 @@
 //! bucket to a [`strategy`] as soon as it is complete, while the backward pass goes on. What comes
 //! back is the mean over all shards of all workers, for an [`optimizer`] to apply.
 //!
-//! The sum over shards is one fixed tree, whoever computes which part of it. Therefore the weights
+//! The sum over shards is one fixed tree, whichever worker computes which part of it. Therefore the weights
 //! do not depend on the number of workers, on the buckets, or on how the data travels.
 
 pub mod accumulate;

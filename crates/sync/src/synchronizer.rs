@@ -157,7 +157,7 @@ const SECONDS: usize = 2;
 
 impl Synchronizer {
     /// Joins the replicas of a group, all of which must call this with the same parameters and
-    /// settings. Without a group, or in a group of one, there is nobody to wait for.
+    /// settings. Without a group, or in a group of one, it waits for no other rank.
     pub fn new(
         group: Option<&Group>,
         parameters: Vec<Parameter>,
@@ -235,7 +235,7 @@ impl Synchronizer {
     }
 
     /// What ends its exchanges, for a caller that does not want to wait any longer; `None` if it waits
-    /// for nobody.
+    /// for no other rank.
     pub fn abort_handle(&self) -> Option<AbortHandle> {
         self.lock().queue.abort_handle()
     }

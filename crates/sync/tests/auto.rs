@@ -139,9 +139,9 @@ fn over_shared_memory_none_is_chosen_and_the_bits_are_those_of_dense_steps() {
 }
 
 #[test]
-fn alone_there_is_nobody_to_send_to() {
+fn alone_there_is_no_worker_to_send_to() {
     let trained = train(1, Some(&auto()), None);
-    assert_eq!(trained[0].advice[0].reason, "there is nobody to send to");
+    assert_eq!(trained[0].advice[0].reason, "there is no other worker to send to");
     assert_eq!(trained[0].weights, train(1, None, None)[0].weights);
 }
 
@@ -167,7 +167,7 @@ fn a_resumed_run_goes_on_with_what_was_chosen() {
 }
 
 #[test]
-fn a_choice_that_nobody_made_is_refused() {
+fn a_choice_that_was_never_made_is_refused() {
     for saved in [Saved::new(), Saved::from([("codec.choice".to_owned(), vec![7.0])])] {
         let group = Group::local(1, &Options::default()).unwrap().remove(0);
         let mut settings = Settings::new(SHARDS);

@@ -297,7 +297,7 @@ fn fewer_bytes_are_sent_and_exceptions_hold() {
     assert!(dense / (sent(&["b*=int8"], None) as f64) >= 3.9);
 }
 
-/// Somebody misspelt a name, and would go on in the belief that it is sent as it is.
+/// A user who misspelt a name would go on in the belief that the parameter is sent as it is.
 #[test]
 fn a_rule_that_fits_no_parameter_is_refused() {
     let mut compression = compression("sign");

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use unisono_collective::{Group, Options, Transport};
 use unisono_optimizer::{Optimizer, OptimizerSpec};
 use unisono_sync::strategy::{
-    Agreed, Compression, LocalSteps, Plan, Round, Strategy, StrategySpec, Weights,
+    Agreed, Compression, LocalSteps, LocalStepsSpec, Round, Strategy, StrategySpec, Weights,
 };
 use unisono_sync::{Parameter, SyncError};
 
@@ -53,7 +53,7 @@ impl Worker {
         let own = Model::new();
         let inner = inner.parse::<OptimizerSpec>().unwrap().build(&LENGTHS).unwrap();
         let compression = codec.map(|codec| Compression::new(codec.parse().unwrap()));
-        let local = LocalSteps::new(Some(group), &parameters(), plan(spec), compression);
+        let local = LocalSteps::new(Some(group), &parameters(), local_steps(spec), compression);
         let mut local = local.unwrap();
         local.begin(&own);
         Worker { rank: group.rank(), own, inner, local }
@@ -80,8 +80,8 @@ fn parameters() -> Vec<Parameter> {
     LENGTHS.iter().enumerate().map(parameter).collect()
 }
 
-fn plan(spec: &str) -> Plan {
-    spec.parse::<StrategySpec>().unwrap().plan().unwrap()
+fn local_steps(spec: &str) -> LocalStepsSpec {
+    spec.parse::<StrategySpec>().unwrap().local_steps().unwrap()
 }
 
 /// Runs a body on every worker; what came of each.
@@ -267,7 +267,7 @@ fn every_strategy_does_what_its_definition_says() {
 fn progress_during_the_delay_is_kept() {
     // Worker r moves every weight by r + 1 per step: whole numbers, of which nothing is rounded.
     on_workers(2, Transport::Auto, |group| {
-        let plan = plan("diloco:8,streams=2,delay=3,rate=1,momentum=0");
+        let plan = local_steps("diloco:8,streams=2,delay=3,rate=1,momentum=0");
         let parameters = [Parameter::flat("a", 3), Parameter::flat("b", 3)];
         let mut local = LocalSteps::new(Some(group), &parameters, plan, None).unwrap();
         let mut own = Model(vec![vec![0.0; 3]; 2]);
@@ -400,7 +400,7 @@ fn one_vote_stops_all_where_it_is_applied() {
     // Submitted after steps 3, 6, 9, …, applied two steps later.
     for (voted, stops) in [(3, 5), (4, 8), (6, 8), (7, 11)] {
         let stopped = on_workers(3, Transport::Auto, |group| {
-            let plan = plan("diloco:6,streams=2,delay=2");
+            let plan = local_steps("diloco:6,streams=2,delay=2");
             let mut local = LocalSteps::new(Some(group), &parameters(), plan, None).unwrap();
             let mut own = Model::new();
             local.begin(&own);

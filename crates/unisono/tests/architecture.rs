@@ -12,7 +12,7 @@ const MAY_KNOW: [(&str, &[&str]); 16] = [
     ("mpi", &["net", "collective"]),
     ("codec", &[]),
     ("optimizer", &[]),
-    ("cluster", &["net", "collective"]),
+    ("cluster", &["net"]),
     ("sync", &["net", "collective", "codec", "optimizer"]),
     ("relaxed", &["net", "collective", "codec", "optimizer"]),
     ("insight", &[]),

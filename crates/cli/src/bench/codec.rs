@@ -24,7 +24,7 @@ use crate::exit::Wrong;
 use products::Products;
 use trip::Trip;
 
-/// What is measured unless somebody asks for something else: every codec, as it is meant to be used.
+/// What is measured unless the user asks for something else: every codec, as it is meant to be used.
 const CODECS: &str = "fp16,bf16,int8,int8:stochastic,int4,qsgd:4,sign,topk:1%,topk:1%,exact,\
                       topk:1%+int8,randk:10%,dgc:0.1%,powersgd:2,powersgd:4";
 
@@ -116,7 +116,7 @@ fn parse_codecs(list: &str) -> Result<Vec<CodecSpec>, BadCodec> {
     texts.iter().map(|text| text.parse()).collect()
 }
 
-/// Refuses a gradient for which this machine has no memory: the system would end somebody.
+/// Refuses a gradient for which this machine has no memory: the system would kill a process.
 fn check_memory(codecs: &[(CodecSpec, Arc<dyn Codec>)], shape: &[usize; 2]) -> anyhow::Result<()> {
     let Some(available) = available_memory() else { return Ok(()) };
     // The gradient, the copy that is encoded, what is decoded, and the momentum of one codec.

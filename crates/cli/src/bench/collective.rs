@@ -101,7 +101,7 @@ impl CollectiveArgs {
     }
 }
 
-/// Refuses buffers for which this machine has no memory: the system would end somebody.
+/// Refuses buffers for which this machine has no memory: the system would kill a process.
 fn check_memory(op: Operation, sizes: &[usize], ranks: usize) -> anyhow::Result<()> {
     let Some(available) = available_memory() else { return Ok(()) };
     for &bytes in sizes {

@@ -301,7 +301,7 @@ impl Bench {
     }
 }
 
-/// Draws elements, without a state that anybody shares.
+/// Draws elements, without a state that threads share.
 struct Draw {
     key: Key,
     drawn: u64,

@@ -65,8 +65,8 @@ pub fn shared_memory_bus(operation: Operation, world: usize, costs: &WindowCost)
     let scatter = rest * (copy + fold);
     let seconds = match operation {
         Operation::AllReduce => {
-            let everybody_everything = copy + (n - 1.0) * fold;
-            (scatter + copy / n + rest * copy).min(everybody_everything)
+            let each_rank_all = copy + (n - 1.0) * fold;
+            (scatter + copy / n + rest * copy).min(each_rank_all)
         }
         Operation::Reduce => scatter + copy / n,
         Operation::ReduceScatter => scatter,

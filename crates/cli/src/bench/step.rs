@@ -1,10 +1,10 @@
-//! `unisono bench step`: what synchronization costs a worker that has nobody to synchronize with.
+//! `unisono bench step`: what synchronization costs a worker that is alone.
 //!
 //! Four loops take turns, step by step, on models of their own: one computes losses and gradients and
 //! nothing else; one is the loop a candle user writes (sum the gradients of the shards, let candle's
 //! AdamW apply them); one does by hand, in flat memory and with our AdamW, what any training must do;
 //! and one is the same training through a `Replica`. What the last takes longer than the third is the
-//! cost of synchronization where there is nobody to synchronize with.
+//! cost of synchronization where there is no other worker.
 
 use std::process::ExitCode;
 use std::time::Instant;

@@ -4,7 +4,7 @@ use anyhow::{Context, bail, ensure};
 use unisono::Group;
 use unisono::cluster::checkpoint::{Checkpoints, Loaded, Snapshot};
 
-use super::args::Plan;
+use super::args::RunPlan;
 use super::computation::Computation;
 
 /// Checkpoints that are kept.
@@ -30,7 +30,7 @@ pub struct Found {
 
 impl Saver {
     /// The folder that the plan names, if it does.
-    pub fn open(plan: &Plan) -> anyhow::Result<Option<Saver>> {
+    pub fn open(plan: &RunPlan) -> anyhow::Result<Option<Saver>> {
         let Some(folder) = &plan.checkpoint_dir else { return Ok(None) };
         let checkpoints = Checkpoints::open(folder, KEPT).context("--checkpoint-dir")?;
         // Those of another run would push out ours, or be taken for ours.
@@ -45,7 +45,7 @@ impl Saver {
 
     /// The checkpoint to go on from, if the plan asks for it and there is one; an error if it is
     /// one of another run.
-    pub fn find(&mut self, plan: &Plan) -> anyhow::Result<Option<Found>> {
+    pub fn find(&mut self, plan: &RunPlan) -> anyhow::Result<Option<Found>> {
         if !plan.resume {
             return Ok(None);
         }
@@ -101,7 +101,12 @@ impl Saver {
     }
 
     /// Writes a checkpoint.
-    fn write(&mut self, plan: &Plan, step: u64, mut snapshot: Snapshot<'_>) -> anyhow::Result<()> {
+    fn write(
+        &mut self,
+        plan: &RunPlan,
+        step: u64,
+        mut snapshot: Snapshot<'_>,
+    ) -> anyhow::Result<()> {
         for (key, value) in plan.identity() {
             snapshot.set(key, value);
         }
@@ -121,7 +126,7 @@ impl Saver {
 }
 
 /// The flag that makes a setting what it was in the run that wrote a checkpoint, if there is one.
-fn remedy(key: &str, theirs: &str, rate: Option<&str>, plan: &Plan) -> Option<String> {
+fn remedy(key: &str, theirs: &str, rate: Option<&str>, plan: &RunPlan) -> Option<String> {
     match key {
         // There is one shard per worker at least.
         "shards" if theirs.parse().is_ok_and(|shards: usize| shards < plan.given.workers) => {
@@ -146,7 +151,7 @@ fn height(rate: &str) -> &str {
 /// Writes a checkpoint at rank 0, which has the saver, unless this step has one. All ranks must call
 /// it.
 pub fn save(
-    plan: &Plan,
+    plan: &RunPlan,
     computation: &dyn Computation,
     mut saver: Option<&mut Saver>,
     group: &Group,

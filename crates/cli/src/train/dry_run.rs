@@ -9,7 +9,7 @@ use unisono::relaxed::spec::Level;
 use unisono::sync::Parameter;
 use unisono::{Group, Options};
 
-use super::args::{Plan, ServersChoice, TrainArgs};
+use super::args::{RunPlan, ServersChoice, TrainArgs};
 use super::computation::{self, Learning};
 use super::try_out;
 use crate::bench::sizes;
@@ -20,7 +20,7 @@ use crate::output;
 pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let place = Place::from_env().wrong_call()?;
     let (workers, launcher) = match place.launcher {
-        Launcher::Nobody => (args.workers(), None),
+        Launcher::None => (args.workers(), None),
         launcher => (place.world as usize, Some(launcher)),
     };
     let plan = args.plan(workers)?;
@@ -51,7 +51,7 @@ fn elements(parameters: &[Parameter]) -> usize {
 /// What would be done, line by line.
 fn describe(
     args: &TrainArgs,
-    plan: &Plan,
+    plan: &RunPlan,
     workers: usize,
     parameters: usize,
     placement: &str,

@@ -18,7 +18,7 @@ use unisono::{Group, Options};
 
 use crate::exit::{self, Wrong};
 use crate::output;
-use args::Plan;
+use args::RunPlan;
 pub use args::TrainArgs;
 use progress::{Display, Failure};
 
@@ -69,7 +69,7 @@ pub fn run(args: TrainArgs) -> anyhow::Result<ExitCode> {
     let heard = display.close();
     let outcome = outcome?;
     match (&outcome, heard.failure) {
-        // Whoever closed the pipe knows, and of a full disk the launcher has told.
+        // A reader that closed the pipe knows, and of a full disk the launcher has told.
         (Outcome::OutputLost { .. }, _) => {}
         // The workers did what they were told to: nothing went wrong.
         (Outcome::Interrupted { .. }, None) if heard.finished => return Ok(ExitCode::SUCCESS),
@@ -106,7 +106,7 @@ fn rehearse(args: &TrainArgs) -> anyhow::Result<()> {
     outcome
 }
 
-fn try_out(args: &TrainArgs, plan: &Plan) -> anyhow::Result<()> {
+fn try_out(args: &TrainArgs, plan: &RunPlan) -> anyhow::Result<()> {
     args.options()?;
     let alone = Group::local(1, &Options::default())?.remove(0);
     let mut computation = computation::build(plan, &alone)?;
@@ -127,8 +127,8 @@ fn announce(args: &TrainArgs) -> anyhow::Result<()> {
 
 /// Whether a launcher other than ours started this process.
 fn is_launched() -> bool {
-    // Whoever set variables that make no sense will be told by the worker.
-    !Place::from_env().is_ok_and(|place| place.launcher == Launcher::Nobody)
+    // Of variables that make no sense, the worker will tell the user.
+    !Place::from_env().is_ok_and(|place| place.launcher == Launcher::None)
 }
 
 /// Computes with as many threads. Their number may decide about the last bits of a sum.

@@ -3,7 +3,7 @@
 //! The workers' output goes through the launcher, which knows the terminal. So they send it messages
 //! in lines that begin with a byte no text has. Of rank 0's progress the launcher's end of the pipe
 //! draws a bar; of the reasons why workers gave up, the launcher shows the one that made the others
-//! give up too. Where somebody else launched the workers, rank 0 writes plain lines now and then.
+//! give up too. Where another launcher started the workers, rank 0 writes plain lines now and then.
 
 use std::io::{IsTerminal, Write};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -20,7 +20,7 @@ use crate::output;
 /// Begins a line that is for the launcher: ASCII's record separator.
 const MARK: u8 = 0x1e;
 
-/// Time between two drawings. Shorter: nobody could read them.
+/// Time between two drawings. Shorter: they could not be read.
 const REDRAW: Duration = Duration::from_millis(100);
 
 /// Time between two lines where there is no bar.
@@ -133,7 +133,7 @@ fn tell(message: &Message) {
     line.extend(serde_json::to_vec(message).unwrap_or_default());
     line.push(b'\n');
     let mut out = std::io::stdout().lock();
-    // Whoever closed the pipe does not want to know.
+    // Where the pipe is closed, there is no reader to tell.
     let _ = out.write_all(&line).and_then(|()| out.flush());
 }
 
@@ -283,7 +283,7 @@ struct Beside {
 /// How the launcher's account of a failed rank or server begins. It comes in one piece.
 const ACCOUNTS: [&str; 2] = ["unisono: rank ", "unisono: server "];
 
-/// What is part of an account of somebody who is started again.
+/// What is part of an account of a rank or server that is started again.
 const AGAIN: &str = "starting it again";
 
 impl Write for Beside {

@@ -9,7 +9,7 @@ use unisono::insight::{Outcome, RunInfo, Scaling, units};
 use unisono::recording::steps::{Recorded, StepRecorder, run_info};
 use unisono::sync::advice::{Advice, Cost};
 
-use super::args::{Plan, TrainArgs, Work};
+use super::args::{RunPlan, TrainArgs, Workload};
 use super::checkpoint::Saver;
 use super::computation::Computation;
 use super::progress::Reporter;
@@ -22,7 +22,7 @@ pub struct RankZero {
 }
 
 impl RankZero {
-    pub fn open(plan: &Plan, args: &TrainArgs) -> anyhow::Result<RankZero> {
+    pub fn open(plan: &RunPlan, args: &TrainArgs) -> anyhow::Result<RankZero> {
         Ok(RankZero {
             saver: Saver::open(plan)?,
             reporter: Reporter::new(plan.steps, plan.batch, args.as_worker),
@@ -30,7 +30,12 @@ impl RankZero {
     }
 
     /// The run, for its report.
-    pub fn describe(&self, plan: &Plan, group: &Group, computation: &dyn Computation) -> RunInfo {
+    pub fn describe(
+        &self,
+        plan: &RunPlan,
+        group: &Group,
+        computation: &dyn Computation,
+    ) -> RunInfo {
         let mut info = describe(plan, group, computation);
         if let Some(rates) = self.saver.as_ref().and_then(|saver| saver.earlier_rates.clone()) {
             info.settings.insert("earlier_learning_rates".to_owned(), rates.into());
@@ -54,7 +59,7 @@ impl RankZero {
     /// Sums the run up and says how it went.
     pub fn end(
         self,
-        plan: &Plan,
+        plan: &RunPlan,
         computation: &dyn Computation,
         recorder: StepRecorder,
         scaling: Option<Scaling>,
@@ -121,7 +126,7 @@ impl RankZero {
 }
 
 /// The run, for its report.
-fn describe(plan: &Plan, group: &Group, computation: &dyn Computation) -> RunInfo {
+fn describe(plan: &RunPlan, group: &Group, computation: &dyn Computation) -> RunInfo {
     let (model, data) = plan.names();
     let name = model.split([' ', ':', '/']).next().unwrap_or("run").to_owned();
     let mut settings = toml::Table::new();
@@ -146,7 +151,7 @@ fn describe(plan: &Plan, group: &Group, computation: &dyn Computation) -> RunInf
     set("codec", plan.describe_codec().into());
     set("bucket", plan.buckets.map_or("tuned".into(), |sizes| number(sizes.others as u64)));
     set("check_every", number(plan.check_every));
-    if let Work::Replay { compute_ms: Some(ms), .. } = plan.work {
+    if let Workload::Replay { compute_ms: Some(ms), .. } = plan.workload {
         set("compute_ms", ms.into());
     }
     set("measure_scaling", plan.measure_scaling.into());

@@ -15,7 +15,7 @@ use unisono::sync::SyncError;
 use unisono::worker::WorkerError;
 use unisono::{Error, Group, Job, JoinError, Options, Reduction};
 
-use super::args::{Plan, TrainArgs};
+use super::args::{RunPlan, TrainArgs};
 use super::checkpoint::{resume, save};
 use super::computation;
 use super::rank_zero::RankZero;
@@ -146,7 +146,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         }
         None => Ok(()),
     };
-    // The others stay until rank 0 has written all, and do not lose it if nobody reads its result.
+    // The others stay until rank 0 has written all, and do not lose it if its reader has gone.
     group.barrier()?;
     told?;
     if diverged {
@@ -186,7 +186,7 @@ pub fn is_consequence(error: &anyhow::Error) -> bool {
 }
 
 /// Fails on all ranks if one was started with other settings than rank 0.
-fn expect_equal_plans(plan: &Plan, group: &Group) -> anyhow::Result<()> {
+fn expect_equal_plans(plan: &RunPlan, group: &Group) -> anyhow::Result<()> {
     let mut settings = plan.identity();
     settings.push(("steps", plan.steps.to_string()));
     settings.push(("check-every", plan.check_every.to_string()));
@@ -215,12 +215,12 @@ fn expect_equal_plans(plan: &Plan, group: &Group) -> anyhow::Result<()> {
 }
 
 /// How fast rank 0 is by itself, with all shards, while the others wait.
-fn measure_alone(plan: &Plan, group: &Group) -> anyhow::Result<Option<Scaling>> {
+fn measure_alone(plan: &RunPlan, group: &Group) -> anyhow::Result<Option<Scaling>> {
     let mut scaling = None;
     if group.rank() == 0 {
         let alone = Group::local(1, &Options::default())?.remove(0);
         // Alone, it would send nothing, and not encode it either.
-        let plan = &Plan { compression: None, strategy: Default::default(), ..plan.clone() };
+        let plan = &RunPlan { compression: None, strategy: Default::default(), ..plan.clone() };
         let mut computation = computation::build(plan, &alone)?;
         let mut start = Instant::now();
         for step in 0..2 * SCALING_STEPS {

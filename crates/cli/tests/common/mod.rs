@@ -1,6 +1,6 @@
 //! The program `unisono`, started as its users start it.
 //!
-//! A [`Desk`] is a folder in which a user types commands. What was started there is a [`Job`] until
+//! A [`Desk`] is a folder in which a user types commands. What was started there is a [`Running`] until
 //! it has [ended](Ended): all processes of its session, however they were started, so that none can
 //! be overlooked.
 
@@ -103,7 +103,7 @@ impl Desk {
     }
 
     /// Starts a command made for this desk.
-    pub fn start(&self, command: &mut Command) -> Job {
+    pub fn start(&self, command: &mut Command) -> Running {
         let number = self.jobs.fetch_add(1, Ordering::Relaxed);
         let output = |name: &str| {
             let path = self.path(&format!(".{number}-{name}"));
@@ -116,7 +116,7 @@ impl Desk {
         unsafe { command.pre_exec(|| setsid().map(drop).map_err(Into::into)) };
         let text = format!("{command:?}");
         let child = command.spawn().expect("the program can be started");
-        Job { child, text, stdout: stdout_path, stderr: stderr_path }
+        Running { child, text, stdout: stdout_path, stderr: stderr_path }
     }
 
     /// Starts `unisono` and waits for its end.
@@ -131,14 +131,14 @@ impl Desk {
 }
 
 /// A command under way, and all processes that it started.
-pub struct Job {
+pub struct Running {
     child: Child,
     text: String,
     stdout: PathBuf,
     stderr: PathBuf,
 }
 
-impl Job {
+impl Running {
     /// The number of its process.
     pub fn id(&self) -> u32 {
         self.child.id()
@@ -214,7 +214,7 @@ impl Job {
     }
 }
 
-impl Drop for Job {
+impl Drop for Running {
     /// A test that fails leaves no process behind either.
     fn drop(&mut self) {
         for pid in self.processes().into_iter().filter_map(Pid::from_raw) {

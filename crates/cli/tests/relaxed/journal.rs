@@ -36,7 +36,7 @@ fn an_interrupted_run_goes_on_and_finishes() {
         assert!(ended.stderr.contains("the same command goes on"), "{}", ended.stderr);
         let before = records(&desk.path("runs/mlp-1"), 0);
 
-        // The same command, and where nobody is told a folder, the same folder.
+        // The same command, and where it names no folder, the same folder.
         let resumed = desk.train(&arguments);
         let count = if servers == "1" { 1 } else { 2 };
         assert!(!desk.path("runs/mlp-2").exists());
@@ -94,7 +94,7 @@ fn an_interrupted_run_with_a_killed_launcher_goes_on() {
 }
 
 /// The documented way: a worker is killed, all is stopped, and the same command goes on. Also if the
-/// clock was set back meanwhile, and whoever counts starts begins anew.
+/// clock was set back meanwhile, and the new launcher counts starts from 1 again.
 #[test]
 fn workers_of_another_launcher_go_on_whatever_the_clock_says() {
     let desk = Desk::new();

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::common::{Desk, Job, Summary, numbers};
+use crate::common::{Desk, Running, Summary, numbers};
 use crate::records::{assert_adds_up, furthest, updates};
 
 /// Whom to kill.
@@ -13,13 +13,13 @@ use crate::records::{assert_adds_up, furthest, updates};
 enum Whom {
     Worker,
     Server,
-    Anybody,
+    Any,
 }
 
 /// A run that is disturbed.
 struct Victim<'a> {
     desk: &'a Desk,
-    job: Job,
+    job: Running,
     /// Who was killed, and whether it was a server.
     killed: HashMap<Pid, bool>,
     dice: Box<dyn Iterator<Item = u32>>,
@@ -32,7 +32,7 @@ impl<'a> Victim<'a> {
         Victim { desk, job, killed: HashMap::new(), dice: Box::new(numbers().skip(17)) }
     }
 
-    /// Waits until so many updates are made, and kills somebody who has not been killed before.
+    /// Waits until so many updates are made, and kills a process that has not been killed before.
     fn kill(&mut self, whom: Whom, after: u64) {
         let run_dir = self.desk.path("run");
         self.job.wait_until(&format!("update {after}"), || updates(&run_dir) >= after);
@@ -44,13 +44,13 @@ impl<'a> Victim<'a> {
         let (killed, mut victim) = (&self.killed, None);
         // Its next life may be about to begin.
         let members = || self.job.members();
-        crate::common::wait_until("somebody can be killed", || {
+        crate::common::wait_until("a process can be killed", || {
             let mut alive = members();
             alive.retain(|(pid, is_server)| {
                 let is_meant = match whom {
                     Whom::Worker => !is_server,
                     Whom::Server => *is_server,
-                    Whom::Anybody => true,
+                    Whom::Any => true,
                 };
                 is_meant && !killed.contains_key(pid)
             });
@@ -75,7 +75,7 @@ impl<'a> Victim<'a> {
     }
 }
 
-/// Kills somebody now and then in the first two thirds of a run, and requires that it learns all the
+/// Kills processes now and then in the first two thirds of a run, and requires that it learns all the
 /// same.
 fn survives(arguments: &str, servers: usize, updates: u64, kills: &[Whom]) -> Summary {
     let desk = Desk::new();
@@ -92,7 +92,7 @@ fn survives(arguments: &str, servers: usize, updates: u64, kills: &[Whom]) -> Su
 }
 
 const SIX: [Whom; 6] =
-    [Whom::Worker, Whom::Server, Whom::Anybody, Whom::Server, Whom::Worker, Whom::Anybody];
+    [Whom::Worker, Whom::Server, Whom::Any, Whom::Server, Whom::Worker, Whom::Any];
 
 #[test]
 fn a_worker_that_is_killed_comes_back() {
@@ -152,7 +152,7 @@ fn several_kills_of_workers_that_gossip() {
     let mut victim = Victim::start(&desk, &settings);
     let run_dir = desk.path("run");
     for number in 1..=4 {
-        // Whoever comes back goes on where the others are.
+        // A worker that comes back goes on where the others are.
         let far = number * STEPS / 6;
         victim.job.wait_until(&format!("step {far}"), || furthest(&run_dir, 3) >= far);
         victim.kill_now(Whom::Worker);
@@ -195,7 +195,7 @@ fn a_hundred_kills_in_one_run() {
         numbers().take(KILLS).map(|number| u64::from(number) % (STEPS * 4 * 9 / 10)).collect();
     times.sort_unstable();
     for after in times {
-        victim.kill(Whom::Anybody, after);
+        victim.kill(Whom::Any, after);
     }
     let servers = victim.killed.values().filter(|is_server| **is_server).count();
     assert_eq!(victim.killed.len(), KILLS);

@@ -33,7 +33,7 @@ fn each_level_learns_and_counts_every_push() {
         let pushes = summary.count("pushes");
         let asked =
             if level.starts_with("downpour") { STEPS * WORKERS / 2 } else { STEPS * WORKERS };
-        // Whoever was computing when the run was over may have pushed once more.
+        // A worker that was computing when the run was over may have pushed once more.
         let extra = if ["bsp", "hogwild", "gossip"].contains(&level) { 0 } else { WORKERS - 1 };
         assert!((asked..=asked + extra).contains(&pushes), "{level}: {pushes} of {asked} pushes");
         match level {
@@ -61,12 +61,12 @@ fn steps_are_counted_as_they_were_asked_for() {
 }
 
 #[test]
-fn nobody_gets_further_ahead_than_the_bound() {
+fn no_worker_gets_further_ahead_than_the_bound() {
     for bound in [0, 1, 3] {
         let desk = Desk::new();
         let summary =
             train(&desk, &format!("--strategy ssp:{bound} --steps 60 --servers 2 {SLOW}"));
-        // Fast workers get as far as they may; that nobody gets further is the point.
+        // Fast workers get as far as they may; that none gets further is the point.
         assert_eq!(summary.count("max_lead"), bound);
         assert_eq!(summary.count("bound"), bound);
         for server in 0..2 {

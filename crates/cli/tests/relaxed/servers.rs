@@ -1,4 +1,4 @@
-//! Servers and workers that somebody else starts: `unisono serve`, `unisono run`.
+//! Servers and workers that are not started by `unisono train`: `unisono serve`, `unisono run`.
 
 use std::fs::File;
 use std::io::Read;
@@ -7,7 +7,7 @@ use std::process::Command;
 
 use rustix::process::{Signal, kill_process};
 
-use crate::common::{Desk, Job, PROGRAM};
+use crate::common::{Desk, PROGRAM, Running};
 use crate::records::{assert_adds_up, updates};
 
 /// A token for a job of several commands.
@@ -17,7 +17,7 @@ fn token() -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// An address at which nobody listens.
+/// An address at which no process listens.
 fn free_address() -> String {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
 }
@@ -27,7 +27,7 @@ struct ByHand<'a> {
     desk: &'a Desk,
     token: String,
     addresses: Vec<String>,
-    jobs: Vec<Job>,
+    jobs: Vec<Running>,
 }
 
 impl<'a> ByHand<'a> {
@@ -40,7 +40,7 @@ impl<'a> ByHand<'a> {
         servers
     }
 
-    fn serve(&self, number: usize, more: &str) -> Job {
+    fn serve(&self, number: usize, more: &str) -> Running {
         let address = &self.addresses[number];
         let more = more.replace("{}", &number.to_string());
         let arguments = format!("serve --listen {address} --server {number} {more}");
@@ -67,7 +67,7 @@ impl<'a> ByHand<'a> {
 }
 
 #[test]
-fn servers_started_by_hand_serve_workers_of_anybody() {
+fn servers_started_by_hand_serve_workers_of_any_launcher() {
     let desk = Desk::new();
     let servers = ByHand::start(&desk, 2, "--run-dir run");
     let arguments = "--strategy ssp:2 --workers 3 --steps 200 --run-dir run";
@@ -141,7 +141,7 @@ fn a_server_that_has_forgotten_ends_the_run() {
     let mut servers = ByHand::start(&desk, 2, "");
     let arguments = "--strategy async --workers 2 --steps 100000 --restarts 0 --run-dir run";
     let mut training = desk.start(&mut servers.train(arguments));
-    // Nobody records anything, but rank 0 tells of its progress.
+    // Nothing is recorded, but rank 0 tells of its progress.
     training.wait_until("both workers are there", || training_has_begun(&desk));
     servers.jobs[1].signal(Signal::KILL);
     servers.jobs.remove(1).wait();
@@ -162,13 +162,13 @@ fn a_server_that_has_forgotten_ends_the_run() {
 fn servers_that_cannot_be_used_are_told_apart() {
     let desk = Desk::new();
     let mut servers = ByHand::start(&desk, 1, "");
-    let nobody = free_address();
+    let free = free_address();
     let ended = desk
-        .start(&mut servers.command(&format!("train --strategy async --servers {nobody}")))
+        .start(&mut servers.command(&format!("train --strategy async --servers {free}")))
         .wait();
     let complaint = ended.complaint();
     assert!(
-        complaint.contains(&nobody) && complaint.contains("unisono serve --listen"),
+        complaint.contains(&free) && complaint.contains("unisono serve --listen"),
         "{complaint}"
     );
     // The servers are there, in another order.

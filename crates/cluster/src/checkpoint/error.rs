@@ -33,7 +33,7 @@ pub enum CheckpointError {
         /// The path.
         path: PathBuf,
     },
-    /// This user may not write there, or nobody may.
+    /// This user may not write there, or no user may.
     #[error("cannot {doing} {}: {source}; make it writable or name another folder", path.display())]
     Unwritable {
         /// What was attempted.

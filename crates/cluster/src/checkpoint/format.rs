@@ -16,7 +16,7 @@
 //!
 //! The library parses headers here, but neither checks nor writes files: it adds up the lengths in
 //! a header without regard to overflow, and would write to a temporary file of its own whose
-//! leftovers nobody could tell from other files.
+//! leftovers could not be told from other files.
 
 #[cfg(test)]
 mod tests;
@@ -30,7 +30,7 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use serde::{Serialize, Serializer};
 
 use super::error::Attempt;
-use super::snapshot::Place;
+use super::snapshot::StoredTensor;
 use super::{CheckpointError, Loaded, Snapshot, Tensor};
 
 /// The version of this format.
@@ -177,7 +177,7 @@ pub(super) fn decode(
         .into_iter()
         .map(|(name, info)| {
             let range = info.data_offsets.0..info.data_offsets.1;
-            (name, Place { dtype: info.dtype, shape: info.shape.clone(), range })
+            (name, StoredTensor { dtype: info.dtype, shape: info.shape.clone(), range })
         })
         .collect();
     Ok(Loaded { path: path.to_owned(), step, metadata, tensors, data })

@@ -1,8 +1,8 @@
 //! One run at a time writes to a folder of checkpoints.
 //!
 //! Two would prune each other's checkpoints, and each would find those of the other on a resume. So
-//! whoever opens a folder locks a file in it, and writes into the file who it is. The system ends the
-//! lock with its process, however that ends: a file that a killed process has left stops nobody.
+//! the process that opens a folder locks a file in it, and writes its own number into the file. The system
+//! ends the lock with its process, however that ends: a file that a killed process has left locks nothing.
 //!
 //! On one machine this always holds. From machine to machine it holds as far as the locks of the file
 //! system do: NFS, CephFS and GPFS carry them, and Lustre if it is mounted with `flock`. Where there
@@ -65,7 +65,7 @@ impl FolderLock {
 impl Drop for FolderLock {
     fn drop(&mut self) {
         if let Some((file, path)) = &self.held {
-            // While it is locked, so that nobody else's is removed. One that stays does no harm.
+            // While it is locked, so that no other process's file is removed. One that stays does no harm.
             let _ = fs::remove_file(path);
             // Closing it would leave the lock to forks of this process.
             let _ = file.unlock();

@@ -55,14 +55,14 @@ impl Checkpoints {
     ///
     /// # Errors
     ///
-    /// If `keep` is too small, if somebody else has opened the folder, or if no file can be written to the folder: better now than when
-    /// the first steps have been computed.
+    /// If `keep` is too small, if another run has opened the folder, or if no file can be written to it:
+    /// better now than when the first steps have been computed.
     pub fn open(folder: impl Into<PathBuf>, keep: usize) -> Result<Checkpoints, CheckpointError> {
         let folder = folder.into();
         if keep < Checkpoints::LEAST_KEPT {
             return Err(CheckpointError::KeepsTooFew { keep });
         }
-        unisono_collective::folder::make(&folder).attempt("make", &folder)?;
+        unisono_net::folder::make(&folder).attempt("make", &folder)?;
         let lock = FolderLock::take(&folder)?;
         drop(Temporary::create(&folder, "probe")?);
         temporary::remove_leftovers(&folder)?;

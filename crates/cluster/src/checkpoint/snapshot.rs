@@ -84,14 +84,14 @@ pub struct Loaded {
     pub(super) path: PathBuf,
     pub(super) step: u64,
     pub(super) metadata: BTreeMap<String, String>,
-    pub(super) tensors: BTreeMap<String, Place>,
+    pub(super) tensors: BTreeMap<String, StoredTensor>,
     /// The data of all tensors.
     pub(super) data: Vec<u8>,
 }
 
 /// Where a tensor's data is, and what it is.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(super) struct StoredTensor {
     pub(super) dtype: Dtype,
     pub(super) shape: Vec<usize>,
     pub(super) range: Range<usize>,
@@ -125,21 +125,21 @@ impl Loaded {
 
     /// The tensor of that name.
     pub fn tensor(&self, name: &str) -> Option<Tensor<'_>> {
-        let (name, place) = self.tensors.get_key_value(name)?;
-        Some(self.view(name, place))
+        let (name, stored) = self.tensors.get_key_value(name)?;
+        Some(self.view(name, stored))
     }
 
     /// All tensors, in the order of their names.
     pub fn tensors(&self) -> impl ExactSizeIterator<Item = Tensor<'_>> {
-        self.tensors.iter().map(|(name, place)| self.view(name, place))
+        self.tensors.iter().map(|(name, stored)| self.view(name, stored))
     }
 
-    fn view<'a>(&'a self, name: &'a str, place: &'a Place) -> Tensor<'a> {
+    fn view<'a>(&'a self, name: &'a str, stored: &'a StoredTensor) -> Tensor<'a> {
         Tensor {
             name: name.into(),
-            dtype: place.dtype,
-            shape: (&place.shape).into(),
-            data: (&self.data[place.range.clone()]).into(),
+            dtype: stored.dtype,
+            shape: (&stored.shape).into(),
+            data: (&self.data[stored.range.clone()]).into(),
         }
     }
 }

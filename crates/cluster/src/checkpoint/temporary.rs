@@ -1,8 +1,8 @@
 //! Files that appear in a folder complete or not at all.
 //!
 //! A *temporary* file is written under a hidden name, forced to the disk, and renamed. Its writer
-//! holds a lock on it, which ends with the process, however that ends. So whoever gets the lock of
-//! a temporary file knows that its writer is gone and removes it as a *leftover*, without having
+//! holds a lock on it, which ends with the process, however that ends. So a process that gets the lock
+//! of a temporary file knows that its writer is gone and removes it as a *leftover*, without having
 //! to guess from ages or process numbers, and without harm to another process that writes to the
 //! same folder.
 
@@ -80,7 +80,7 @@ pub(super) fn is_in_place(file: &File, path: &Path) -> bool {
 
 impl Drop for Temporary {
     fn drop(&mut self) {
-        // Nobody is left to tell; the next writer tries again.
+        // A failure can no longer be reported; the next writer tries again.
         let _ = fs::remove_file(&self.path);
     }
 }
@@ -93,7 +93,7 @@ pub(super) fn remove_leftovers(folder: &Path) -> Result<(), CheckpointError> {
             .file_name()
             .to_str()
             .is_some_and(|name| name.starts_with('.') && name.ends_with(SUFFIX));
-        // What cannot be opened or removed is in nobody's way.
+        // What cannot be opened or removed stays: it does no harm.
         if is_temporary
             && let Ok(file) = File::options().write(true).open(entry.path())
             && !matches!(file.try_lock(), Err(TryLockError::WouldBlock))
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_nobody_writes_and_we_named_is_a_leftover() {
+    fn only_what_no_process_writes_and_we_named_is_a_leftover() {
         let folder = tempfile::tempdir().unwrap();
         let alive = Temporary::create(folder.path(), "alive").unwrap();
         fs::write(folder.path().join(".dead-0123.unisono-tmp"), "half").unwrap();

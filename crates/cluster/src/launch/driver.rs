@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 
 use super::members::Members;
-use super::nodes::{Job, Message};
+use super::nodes::{JobNode, Message};
 use super::output::lock;
 use super::supervisor::{Decision, Settings, Supervisor};
 use super::{Ending, Event, Launch, Member, Outcome};
 
 pub(super) struct Driver<'a> {
     launch: &'a Launch,
-    job: Job,
+    job: JobNode,
     members: Members<'a>,
     inbox: Receiver<Event>,
     /// What the caller wants done at the end begins when something is sent.
@@ -28,7 +28,7 @@ const NOT_STARTED: Ending = Ending::Code(126);
 impl<'a> Driver<'a> {
     pub fn new(
         launch: &'a Launch,
-        job: Job,
+        job: JobNode,
         members: Members<'a>,
         inbox: Receiver<Event>,
         at_end: Option<Sender<()>>,
@@ -112,7 +112,7 @@ impl<'a> Driver<'a> {
                 return Some(Event::LastWords { member, ending, stderr });
             }
             Decision::Fail(outcome) => {
-                // Whoever closed the pipe knows, and expects no more words than of other programs.
+                // The reader that closed the pipe expects no more words than of other programs.
                 if !matches!(outcome, Outcome::OutputLost { closed: true, .. }) {
                     self.report(&outcome);
                 }
@@ -158,7 +158,7 @@ impl<'a> Driver<'a> {
 
     fn say(&self, text: &str) {
         let text = format!("unisono: {text}\n");
-        // Whoever closed the launcher's stderr does not want to know.
+        // Where the launcher's stderr is closed, there is no reader to tell.
         let mut stderr = lock(&self.launch.stderr);
         let _ = stderr.write_all(text.as_bytes()).and_then(|()| stderr.flush());
     }

@@ -6,7 +6,7 @@
 //! whatever has the launcher's mark in its environment (`strays.rs`), until nothing has. A launcher
 //! that ends in an orderly way has done so itself and kills the guard first.
 //!
-//! Somebody may kill the guard, as the kernel does when memory is short. The launcher then starts
+//! The guard may be killed, as by the kernel when memory is short. The launcher then starts
 //! another and tells it all groups. Only if it is killed in that moment, too, what ranks have started
 //! outlives it.
 
@@ -42,7 +42,7 @@ while [ $passes -lt 100 ]; do
 done
 "#;
 
-/// Guards that are started in a job, one after the other. More help against whoever kills them all;
+/// Guards that are started in a job, one after the other. More survive a user who kills them all;
 /// fewer end it sooner that a machine starts one after the other that cannot run.
 const MOST_GUARDS: u32 = 100;
 
@@ -56,7 +56,7 @@ pub(super) struct Guard {
 struct Shell {
     child: Child,
     /// This end of its standard input. A socket and not a pipe, for a rank that writes to a pipe
-    /// nobody reads would be killed.
+    /// without a reader would be killed.
     groups: UnixStream,
 }
 
@@ -66,7 +66,7 @@ impl Guard {
         Guard::numbered(0, mark, events)
     }
 
-    /// Nobody.
+    /// No guard.
     pub fn none() -> Guard {
         Guard { number: 0, shell: None }
     }
@@ -156,7 +156,7 @@ impl Drop for Shell {
     }
 }
 
-/// Writes all of `bytes` without a signal if nobody reads them. Allocates nothing.
+/// Writes all of `bytes`; without a signal if the guard is gone. Allocates nothing.
 fn send_all(socket: impl std::os::fd::AsFd, mut bytes: &[u8]) -> rustix::io::Result<()> {
     while !bytes.is_empty() {
         match send(&socket, bytes, SendFlags::NOSIGNAL) {

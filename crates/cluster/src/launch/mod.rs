@@ -8,7 +8,7 @@
 //! - a rank fails: the launcher says which, how, and with what last words, ends the others, and
 //!   ends with that rank's exit code;
 //! - the launcher is told to stop (Ctrl-C, SIGTERM): it passes the signal on;
-//! - the output cannot be written any more, most often because whoever read it has gone, as in
+//! - the output cannot be written any more, most often because its reader has gone, as in
 //!   `unisono run … | head`: the launcher ends the ranks, as the system ends a program by SIGPIPE;
 //! - another node reports one of the above, or falls silent.
 //!
@@ -174,7 +174,7 @@ pub enum LaunchError {
         /// What the last attempt ran into.
         last: String,
     },
-    /// Whoever listens there is not node 0 of this job, or does not believe that this node
+    /// The process that listens there is not node 0 of this job, or does not believe that this node
     /// belongs to it: is `UNISONO_TOKEN` the same, or unset, on all nodes?
     #[error(
         "refused at {address}: {cause}; set UNISONO_TOKEN to the same on all nodes, or on none"

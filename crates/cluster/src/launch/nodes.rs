@@ -33,7 +33,7 @@ use crate::rendezvous::{RendezvousError, SILENCE, Server, Sought, listen};
 const LAUNCHER: Purpose = Purpose::new(*b"lnch");
 
 /// A job as this launcher takes part in it.
-pub(super) struct Job {
+pub(super) struct JobNode {
     pub place: NodePlace,
     pub links: Links,
     /// On node 0 only.
@@ -95,7 +95,10 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const LOOK: Duration = Duration::from_secs(1);
 
 /// Brings the launchers of all nodes together.
-pub(super) fn assemble(launch: &Launch, events: &mpsc::Sender<Event>) -> Result<Job, LaunchError> {
+pub(super) fn assemble(
+    launch: &Launch,
+    events: &mpsc::Sender<Event>,
+) -> Result<JobNode, LaunchError> {
     match &launch.nodes {
         None => alone(launch),
         Some(nodes) if nodes.node == 0 => lead(launch, nodes, events),
@@ -103,7 +106,7 @@ pub(super) fn assemble(launch: &Launch, events: &mpsc::Sender<Event>) -> Result<
     }
 }
 
-impl Job {
+impl JobNode {
     /// A rank's process ended; see [`Server::gone`].
     pub fn gone(&self, rank: u32) {
         if let Some(host) = &self.host {
@@ -111,7 +114,7 @@ impl Job {
         }
     }
 
-    /// Nobody need wait at the rendezvous any more.
+    /// Ends the wait of the ranks that are at the rendezvous.
     pub fn abort(&self, outcome: &Outcome) {
         if let Some(host) = &self.host {
             host.server.abort(outcome.to_string());
@@ -131,7 +134,7 @@ impl Host {
     }
 }
 
-fn alone(launch: &Launch) -> Result<Job, LaunchError> {
+fn alone(launch: &Launch) -> Result<JobNode, LaunchError> {
     let token = launch.token.clone().map_or_else(Token::random, Ok)?;
     let token = token.with_encryption(launch.encrypt);
     let world = launch.ranks;
@@ -141,17 +144,23 @@ fn alone(launch: &Launch) -> Result<Job, LaunchError> {
     let master_port = free_port()?;
     let place =
         NodePlace { node: 0, nodes: 1, first_rank: 0, world, rendezvous, master_port, token };
-    Ok(Job { place, links: Links::default(), host: Some(host) })
+    Ok(JobNode { place, links: Links::default(), host: Some(host) })
 }
 
 /// Node 0: waits for the others, then tells them their places.
-fn lead(launch: &Launch, nodes: &Nodes, events: &mpsc::Sender<Event>) -> Result<Job, LaunchError> {
+fn lead(
+    launch: &Launch,
+    nodes: &Nodes,
+    events: &mpsc::Sender<Event>,
+) -> Result<JobNode, LaunchError> {
     let (host_name, port) = (&nodes.rendezvous.0, nodes.rendezvous.1);
     let address = join_host_port(host_name, port);
     let (listeners, port) = listen(host_name, port)
         .map_err(|cause| LaunchError::Listen { address: address.clone(), cause })?;
     if launch.token.is_none() {
-        log::warn!("UNISONO_TOKEN is not set: this job trusts whoever can reach {address}");
+        log::warn!(
+            "UNISONO_TOKEN is not set: this job trusts every process that can reach {address}"
+        );
     }
     let key = launch.token.clone().unwrap_or_else(|| public_key(port));
     let key = key.with_encryption(launch.encrypt);
@@ -217,7 +226,7 @@ fn lead(launch: &Launch, nodes: &Nodes, events: &mpsc::Sender<Event>) -> Result<
     }
     let nodes = nodes.count;
     let place = NodePlace { node: 0, nodes, first_rank: 0, world, rendezvous, master_port, token };
-    Ok(Job { place, links, host: Some(host) })
+    Ok(JobNode { place, links, host: Some(host) })
 }
 
 /// Which node it is that has connected, and how many ranks it runs; or why it has no place.
@@ -250,7 +259,7 @@ fn follow(
     launch: &Launch,
     nodes: &Nodes,
     events: &mpsc::Sender<Event>,
-) -> Result<Job, LaunchError> {
+) -> Result<JobNode, LaunchError> {
     let (host, port) = (&nodes.rendezvous.0, nodes.rendezvous.1);
     let deadline = launch.deadline();
     let key = launch.token.clone().unwrap_or_else(|| public_key(port));
@@ -294,7 +303,7 @@ fn follow(
         master_port,
         token,
     };
-    Ok(Job { place, links, host: None })
+    Ok(JobNode { place, links, host: None })
 }
 
 /// The connections to other launchers: on node 0 to all, elsewhere to node 0.
@@ -367,7 +376,7 @@ impl Links {
         self.0.iter_mut().filter(|link| link.node == node).for_each(|link| link.closed = true);
     }
 
-    /// Ends the connections; whoever still listens learns the outcome.
+    /// Ends the connections; the launchers that are still connected learn the outcome.
     pub fn close(&mut self, outcome: &Outcome) {
         if *outcome == Outcome::Success {
             self.tell(&Message::Over(Outcome::Success));

@@ -27,7 +27,7 @@ pub enum Outcome {
     ServerFailed(ServerFailure),
     /// What the ranks wrote could not be passed on.
     OutputLost {
-        /// Whether somebody read it and stopped, which is no mistake of anybody.
+        /// Whether its reader stopped reading, as `head` does: then nothing went wrong.
         closed: bool,
         /// What the system said.
         reason: String,
@@ -130,7 +130,9 @@ impl fmt::Display for Outcome {
                 write!(f, "stopped by {name}")
             }
             Outcome::NodeLost { node } => write!(f, "lost the launcher of node {node}"),
-            Outcome::OutputLost { closed: true, .. } => f.write_str("nobody reads the output"),
+            Outcome::OutputLost { closed: true, .. } => {
+                f.write_str("the reader of the output is gone")
+            }
             Outcome::OutputLost { reason, .. } => {
                 write!(f, "the output could not be written: {reason}")
             }

@@ -4,7 +4,7 @@
 //! longer than the [limit](longest_line) is passed on in pieces of that size, each a line by itself:
 //! a rank that never ends its line must not occupy memory without end.
 //!
-//! When output cannot be written any more, because whoever read it has gone or the disk is full, the
+//! When output cannot be written any more, because its reader has gone or the disk is full, the
 //! launcher is told, once, and ends the job. What the ranks write until then is read and dropped:
 //! they are told to end in the usual way, and may still clean up.
 
@@ -23,7 +23,7 @@ pub type Sink = Arc<Mutex<dyn Write + Send>>;
 /// Lines remembered of each rank's stderr: enough for a traceback, few enough to read.
 pub(super) const TAIL_LINES: usize = 20;
 
-/// The longest line that is kept together, whoever writes it. A larger limit keeps longer ones whole
+/// The longest line of a rank that is kept together. A larger limit keeps longer ones whole
 /// and lets a rank that never ends a line occupy more memory.
 const MAX_LINE: usize = 16 << 20;
 

@@ -84,7 +84,7 @@ impl Starter<'_> {
                 rustix::thread::sched_setaffinity(None, cores)?;
             }
             set_parent_process_death_signal(Some(Signal::KILL))?;
-            // If the launcher died before the call above, nobody will send the signal.
+            // If the launcher died before the call above, the system will not send the signal.
             match getppid() {
                 Some(parent) if parent == launcher => Ok(()),
                 _ => Err(io::ErrorKind::BrokenPipe.into()),
@@ -219,7 +219,7 @@ pub(super) fn watch(
                     };
                 }
                 Ok(None) | Err(rustix::io::Errno::INTR) => continue,
-                // Reaped by someone else: how it ended is not known, that it did is.
+                // Reaped by another thread: how it ended is not known, that it did is.
                 Err(_) => break Ending::Code(1),
             }
         };

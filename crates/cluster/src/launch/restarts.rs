@@ -16,8 +16,8 @@ use super::Ending;
 
 /// Whether members of a job that fail are started again.
 ///
-/// For jobs whose ranks do not form groups: a group does not survive the loss of a rank, and nobody
-/// waits for a restarted one at the rendezvous.
+/// For jobs whose ranks do not form groups: a group does not survive the loss of a rank, and the other
+/// ranks do not wait for a restarted one at the rendezvous.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Restarts {
     /// How many restarts the whole job may have; 0 for none. A failure beyond it ends the job. More

@@ -7,7 +7,7 @@
 //! escapes.
 //!
 //! A launcher that is itself a rank of another adds its mark to that of the other: the outer one
-//! finds everybody, but leaves it to the inner one to tell its ranks to end.
+//! finds the processes of both, but leaves it to the inner one to tell its ranks to end.
 
 use std::ffi::OsString;
 use std::io;
@@ -20,7 +20,7 @@ const VARIABLE: &str = "UNISONO_LAUNCH";
 
 const SEPARATOR: u8 = b':';
 
-/// How long to look for processes that were killed and do not end. Longer helps nobody: only one
+/// How long to look for processes that were killed and do not end. Longer finds no more: only a process
 /// that hangs in the kernel is left by then.
 const PATIENCE: Duration = Duration::from_secs(2);
 

@@ -267,7 +267,7 @@ impl Supervisor {
     }
 
     fn on_signal(&mut self, now: Duration, signal: i32) {
-        // Whoever asks twice, or while only servers are left, does not want to wait.
+        // A user who asks twice, or while only servers are left, does not want to wait.
         let at_once = matches!(self.verdict, Some(Outcome::Interrupted { .. } | Outcome::Success));
         self.decide(now, Outcome::Interrupted { signal });
         if at_once {

@@ -4,7 +4,7 @@
 //! file each, from the most to the least specific: Unisono's own, torchrun, Open MPI's `mpirun`,
 //! Slurm's `srun`, and process managers that speak PMI. Each either does not recognize the
 //! environment, or says where the process stands, or says which variable is wrong and what to set.
-//! A process nobody launched is a world of one.
+//! A process without a launcher is a world of one.
 //!
 //! Only Unisono's launcher hosts a rendezvous. For the others rank 0 hosts it, on the first free
 //! of a few *candidate* ports that every rank derives alike, and the others try the candidates
@@ -89,8 +89,8 @@ pub enum Launcher {
     Slurm,
     /// A process manager of the PMI kind, such as MPICH's `mpiexec`.
     Pmi,
-    /// Nobody: a world of one.
-    Nobody,
+    /// No launcher: a world of one.
+    None,
 }
 
 /// The environment names a launcher but does not tell this process's place.
@@ -165,9 +165,9 @@ impl Place {
             local_world: 1,
             node: Some(0),
             rendezvous: Rendezvous::Alone,
-            token: token(vars, Launcher::Nobody)?,
+            token: token(vars, Launcher::None)?,
             job_name: "alone".into(),
-            launcher: Launcher::Nobody,
+            launcher: Launcher::None,
         })
     }
 
@@ -203,7 +203,7 @@ pub(crate) fn vars() -> Vars {
 
 /// The token in `UNISONO_TOKEN`, for a process that need not know who launched it.
 pub(crate) fn token_of(vars: &Vars) -> Result<Option<Token>, PlaceError> {
-    token(vars, Launcher::Nobody)
+    token(vars, Launcher::None)
 }
 
 impl fmt::Display for Launcher {
@@ -214,7 +214,7 @@ impl fmt::Display for Launcher {
             Launcher::OpenMpi => "Open MPI",
             Launcher::Slurm => "Slurm",
             Launcher::Pmi => "a PMI process manager",
-            Launcher::Nobody => "nobody",
+            Launcher::None => "no launcher",
         })
     }
 }
@@ -278,7 +278,7 @@ impl Reader<'_> {
     }
 }
 
-/// The token in `UNISONO_TOKEN`, whoever launched the process.
+/// The token in `UNISONO_TOKEN`, which means the same under every launcher.
 fn token(vars: &Vars, launcher: Launcher) -> Result<Option<Token>, PlaceError> {
     let reader = Reader { vars, launcher };
     let Some(text) = reader.text("UNISONO_TOKEN") else { return Ok(None) };

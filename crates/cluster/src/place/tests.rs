@@ -71,11 +71,11 @@ const SLURM: &str = "
     SLURM_TASKS_PER_NODE=2(x3)";
 
 #[test]
-fn nobody_is_a_world_of_one() {
+fn without_a_launcher_there_is_a_world_of_one() {
     let place = place("PATH=/bin").unwrap();
     assert_eq!((place.rank, place.world), (0, 1));
     assert_eq!(place.rendezvous, Rendezvous::Alone);
-    assert_eq!(place.launcher, Launcher::Nobody);
+    assert_eq!(place.launcher, Launcher::None);
 }
 
 #[test]
@@ -183,7 +183,7 @@ fn slurm_meets_on_the_first_node_of_the_step() {
 #[test]
 fn a_slurm_batch_script_is_not_a_step() {
     let batch = "SLURM_JOB_ID=4711\nSLURM_PROCID=0\nSLURM_NTASKS=8\nSLURM_NODEID=0";
-    assert_eq!(place(batch).unwrap().launcher, Launcher::Nobody);
+    assert_eq!(place(batch).unwrap().launcher, Launcher::None);
 }
 
 #[test]

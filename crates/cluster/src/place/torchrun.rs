@@ -1,4 +1,4 @@
-//! `torchrun`, and whoever else speaks the `env://` contract.
+//! `torchrun`, and other launchers that set the variables of PyTorch's `env://`.
 
 use super::{LOOPBACK, Launcher, Place, PlaceError, Reader, Rendezvous, Vars, token};
 

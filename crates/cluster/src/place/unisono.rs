@@ -39,7 +39,7 @@ pub(crate) fn split_host_port(text: &str) -> Option<(&str, u16)> {
     let (host, port) = text.rsplit_once(':')?;
     let host = match host.strip_prefix('[') {
         Some(inner) => inner.strip_suffix(']')?,
-        // A bare IPv6 address: which of its colons precedes the port is anyone's guess.
+        // A bare IPv6 address: which of its colons precedes the port cannot be told.
         None if host.contains(':') => return None,
         None => host,
     };

@@ -97,7 +97,7 @@ mod tests {
         listen("0.0.0.0", 0).unwrap();
     }
 
-    /// 192.0.2.0/24 is for documentation, and nobody's.
+    /// 192.0.2.0/24 is for documentation: no machine has it.
     #[test]
     fn what_is_elsewhere_is_refused_unless_others_chose_it() {
         assert!(!is_here("192.0.2.7").unwrap());

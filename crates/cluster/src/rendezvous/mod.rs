@@ -1,19 +1,19 @@
-//! Where the ranks of a job find each other: everyone brings one small blob, everyone leaves with
-//! all of them, in rank order.
+//! Where the ranks of a job find each other: each rank brings one small blob and leaves with all of
+//! them, in rank order.
 //!
 //! A [`Server`] (in the launcher, or in rank 0 if another launcher started the job) collects the
 //! blobs. A rank calls [`connect`], learns by which of its addresses the others can reach it
 //! ([`Session::local_ip`]), and calls [`Session::exchange`]. Either every rank gets the whole
-//! roster, or the rendezvous is *aborted*, and everyone who is connected learns why: who left,
-//! who never came, who died before it came.
+//! roster, or the rendezvous is *aborted*, and all connected ranks learn why: which rank left, never
+//! came, or died before it came.
 //!
 //! The handshake of every connection proves the job's token. Ranks that were given none prove
 //! the public token of the job's name instead, and the true one, made by rank 0, travels in the
-//! reply; rank 0 then logs that the job trusts whoever can reach its rendezvous.
+//! reply; rank 0 then logs that the job trusts every process that can reach its rendezvous.
 //!
 //! This happens once in the life of a group, with one connection per rank. Blocking sockets with
 //! deadlines and one thread with `poll` do it in less code than an asynchronous runtime, start
-//! no thread pool inside somebody else's process, and behave the same under a debugger.
+//! no thread pool inside the process of a user's program, and behave the same under a debugger.
 
 mod compact;
 mod listen;
@@ -60,10 +60,10 @@ pub struct Gathered {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RendezvousError {
-    /// Nobody of this job answered until the deadline. Is rank 0 (or the launcher) running, and
+    /// No process of this job answered until the deadline. Is rank 0 (or the launcher) running, and
     /// can this machine reach it?
     #[error(
-        "nobody of this job answered at {address} in time ({last}); check that rank 0 or the launcher runs there and can be reached"
+        "no process of this job answered at {address} in time ({last}); check that rank 0 or the launcher runs there and can be reached"
     )]
     Unreachable {
         /// Where it was looked for.
@@ -92,7 +92,7 @@ pub enum RendezvousError {
     /// The roster has no place for this rank: fix how the job was started.
     #[error("the rendezvous refused this rank: {0}")]
     Refused(#[source] JoinRefusal),
-    /// The rendezvous was called off for everyone.
+    /// The rendezvous was called off for all ranks.
     #[error("the rendezvous was called off: {0}")]
     Aborted(#[source] Abort),
     /// The host of the rendezvous disappeared.
@@ -214,7 +214,7 @@ impl Session {
         self.local_ip
     }
 
-    /// Brings `blob`; returns when everyone has brought theirs.
+    /// Brings `blob`; returns when all ranks have brought theirs.
     pub fn exchange(mut self, blob: &[u8]) -> Result<Gathered, RendezvousError> {
         if blob.len() > MAX_BLOB {
             return Err(RendezvousError::BlobTooLarge { len: blob.len() });
@@ -285,7 +285,7 @@ impl Host {
             None
         } else {
             log::warn!(
-                "UNISONO_TOKEN is not set: this job trusts whoever can reach its rendezvous on \
+                "UNISONO_TOKEN is not set: this job trusts every process that can reach its rendezvous on \
                  port {port}"
             );
             Some(Token::random()?)

@@ -2,7 +2,7 @@
 //!
 //! A roster begins *forming*. Ranks join, then offer their blob. It becomes *complete* when the
 //! last blob is there, or *aborted* by the first thing that makes completion impossible or
-//! unwanted; both are final. Whoever comes afterwards is refused.
+//! unwanted; both are final. A rank that comes afterwards is refused.
 
 use std::fmt;
 
@@ -74,7 +74,7 @@ pub enum JoinRefusal {
     },
 }
 
-/// Why a rendezvous was called off for everyone.
+/// Why a rendezvous was called off for all ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[non_exhaustive]
 pub enum Abort {
@@ -121,7 +121,7 @@ impl Roster {
         };
         match (&self.state, &slot) {
             (State::Complete, _) => Err(JoinRefusal::Late { rank }),
-            // Whoever comes to a rendezvous that was called off shall hear why.
+            // A rank that comes to a rendezvous that was called off shall hear why.
             (State::Aborted(_), _) => Ok(()),
             (State::Forming, Slot::Joined | Slot::Offered(_)) => {
                 Err(JoinRefusal::DuplicateRank { rank })
@@ -150,7 +150,7 @@ impl Roster {
         self.abort(Abort::Left { rank });
     }
 
-    /// The process of a rank ended. That matters if it has not joined and anyone waits for it;
+    /// The process of a rank ended. That matters if it has not joined and another rank waits for it;
     /// a job may as well not want to meet at all.
     pub fn gone(&mut self, rank: u32) {
         if let Some(slot @ Slot::Absent) = self.slots.get_mut(rank as usize) {
@@ -159,7 +159,7 @@ impl Roster {
         }
     }
 
-    /// Somebody's patience ended.
+    /// A rank's deadline has passed.
     pub fn expire(&mut self) {
         self.abort(Abort::Missing { missing: self.missing() });
     }

@@ -1,4 +1,5 @@
-//! Finding somebody of the same job behind an address, among strangers and before it listens.
+//! Finding the listener of a job, the host of its rendezvous or the launcher of its node 0: among listeners of
+//! other programs, and perhaps before it listens.
 
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::time::{Duration, Instant};
@@ -12,7 +13,7 @@ use super::RendezvousError;
 /// that recovers from a cut by itself is given up.
 pub(crate) const SILENCE: Duration = Duration::from_secs(20);
 
-/// Somebody of this job who listens at one of some hosts, on one of some ports.
+/// A listener of this job, at one of some hosts, on one of some ports.
 pub(crate) struct Sought<'a> {
     pub hosts: &'a [&'a str],
     pub ports: &'a [u16],
@@ -64,8 +65,8 @@ impl Sought<'_> {
             for address in addresses {
                 match self.attempt(address, deadline) {
                     Ok(connection) => return Ok(Some(connection)),
-                    // Where there is only one place to look, an answer is final; and so is that of somebody
-                    // of this job, who is asked about encryption only after its proof.
+                    // At the only address there is, an answer is final; and so is one about encryption: a
+                    // listener is asked about it only after it has proved to be of this job.
                     Err(cause)
                         if only_one && cause.is_final()
                             || matches!(cause, HandshakeError::Encryption { .. }) =>

@@ -123,7 +123,7 @@ impl fmt::Debug for Server {
     }
 }
 
-/// Whether everyone has the roster, and whether the server is to stop.
+/// Whether all ranks have the roster, and whether the server is to stop.
 #[derive(Default)]
 struct Delivered {
     state: Mutex<(bool, bool)>,

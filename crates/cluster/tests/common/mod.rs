@@ -25,15 +25,15 @@ pub fn marker() -> String {
 }
 
 /// A job with its captured output.
-pub struct Job {
+pub struct TestJob {
     pub launch: Launch,
     stdout: Arc<Mutex<Vec<u8>>>,
     stderr: Arc<Mutex<Vec<u8>>>,
     pub marker: String,
 }
 
-impl Job {
-    pub fn new(ranks: u32, command: &[&str]) -> Job {
+impl TestJob {
+    pub fn new(ranks: u32, command: &[&str]) -> TestJob {
         let (stdout, stderr) = (Arc::default(), Arc::default());
         let mut launch = Launch::new(command.iter().map(OsString::from).collect(), ranks);
         launch.stdout = Arc::clone(&stdout) as _;
@@ -41,11 +41,11 @@ impl Job {
         launch.timeout = LONG;
         let marker = marker();
         launch.vars.push((MARKER.into(), marker.clone().into()));
-        Job { launch, stdout, stderr, marker }
+        TestJob { launch, stdout, stderr, marker }
     }
 
-    pub fn shell(ranks: u32, script: &str) -> Job {
-        Job::new(ranks, &["sh", "-c", script])
+    pub fn shell(ranks: u32, script: &str) -> TestJob {
+        TestJob::new(ranks, &["sh", "-c", script])
     }
 
     /// Runs it; afterwards none of its processes may be left.

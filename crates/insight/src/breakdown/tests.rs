@@ -127,7 +127,7 @@ fn ranks_that_take_turns_are_no_straggler_and_neither_is_one_that_costs_little()
 }
 
 #[test]
-fn a_lateness_within_the_error_of_the_clocks_names_nobody() {
+fn a_lateness_within_the_error_of_the_clocks_names_no_rank() {
     let info = RunInfo { clock_error: 1.0, ..RunInfo::default() };
     assert_eq!(RunBreakdown::of(&info, &run(100, 4, |_| 2, 0.9)).straggler, None);
     assert!(RunBreakdown::of(&info, &run(100, 4, |_| 2, 1.1)).straggler.is_some());
@@ -207,9 +207,9 @@ fn agreements_count_by_how_rare_they_are() {
 }
 
 #[test]
-fn nobody_is_last_where_ranks_do_not_agree() {
+fn no_rank_is_last_where_ranks_do_not_agree() {
     let mut records = run_with_local_steps(420);
-    // Rank 1 is late wherever nobody waits for it, and rank 0 in agreements.
+    // Rank 1 is late wherever rank 0 does not wait for it, and rank 0 in agreements.
     for record in &mut records {
         record.ranks[usize::from(!record.agreed)].computed += 0.5;
     }

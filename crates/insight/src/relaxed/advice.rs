@@ -12,7 +12,7 @@
 //! `bsp` gives the weights of the synchronous run, so it is the advice unless a relaxed level is worth
 //! giving that up. Among those, a bounded one is better than none if it gets most of the gain. It does
 //! where slowness comes and goes; behind a worker that is always slow it gains nothing for long, since
-//! everybody soon waits for that one at the distance of the bound.
+//! all others soon wait for it at the distance of the bound.
 
 use serde::{Deserialize, Serialize};
 
@@ -177,8 +177,8 @@ impl Replay<'_> {
         let end = self.seconds * (1.0 + 1e-9);
         let mut done = 0u64;
         let mut now = vec![0.0; self.paces.len()];
-        // When all workers had finished each clock. Nobody gets further than the bound ahead of the
-        // slowest, who at best does as well as in `bsp`.
+        // When all workers had finished each clock. No worker gets further than the bound ahead of the
+        // slowest, which at best does as well as in `bsp`.
         let mut finished: Vec<f64> = Vec::with_capacity(HORIZON + bound);
         for clock in 0..HORIZON + bound {
             let admitted = clock.checked_sub(bound + 1).map_or(0.0, |before| finished[before]);
@@ -191,7 +191,7 @@ impl Replay<'_> {
         done as f64 / self.seconds
     }
 
-    /// Gradients per second if nobody waits for anybody.
+    /// Gradients per second if no worker waits for another.
     fn unbounded(&self) -> f64 {
         let pace = |pace: &Pace| {
             let clocks = pace.computes.len();
@@ -236,7 +236,7 @@ fn sentences(level: &str, predictions: &[LevelPrediction], paces: &[Pace]) -> St
         ("async", Some(who)) => format!(
             "async suits: {who}, and at bsp all wait for it; async would give {unbounded} the \
              gradients per second of bsp. A bound would not help for long: with one worker always \
-             slower, everybody soon waits for it at the distance of the bound, and ssp:S gives in the \
+             slower, all others soon wait for it at the distance of the bound, and ssp:S gives in the \
              long run no more gradients per second than bsp, only a head start of S clocks and more, \
              smaller updates."
         ),

@@ -2,7 +2,7 @@
 //!
 //! Within one file of records, a push stands exactly once; the pushes of one life of a worker are
 //! numbered without a gap, for a gap is a push that was acknowledged and lost; and so are the updates,
-//! for a gap is a change of the weights that nobody wrote down.
+//! for a gap is a change of the weights that was not written down.
 //!
 //! Across server shards, a push met all of them. The last push of a life is the one exception: its
 //! worker may have died before it reached every shard. A worker pushes again only when all shards have

@@ -54,11 +54,11 @@ pub struct RelaxedRun {
     pub samples_per_s: f64,
     /// Share of the workers' time spent waiting for servers and, through them, for others.
     pub blocked_share: f64,
-    /// Mean staleness in clocks; 0 without a push, and none where nobody can tell.
+    /// Mean staleness in clocks; 0 without a push, and none where the records do not say.
     pub mean_staleness: Option<f64>,
     /// The furthest that a worker ran ahead of the slowest.
     pub max_lead: u64,
-    /// How many pushes were how stale, in clocks, rounded; empty where nobody can tell.
+    /// How many pushes were how stale, in clocks, rounded; empty where the records do not say.
     pub staleness: Vec<(u64, u64)>,
     /// How many pushes were read how far ahead of the slowest worker.
     pub leads: Vec<(u64, u64)>,
@@ -99,9 +99,9 @@ pub struct WorkerStats {
     pub mean_compute: f64,
     /// Seconds of computing a gradient, median.
     pub median_compute: f64,
-    /// In clocks; none where nobody can tell.
+    /// In clocks; none where the records do not say.
     pub mean_staleness: Option<f64>,
-    /// In clocks; none where nobody can tell.
+    /// In clocks; none where the records do not say.
     pub max_staleness: Option<f64>,
     /// The furthest that it ran ahead of the slowest.
     pub max_lead: u64,

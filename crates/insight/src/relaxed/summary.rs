@@ -32,7 +32,7 @@ pub struct RelaxedSummary {
     pub blocked_share: f64,
     /// See [`RelaxedRun::staleness`]: `[clocks, pushes]`.
     pub staleness: Vec<(u64, u64)>,
-    /// In clocks; none where nobody can tell.
+    /// In clocks; none where the records do not say.
     pub mean_staleness: Option<f64>,
     /// See [`RelaxedRun::max_lead`].
     pub max_lead: u64,

@@ -216,7 +216,7 @@ fn equal_workers_are_advised_bsp_and_a_slow_one_async() {
 }
 
 #[test]
-fn what_nobody_can_tell_is_not_zero() {
+fn what_the_records_do_not_say_is_not_zero() {
     let records = unbounded(&[(0.1, 0.0)], 1.0);
     let run = RelaxedRun::of(info("gossip", 1), vec![records], Vec::new());
     assert_eq!((run.pushes, run.mean_staleness), (10, None));

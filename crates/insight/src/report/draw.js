@@ -153,7 +153,7 @@ function fillCommon() {
     element("div", {}, element("dt", {}, key), element("dd", {}, value))));
 }
 
-// Draws again when the place changes, and lets whoever looks know that everything is there.
+// Draws again when the width changes, and marks the page as complete for programs that wait for it.
 function finish(drawAll) {
   let width = innerWidth;
   window.addEventListener("resize", () => {

@@ -64,7 +64,7 @@ impl Report {
         html::render(self)
     }
 
-    /// The loss of the last step; none where nobody said it.
+    /// The loss of the last step; none where the program did not tell it.
     fn final_loss(&self) -> Option<String> {
         match (self.run.final_loss?, self.run.diverged) {
             (_, Some(step)) => Some(format!("no number since step {step}")),

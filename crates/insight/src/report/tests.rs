@@ -206,7 +206,7 @@ fn a_run_whose_loss_is_lost_has_a_verdict_that_says_so() {
         "{text}"
     );
     assert_eq!(page(&report)["verdict"]["headline"], report.verdict.headline);
-    // Of a framework's program nobody may have said the loss.
+    // A framework's program may not have told its loss.
     info.settings.insert("framework".into(), "torch 2.15.0".into());
     let text = Report::new(&info, &lost, None, None).terminal(200);
     assert!(text.contains("bottleneck") && !text.contains("final loss"), "{text}");

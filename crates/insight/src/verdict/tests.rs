@@ -109,7 +109,7 @@ fn a_straggler_that_computes_as_fast_is_told_apart() {
 }
 
 #[test]
-fn waiting_without_a_culprit_names_nobody() {
+fn waiting_without_a_culprit_names_no_rank() {
     let verdict = judge(&run(0.01, 0.03, 0.0));
     assert_eq!(verdict.bottleneck, Bottleneck::Straggler);
     assert!(verdict.headline.starts_with("Uneven ranks"));

@@ -100,7 +100,8 @@ impl LocalSteps {
         let invalid = |text: String| site.invalid(py, &text);
         let parameters = settings::parameters(parameters).map_err(invalid)?;
         let spec: StrategySpec = strategy.parse().map_err(|e| invalid(format!("{e}")))?;
-        let plan = spec.plan().ok_or_else(|| invalid(format!("{spec} has no local steps")))?;
+        let plan =
+            spec.local_steps().ok_or_else(|| invalid(format!("{spec} has no local steps")))?;
         let compression = codec.compression().map_err(invalid)?;
         if compression.as_ref().is_some_and(|compression| compression.auto) {
             return Err(invalid(

@@ -123,7 +123,7 @@ fn a_small_gain_is_refused() {
     assert!(advice.reason.contains("not worth its loss of precision"), "{}", advice.reason);
 }
 
-/// What coding costs depends on whether somebody else wants the processors.
+/// What coding costs depends on whether the processors have other work.
 #[test]
 fn full_processors_make_encoding_dear() {
     let candidates = [candidate("int8", MIB / 4.0, 30e-3)];
@@ -151,11 +151,11 @@ fn processor_time_is_neither_lost_nor_won() {
 }
 
 #[test]
-fn alone_there_is_nobody_to_send_to() {
+fn alone_there_is_no_worker_to_send_to() {
     let observed = Observed { workers: 1, ..observed(0.0) };
     let advice = advise(&observed, &dense(), &[]);
     assert_eq!((advice.chosen, advice.rows.len()), (None, 1));
-    assert_eq!(advice.reason, "there is nobody to send to");
+    assert_eq!(advice.reason, "there is no other worker to send to");
 }
 
 #[test]

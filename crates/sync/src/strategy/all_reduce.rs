@@ -16,7 +16,7 @@ pub struct AllReduce {
 }
 
 impl AllReduce {
-    /// Over the ranks of a group, which nobody else uses from now on.
+    /// Over the ranks of a group, which serves nothing else from now on.
     pub fn new(group: Group, shards: Shards) -> AllReduce {
         AllReduce { combiner: Combiner::new(group, shards) }
     }

@@ -21,7 +21,7 @@ pub use alone::Alone;
 pub use compressed::{Compressed, Compression, spread};
 pub use local::{Agreed, Due, LocalSteps, Round, Schedule};
 pub use queue::Queue;
-pub use spec::{BadStrategy, Diloco, Local, Plan, StrategySpec};
+pub use spec::{BadStrategy, Diloco, Local, LocalStepsSpec, StrategySpec};
 
 use unisono_collective::{AbortHandle, Group, Options};
 
@@ -178,7 +178,7 @@ pub fn build(
     parameters: &[Parameter],
     compression: Option<Compression>,
 ) -> Result<Queue, SyncError> {
-    match spec.plan() {
+    match spec.local_steps() {
         None => mean(group, shards, false, parameters, compression),
         Some(plan) => {
             let local = LocalSteps::new(group, parameters, plan, compression)?;

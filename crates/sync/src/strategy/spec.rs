@@ -43,28 +43,28 @@ pub struct Diloco {
 /// What local steps are made of, whatever their name: when the workers synchronize, and what becomes
 /// of the mean.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Plan {
+pub struct LocalStepsSpec {
     pub(super) schedule: Schedule,
     pub(super) outer: OptimizerSpec,
 }
 
 impl StrategySpec {
-    /// The plan of a strategy with local steps; `None` if every step is synchronized.
-    pub fn plan(&self) -> Option<Plan> {
+    /// The local steps of a strategy that has them; `None` if every step is synchronized.
+    pub fn local_steps(&self) -> Option<LocalStepsSpec> {
         match self {
             StrategySpec::AllReduce => None,
-            StrategySpec::Local(local) => Some(local.plan()),
-            StrategySpec::Diloco(diloco) => Some(diloco.plan()),
+            StrategySpec::Local(local) => Some(local.local_steps()),
+            StrategySpec::Diloco(diloco) => Some(diloco.local_steps()),
         }
     }
 }
 
 impl Local {
     /// The outer optimizer takes the mean as it is.
-    pub fn plan(&self) -> Plan {
+    pub fn local_steps(&self) -> LocalStepsSpec {
         let schedule = Schedule::new(self.period, self.longest, 1, 0);
         let learning_rate = LearningRate::Constant(1.0);
-        Plan { schedule, outer: OptimizerSpec::Sgd { learning_rate, weight_decay: 0.0 } }
+        LocalStepsSpec { schedule, outer: OptimizerSpec::Sgd { learning_rate, weight_decay: 0.0 } }
     }
 
     /// Steps of the first period.
@@ -94,14 +94,17 @@ impl Diloco {
     pub const MOMENTUM: f64 = 0.9;
 
     /// The outer optimizer is gradient descent with Nesterov momentum.
-    pub fn plan(&self) -> Plan {
+    pub fn local_steps(&self) -> LocalStepsSpec {
         let outer = OptimizerSpec::Momentum {
             learning_rate: LearningRate::Constant(self.rate),
             momentum: self.momentum,
             nesterov: true,
             weight_decay: 0.0,
         };
-        Plan { schedule: Schedule::new(self.period, self.period, self.streams, self.delay), outer }
+        LocalStepsSpec {
+            schedule: Schedule::new(self.period, self.period, self.streams, self.delay),
+            outer,
+        }
     }
 
     /// Steps from one synchronization of a parameter to its next.
@@ -263,10 +266,11 @@ mod tests {
 
     #[test]
     fn settings_reach_the_plan() {
-        assert_eq!(parse("all-reduce").plan(), None);
-        let plan = parse("local:3..5").plan().unwrap();
+        assert_eq!(parse("all-reduce").local_steps(), None);
+        let plan = parse("local:3..5").local_steps().unwrap();
         assert_eq!(plan.schedule, Schedule::new(3, 5, 1, 0));
-        let plan = parse("diloco:9,streams=3,delay=2,rate=0.5,momentum=0.25").plan().unwrap();
+        let plan =
+            parse("diloco:9,streams=3,delay=2,rate=0.5,momentum=0.25").local_steps().unwrap();
         assert_eq!(plan.schedule, Schedule::new(9, 9, 3, 2));
         assert_eq!(
             plan.outer.to_string(),
@@ -327,7 +331,7 @@ mod tests {
             let diloco = Diloco { period, streams, delay, rate, momentum };
             for spec in [StrategySpec::Local(local), StrategySpec::Diloco(diloco)] {
                 prop_assert_eq!(spec.to_string().parse(), Ok(spec));
-                prop_assert!(spec.plan().is_some());
+                prop_assert!(spec.local_steps().is_some());
             }
         }
 
@@ -335,7 +339,7 @@ mod tests {
         fn any_text_parses_or_is_refused(text in "(local|diloco):[0-9.,=a-z-]{0,20}") {
             if let Ok(spec) = text.parse::<StrategySpec>() {
                 prop_assert_eq!(spec.to_string().parse(), Ok(spec));
-                prop_assert!(spec.plan().is_some());
+                prop_assert!(spec.local_steps().is_some());
             }
         }
     }

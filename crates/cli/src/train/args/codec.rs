@@ -9,7 +9,7 @@ use unisono::sync::strategy::StrategySpec;
 use super::{CodecChoice, TrainArgs};
 use unisono::worker::Consistency;
 
-/// Steps that are not encoded if nobody says how many. Not a share of all, which a run that is resumed
+/// Steps that are not encoded unless the user says how many. Not a share of all, which a run that is resumed
 /// may have more of.
 const WARM_UP: u64 = 300;
 

@@ -24,7 +24,7 @@ use crate::exit::Wrong;
 use choices::Schedule;
 pub use choices::{CodecChoice, ServersChoice};
 use plan::Given;
-pub use plan::{Plan, RelaxedPlan, Work};
+pub use plan::{RelaxedPlan, RunPlan, Workload};
 use unisono::worker::Consistency;
 
 /// Shards of a run that does not say how many. Every number of workers up to this one can share
@@ -242,7 +242,7 @@ impl TrainArgs {
     }
 
     /// What these mean for as many workers.
-    pub fn plan(&self, workers: usize) -> anyhow::Result<Plan> {
+    pub fn plan(&self, workers: usize) -> anyhow::Result<RunPlan> {
         self.make_plan(workers).wrong_call()
     }
 
@@ -273,8 +273,8 @@ impl TrainArgs {
         self.checkpoint_dir.is_some()
     }
 
-    fn make_plan(&self, workers: usize) -> anyhow::Result<Plan> {
-        ensure!(workers > 0, "--workers 0: nobody would train; use at least 1");
+    fn make_plan(&self, workers: usize) -> anyhow::Result<RunPlan> {
+        ensure!(workers > 0, "--workers 0: no worker would train; use at least 1");
         ensure!(
             (1..=MOST).contains(&self.accumulate),
             "--accumulate {}: use 1 to {MOST}",
@@ -285,13 +285,13 @@ impl TrainArgs {
             "--threads {}: use 1 to {MOST_THREADS}",
             self.threads
         );
-        let work = self.work()?;
+        let workload = self.workload()?;
         // Too many for any batch, if they are too many to count.
         let needed = workers.saturating_mul(self.accumulate);
         // Every shard's gradient is encoded by itself: more of them are more to send.
         let encodes = self.encodes() && self.agrees_always();
-        let usual = match work {
-            Work::Learn { .. } if !encodes => SHARDS.max(needed),
+        let usual = match workload {
+            Workload::Learn { .. } if !encodes => SHARDS.max(needed),
             _ => needed,
         };
         let count = self.shards.unwrap_or(usual);
@@ -308,16 +308,16 @@ impl TrainArgs {
         let usual = BATCH.next_multiple_of(count);
         let batch = self.batch.unwrap_or(usual);
         // A replayed model has no samples to speak of.
-        let learns = matches!(work, Work::Learn { .. });
+        let learns = matches!(workload, Workload::Learn { .. });
         let instead_of_batch = (learns && self.batch.is_none() && usual != BATCH).then_some(BATCH);
         ensure!(batch <= MOST, "--batch {batch}: use at most {MOST}");
         ensure!(
             batch > 0 && batch.is_multiple_of(count),
             "--batch {batch} cannot be cut into {count} shards; use a multiple of {count}"
         );
-        let mut optimizer = self.optimizer(&work);
+        let mut optimizer = self.optimizer(&workload);
         let codec = self.codec(&mut optimizer)?;
-        Ok(Plan {
+        Ok(RunPlan {
             shards: count,
             batch,
             steps: self.steps,
@@ -344,7 +344,7 @@ impl TrainArgs {
                 shards: self.shards.is_some(),
                 instead_of_batch,
             },
-            work,
+            workload,
         })
     }
 

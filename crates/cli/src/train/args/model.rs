@@ -7,7 +7,7 @@ use unisono_workload::data::DataSpec;
 use unisono_workload::model::ModelSpec;
 
 use super::choices::Schedule;
-use super::{TrainArgs, Work};
+use super::{TrainArgs, Workload};
 
 /// The weight decay of AdamW for the perceptron, which learns small data by heart without. Chosen by
 /// the mean over eight seeds.
@@ -20,7 +20,7 @@ const WIDEST: usize = 1 << 14;
 const MOST_MS: f64 = 3_600_000.0;
 
 impl TrainArgs {
-    pub(super) fn work(&self) -> anyhow::Result<Work> {
+    pub(super) fn workload(&self) -> anyhow::Result<Workload> {
         if let Some(spec) = self.model.strip_prefix("replay:") {
             self.refuse_sizes(&["hidden", "channels", "layers", "width", "heads", "context"])?;
             if let Some(ms) = self.compute_ms {
@@ -32,7 +32,7 @@ impl TrainArgs {
             ensure!(self.data.is_none(), "--data: a replayed model looks at none; leave it out");
             let no_checkpoint = "--checkpoint-dir: a replayed model has no weights; leave it out";
             ensure!(self.checkpoint_dir.is_none(), no_checkpoint);
-            return Ok(Work::Replay { spec: spec.to_owned(), compute_ms: self.compute_ms });
+            return Ok(Workload::Replay { spec: spec.to_owned(), compute_ms: self.compute_ms });
         }
         let one = [self.layers, self.width, self.heads, self.context].into_iter().flatten();
         if let Some(size) = one
@@ -60,7 +60,7 @@ impl TrainArgs {
             }
             (None, _) => DataSpec::Digits,
         };
-        Ok(Work::Learn { model, data })
+        Ok(Workload::Learn { model, data })
     }
 
     /// Refuses those of the flags for sizes that were given, for the model has no use for them.
@@ -116,7 +116,7 @@ impl TrainArgs {
         Ok(())
     }
 
-    pub(super) fn optimizer(&self, work: &Work) -> OptimizerSpec {
+    pub(super) fn optimizer(&self, workload: &Workload) -> OptimizerSpec {
         let usual = match self.strategy.level() {
             Some(Level::Downpour(_)) => "adagrad",
             Some(Level::Hogwild) => "sgd",
@@ -134,8 +134,8 @@ impl TrainArgs {
             },
         };
         spec = spec.with_learning_rate(rate);
-        let usual = match (work, spec) {
-            (Work::Learn { model: ModelSpec::Mlp { .. }, .. }, OptimizerSpec::AdamW { .. }) => {
+        let usual = match (workload, spec) {
+            (Workload::Learn { model: ModelSpec::Mlp { .. }, .. }, OptimizerSpec::AdamW { .. }) => {
                 Some(MLP_DECAY)
             }
             _ => None,
@@ -159,7 +159,7 @@ mod tests {
     fn optimizer(flags: &str) -> String {
         let flags = std::iter::once("unisono").chain(flags.split_whitespace());
         let args = Program::parse_from(flags).args;
-        args.optimizer(&args.work().unwrap()).to_string()
+        args.optimizer(&args.workload().unwrap()).to_string()
     }
 
     /// The rows of a table of the documentation, after its head.
@@ -204,7 +204,10 @@ mod tests {
             };
             let built = |flags: &str| {
                 let flags = format!("unisono --data text:f --model {model} {flags}");
-                format!("{:?}", Program::parse_from(flags.split_whitespace()).args.work().unwrap())
+                format!(
+                    "{:?}",
+                    Program::parse_from(flags.split_whitespace()).args.workload().unwrap()
+                )
             };
             assert_eq!(built(""), built(flags), "{model}");
         }

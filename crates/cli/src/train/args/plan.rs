@@ -20,7 +20,7 @@ const REPLAY_MS: f64 = 50.0;
 
 /// What there is to compute.
 #[derive(Clone, Debug)]
-pub enum Work {
+pub enum Workload {
     /// A model that learns.
     Learn { model: ModelSpec, data: DataSpec },
     /// A model that is replayed.
@@ -29,8 +29,8 @@ pub enum Work {
 
 /// A run, with everything decided but the number of workers.
 #[derive(Clone)]
-pub struct Plan {
-    pub work: Work,
+pub struct RunPlan {
+    pub workload: Workload,
     pub shards: usize,
     pub batch: usize,
     pub steps: u64,
@@ -77,7 +77,7 @@ pub struct RelaxedPlan {
     pub restarts: u32,
 }
 
-impl Plan {
+impl RunPlan {
     /// How the replicas are kept in step.
     pub fn settings(&self) -> Settings {
         let mut settings = Settings::new(self.shards);
@@ -106,7 +106,7 @@ impl Plan {
 
     /// What the user should know before it begins.
     pub fn notices(&self) -> Vec<String> {
-        let Plan { batch, shards, steps, .. } = self;
+        let RunPlan { batch, shards, steps, .. } = self;
         let batch = self.given.instead_of_batch.map(|usual| {
             format!(
                 "a step has {batch} samples instead of the usual {usual}, which {shards} shards cannot \
@@ -171,9 +171,9 @@ impl Plan {
 
     /// The model and the data, for people.
     pub fn names(&self) -> (String, String) {
-        match &self.work {
-            Work::Learn { model, data } => (model.to_string(), data.to_string()),
-            Work::Replay { spec, .. } => (format!("replay:{spec}"), "nothing".to_owned()),
+        match &self.workload {
+            Workload::Learn { model, data } => (model.to_string(), data.to_string()),
+            Workload::Replay { spec, .. } => (format!("replay:{spec}"), "nothing".to_owned()),
         }
     }
 

@@ -8,7 +8,7 @@ use unisono::sync::strategy::StrategySpec;
 use super::{RelaxedPlan, ServersChoice, TrainArgs};
 use unisono::worker::Consistency;
 
-/// How often processes of a relaxed run are started again if nobody says how often. More would hide
+/// How often processes of a relaxed run are started again unless the user says how often. More would hide
 /// that something is wrong; fewer give up after one bad day of a machine.
 const RESTARTS: u32 = 3;
 

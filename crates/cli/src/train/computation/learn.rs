@@ -14,7 +14,7 @@ use unisono_workload::data::{Dataset, Kind, SampleOrder, Split};
 use unisono_workload::init::initialize;
 use unisono_workload::model::{Model, ModelSpec, accuracy};
 
-use super::super::args::{Plan, Work};
+use super::super::args::{RunPlan, Workload};
 use super::{Computation, Judgement, slow_down};
 
 /// Samples judged at once. More: more memory. Fewer: slower.
@@ -35,8 +35,8 @@ pub struct Learning {
 
 impl Learning {
     /// Builds the model of a plan, with its initial weights, and loads the data.
-    pub fn load(plan: &Plan) -> anyhow::Result<Learning> {
-        let Work::Learn { model, data } = &plan.work else {
+    pub fn load(plan: &RunPlan) -> anyhow::Result<Learning> {
+        let Workload::Learn { model, data } = &plan.workload else {
             anyhow::bail!("a replayed model has no weights")
         };
         let data = data.load(context_of(model)).context("--data")?;
@@ -93,7 +93,7 @@ pub struct Learner<'a> {
 
 impl<'a> Learner<'a> {
     /// That of a worker that agrees with those of a group.
-    pub fn agreeing(plan: &Plan, group: &Group) -> anyhow::Result<Learner<'a>> {
+    pub fn agreeing(plan: &RunPlan, group: &Group) -> anyhow::Result<Learner<'a>> {
         let learning = Learning::load(plan)?;
         let replica = Replica::new(group, &learning.parameters, plan.settings(), plan.optimizer)?;
         Ok(Learner { learning, replica, computed: Duration::ZERO })

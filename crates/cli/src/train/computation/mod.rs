@@ -7,7 +7,7 @@ use unisono::Group;
 use unisono::cluster::checkpoint::{Loaded, Snapshot};
 use unisono::sync::{StepOutcome, Synchronizer};
 
-use super::args::{Plan, Work};
+use super::args::{RunPlan, Workload};
 pub use learn::{Learner, Learning};
 use replay::Replayer;
 
@@ -59,10 +59,10 @@ pub struct Judgement {
 }
 
 /// Makes this worker's part of the run.
-pub fn build(plan: &Plan, group: &Group) -> anyhow::Result<Box<dyn Computation>> {
-    Ok(match &plan.work {
-        Work::Learn { .. } => Box::new(Learner::agreeing(plan, group)?),
-        Work::Replay { spec, compute_ms } => {
+pub fn build(plan: &RunPlan, group: &Group) -> anyhow::Result<Box<dyn Computation>> {
+    Ok(match &plan.workload {
+        Workload::Learn { .. } => Box::new(Learner::agreeing(plan, group)?),
+        Workload::Replay { spec, compute_ms } => {
             Box::new(Replayer::new(plan, spec, *compute_ms, group)?)
         }
     })

@@ -12,7 +12,7 @@ use unisono::sync::strategy::Weights;
 use unisono::sync::{Parameter, StepOutcome, Synchronizer};
 use unisono_workload::replay::Replay;
 
-use super::super::args::Plan;
+use super::super::args::RunPlan;
 use super::{Computation, Judgement};
 
 /// A replayed model.
@@ -28,7 +28,7 @@ pub struct Replayer {
 
 impl Replayer {
     pub fn new(
-        plan: &Plan,
+        plan: &RunPlan,
         spec: &str,
         compute_ms: Option<f64>,
         group: &Group,
@@ -51,7 +51,7 @@ impl Replayer {
         let longest = parameters.iter().map(Parameter::elements).max().unwrap_or(0);
         let synchronizer = Synchronizer::new(Some(group), parameters, plan.settings())?;
         let of_file = replay.compute.map(|compute| compute.as_secs_f64() * 1e3);
-        let compute = Duration::from_secs_f64(Plan::replay_ms(compute_ms, of_file) / 1e3);
+        let compute = Duration::from_secs_f64(RunPlan::replay_ms(compute_ms, of_file) / 1e3);
         let gradient = gradient(longest);
         Ok(Replayer { replay, synchronizer, compute, gradient, begun: 0, steps: 0 })
     }

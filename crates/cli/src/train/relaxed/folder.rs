@@ -20,7 +20,7 @@ use unisono::recording::relaxed::run_info;
 use unisono::relaxed::server::Run;
 use unisono::relaxed::server::journal::Journal;
 
-use super::super::args::{Plan, RelaxedPlan, ServersChoice, TrainArgs};
+use super::super::args::{RelaxedPlan, RunPlan, ServersChoice, TrainArgs};
 use super::super::computation::Learning;
 use super::optimizer;
 use crate::exit::Wrong;
@@ -49,7 +49,7 @@ pub enum Found {
 
 impl Folder {
     /// Makes the folder: the one that was named, or the first in `runs` that does not exist.
-    pub fn make(plan: &Plan, info: &RunInfo) -> anyhow::Result<Folder> {
+    pub fn make(plan: &RunPlan, info: &RunInfo) -> anyhow::Result<Folder> {
         let dir = plan.run_dir.as_deref();
         let made = create(dir, &info.name, |dir| RelaxedFolder::create(dir, info));
         let made = made.map(|folder| Folder { dir: folder.path().to_owned() });
@@ -60,7 +60,7 @@ impl Folder {
     }
 
     /// Makes the folder, or goes on in the one that an earlier process made, if the run goes on.
-    pub fn make_or_go_on(plan: &Plan, info: &RunInfo, goes_on: bool) -> anyhow::Result<Folder> {
+    pub fn make_or_go_on(plan: &RunPlan, info: &RunInfo, goes_on: bool) -> anyhow::Result<Folder> {
         match &plan.run_dir {
             Some(dir) if goes_on && RelaxedFolder::is_relaxed(dir) => {
                 let saved = RelaxedFolder::open(dir).context("--run-dir")?;
@@ -79,7 +79,7 @@ impl Folder {
     }
 
     /// Looks for the run of a journal.
-    pub fn find(journal: &Path, plan: &Plan, info: &RunInfo) -> anyhow::Result<Found> {
+    pub fn find(journal: &Path, plan: &RunPlan, info: &RunInfo) -> anyhow::Result<Found> {
         let name = journal.display();
         let dir = match std::fs::read(journal.join(FOLDER)) {
             Ok(path) => PathBuf::from(OsString::from_vec(path)),
@@ -198,7 +198,7 @@ fn expect_balanced(saved: &SavedRun) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Says what to do about servers that somebody else started, if they have recorded nothing.
+/// Says what to do about servers that the leader did not start, if they have recorded nothing.
 pub fn advise_to_record(pushes: u64, run: &Run) {
     if pushes == 0 && run.total > 0 {
         say!(
@@ -261,7 +261,12 @@ fn difference(theirs: &RunInfo, ours: &RunInfo) -> Option<(String, String, Strin
 }
 
 /// The run, for its report.
-pub fn describe(plan: &Plan, relaxed: &RelaxedPlan, workers: usize, args: &TrainArgs) -> RunInfo {
+pub fn describe(
+    plan: &RunPlan,
+    relaxed: &RelaxedPlan,
+    workers: usize,
+    args: &TrainArgs,
+) -> RunInfo {
     let (model, data) = plan.names();
     let name = model.split([' ', ':', '/']).next().unwrap_or("run").to_owned();
     let mut settings = toml::Table::new();

@@ -13,15 +13,15 @@ use unisono::relaxed::gossip::{Gossip, GossipConfig};
 use unisono::sync::strategy::Weights as _;
 use unisono::worker::{GossipLog, Gossiping, Worker};
 
-use super::super::args::{Plan, TrainArgs};
+use super::super::args::{RunPlan, TrainArgs};
 use super::super::computation::{Learner, Learning};
 use super::super::progress::Reporter;
-use super::worker::{Place, need_leader, peers};
+use super::worker::{WorkerPlace, need_leader, peers};
 use super::{collector, explain, run_dir, train, weights as files};
 use crate::serve;
 
 /// Trains its replica, and exchanges after every step.
-pub fn run(args: &TrainArgs, plan: &Plan, place: &Place) -> anyhow::Result<ExitCode> {
+pub fn run(args: &TrainArgs, plan: &RunPlan, place: &WorkerPlace) -> anyhow::Result<ExitCode> {
     let listener = serve::inherited()?.with_context(|| need_leader("--strategy gossip"))?;
     let dir = run_dir(plan)?;
     let learning = Learning::load(plan)?;
@@ -58,7 +58,7 @@ pub fn run(args: &TrainArgs, plan: &Plan, place: &Place) -> anyhow::Result<ExitC
         && gossip.joined().is_none()
         && let Some(left) = left_behind(&dir, place)
     {
-        // Killed on the last stretch, and nobody is there any more: the end is where they left it.
+        // Killed on the last stretch, and the others have left: the run ends with the weights of one of them.
         return files::copy(&left, &files::path(&dir, place.rank)).map(|()| ExitCode::SUCCESS);
     }
     let mut step = 0;
@@ -101,8 +101,8 @@ pub fn exchanges(dir: &Path, worker: usize) -> PathBuf {
     dir.join(format!("exchanges-{worker}"))
 }
 
-/// The weights of somebody who is done, this worker itself first.
-fn left_behind(dir: &Path, place: &Place) -> Option<PathBuf> {
+/// The weights of a worker that is done, this worker itself first.
+fn left_behind(dir: &Path, place: &WorkerPlace) -> Option<PathBuf> {
     let mut ranks = std::iter::once(place.rank).chain(0..place.workers);
     ranks.find_map(|rank| Some(files::path(dir, rank)).filter(|path| path.exists()))
 }

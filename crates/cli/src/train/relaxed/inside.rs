@@ -1,6 +1,6 @@
 //! `--servers inside`: a server in every worker.
 //!
-//! Others need the server of a worker until all are done, so nobody leaves before. Rank 0 finds out, and
+//! Others need the server of a worker until all are done, so no worker leaves before. Rank 0 finds out, and
 //! then leaves the weights in a file. Where that file is, the run is over: for workers that wait for it,
 //! and for those that were killed on the last stretch and come back.
 
@@ -13,9 +13,9 @@ use unisono::relaxed::server::{
     ASK_EVERY, ClientOptions, Files, Run, Server, ServerOptions, fetch_weights, is_over,
 };
 
-use super::super::args::{Plan, RelaxedPlan};
+use super::super::args::{RelaxedPlan, RunPlan};
 use super::lead::journal;
-use super::worker::{Place, need_leader};
+use super::worker::{WorkerPlace, need_leader};
 use super::{run_dir, weights};
 use crate::serve;
 
@@ -29,9 +29,9 @@ pub struct Inside {
 impl Inside {
     /// Starts it; `None` if the run is over.
     pub fn start(
-        plan: &Plan,
+        plan: &RunPlan,
         relaxed: &RelaxedPlan,
-        place: &Place,
+        place: &WorkerPlace,
     ) -> anyhow::Result<Option<Inside>> {
         let listener = serve::inherited()?.with_context(|| need_leader("--servers inside"))?;
         let dir = run_dir(plan)?;
@@ -64,12 +64,12 @@ impl Inside {
         self.server.has_failed()
     }
 
-    /// Serves until everybody is done.
+    /// Serves until all workers are done.
     pub fn wait_for_all(
         &self,
         run: &Run,
         options: &ClientOptions,
-        place: &Place,
+        place: &WorkerPlace,
     ) -> anyhow::Result<()> {
         while !place.stop.load(Ordering::Relaxed) && !self.end.exists() {
             self.check()?;

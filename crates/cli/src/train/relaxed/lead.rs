@@ -133,7 +133,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let finished =
         folder.finish(&learning, exchanges, restarted.load(Ordering::Relaxed), args.json);
     let pushes = match finished {
-        // Nobody reads the result, but the run is done.
+        // The reader of the result has gone, but the run is done.
         Err(error) if output::is_closed(&error) => Err(error),
         other => Ok(other?),
     };
@@ -176,7 +176,7 @@ fn expect_unfinished(run: &Run, options: &ClientOptions) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Somebody who only looks.
+/// How the leader, which is no worker, reaches the servers.
 pub fn visitor(token: Token) -> ClientOptions {
     ClientOptions {
         servers: Vec::new(),
@@ -203,7 +203,7 @@ fn explain(
         _ => false,
     };
     match (outcome, failure) {
-        // Whoever closed the pipe knows.
+        // The reader that closed the pipe knows.
         (Ended::OutputLost { closed: true, .. }, _) => {}
         (Ended::Interrupted { .. }, _) => {
             let report = folder.leave()?;

@@ -3,7 +3,7 @@
 //! The process that the user starts *leads*: it makes the folder of the run, starts servers and workers,
 //! and starts those again that die. The servers record every push in the folder. When the workers are
 //! done, the leader fetches the weights, judges the model, and writes the report. With `hogwild` the
-//! workers are threads of the leader. Workers that somebody else has started have no leader; then rank 0
+//! workers are threads of the leader. Workers that another launcher has started have no leader; then rank 0
 //! makes the folder and writes the report.
 
 mod folder;
@@ -28,7 +28,7 @@ use unisono::sync::shards::Shards;
 use unisono::sync::strategy::Weights;
 use unisono::worker::{Collector, WorkerError};
 
-use super::args::{Plan, RelaxedPlan, TrainArgs};
+use super::args::{RelaxedPlan, RunPlan, TrainArgs};
 use super::computation::{Learner, Learning};
 use super::is_launched;
 use super::progress::{Failure, Reporter};
@@ -54,7 +54,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
 
 /// The run, as servers are told.
 fn described(
-    plan: &Plan,
+    plan: &RunPlan,
     relaxed: &RelaxedPlan,
     parameters: &[Parameter],
     workers: usize,
@@ -75,14 +75,14 @@ fn described(
 }
 
 /// The optimizer of the weights that workers share.
-fn optimizer(plan: &Plan, level: Level, workers: usize) -> OptimizerSpec {
+fn optimizer(plan: &RunPlan, level: Level, workers: usize) -> OptimizerSpec {
     level.optimizer(&plan.optimizer, workers as u32)
 }
 
 /// Trains until the run is over, or this process is told to stop.
 fn train(
     learner: &mut Learner<'_>,
-    plan: &Plan,
+    plan: &RunPlan,
     rank: usize,
     stop: &AtomicBool,
     reporter: &mut Option<Reporter>,
@@ -105,7 +105,7 @@ fn train(
 
 /// Says of a loss that was no number any more, if that is why a worker ends, what to do about it, and
 /// leaves word for the report. A worker that has no folder of its own may share that of the leader.
-fn explain(error: anyhow::Error, plan: &Plan, folder: Option<&Folder>) -> anyhow::Error {
+fn explain(error: anyhow::Error, plan: &RunPlan, folder: Option<&Folder>) -> anyhow::Error {
     let Some(ReplicaError::Worker(cause @ WorkerError::NotANumber { worker, step })) =
         error.downcast_ref()
     else {
@@ -130,7 +130,7 @@ fn put(weights: &mut ModelWeights, values: &[Vec<f32>]) {
 
 /// What sums the gradients of a worker's shards.
 fn collector(
-    plan: &Plan,
+    plan: &RunPlan,
     learning: &Learning,
     rank: usize,
     workers: usize,
@@ -142,7 +142,7 @@ fn collector(
 }
 
 /// The folder of the run, which the leader made.
-fn run_dir(plan: &Plan) -> anyhow::Result<PathBuf> {
+fn run_dir(plan: &RunPlan) -> anyhow::Result<PathBuf> {
     plan.run_dir
         .clone()
         .ok_or_else(|| anyhow::anyhow!("--run-dir: a worker needs the leader's folder"))

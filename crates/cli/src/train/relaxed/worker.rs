@@ -26,7 +26,7 @@ use super::{collector, described, explain, gossip, put, train};
 use crate::serve;
 
 /// Where a worker is in its job.
-pub struct Place {
+pub struct WorkerPlace {
     pub rank: usize,
     pub workers: usize,
     /// How often this launcher has started it, from 1. Servers, which may outlast a launcher, count by
@@ -35,14 +35,14 @@ pub struct Place {
     pub stop: Arc<AtomicBool>,
 }
 
-impl Place {
-    fn find() -> anyhow::Result<Place> {
+impl WorkerPlace {
+    fn find() -> anyhow::Result<WorkerPlace> {
         let stop = Arc::new(AtomicBool::new(false));
         for signal in [SIGINT, SIGTERM] {
             signal_hook::flag::register(signal, stop.clone()).context("listening for signals")?;
         }
         let Identity { rank, world, starts, .. } = Identity::from_env()?;
-        Ok(Place { rank: rank as usize, workers: world as usize, starts, stop })
+        Ok(WorkerPlace { rank: rank as usize, workers: world as usize, starts, stop })
     }
 
     pub fn is_told_to_stop(&self) -> bool {
@@ -50,9 +50,9 @@ impl Place {
     }
 }
 
-/// Works until the run is over. Where nobody leads, rank 0 sums it up.
+/// Works until the run is over. Where there is no leader, rank 0 sums it up.
 pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
-    let place = Place::find()?;
+    let place = WorkerPlace::find()?;
     let plan = args.plan(place.workers)?;
     let relaxed = plan.relaxed.clone().context("a relaxed run")?;
     if relaxed.level == Level::Gossip {
@@ -143,7 +143,7 @@ fn sum_up(
     weights: &mut ModelWeights,
     run: &Run,
     options: &ClientOptions,
-    place: &Place,
+    place: &WorkerPlace,
 ) -> anyhow::Result<()> {
     while !is_over(run, options)? {
         if place.is_told_to_stop() {
@@ -170,7 +170,7 @@ fn is_stop(error: &anyhow::Error) -> bool {
 pub fn options(
     args: &TrainArgs,
     relaxed: &RelaxedPlan,
-    place: &Place,
+    place: &WorkerPlace,
 ) -> anyhow::Result<ClientOptions> {
     let servers = match &relaxed.servers {
         ServersChoice::At(addresses) => addresses.clone(),

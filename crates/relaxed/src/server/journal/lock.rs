@@ -40,7 +40,7 @@ impl Lock {
     /// Locks a folder, which is made if it does not exist. A process that holds it is waited for as
     /// long as `patience`.
     pub fn take(folder: &Path, patience: Duration) -> Result<Lock, JournalError> {
-        unisono_collective::folder::make(folder).attempt("make", folder)?;
+        unisono_net::folder::make(folder).attempt("make", folder)?;
         let path = folder.join(LOCK);
         let mut options = File::options();
         let options = options.read(true).write(true).create(true).truncate(false);

@@ -345,7 +345,7 @@ fn latency(group: &Group, elements: usize, pause: Duration) -> Result<f64, Error
     let mut values = vec![0f32; elements];
     for _ in 0..CALLS {
         std::thread::sleep(pause);
-        // Whoever slept longer is waited for before the clock starts.
+        // The rank that slept longest is waited for before the clock starts.
         group.barrier()?;
         let start = Instant::now();
         group.all_reduce(&mut values, Reduction::Sum)?;

@@ -1,7 +1,7 @@
 //! Encodings that are only of use as a whole: all workers get all of them.
 //!
 //! A worker sends, for each of its shards and each parameter, the length of the encoding (4 bytes)
-//! and the encoding. Everybody then decodes those of all shards and adds them up in the order of the
+//! and the encoding. Every worker then decodes those of all shards and adds them up in the order of the
 //! shards: they are sparse, and a tree would add mostly zeros.
 
 use unisono_codec::{BadEncoding, Gathered};
@@ -23,7 +23,7 @@ impl Compressed {
     ) -> Result<(), SyncError> {
         let (layout, step, shards) = (gradients.layout.clone(), gradients.step, gradients.shards);
         let mut coding = self.coding;
-        let mut mine = std::mem::take(&mut self.scratch.mine);
+        let mut mine = std::mem::take(&mut self.buffers.mine);
         mine.clear();
         timed(&mut coding, || {
             for (i, shard) in self.own.clone().enumerate() {
@@ -60,7 +60,7 @@ impl Compressed {
             })
         });
         let lengths = lengths.collect::<Result<Vec<usize>, SyncError>>()?;
-        let mut all = std::mem::take(&mut self.scratch.all);
+        let mut all = std::mem::take(&mut self.buffers.all);
         all.resize(lengths.iter().sum(), 0);
         group.all_gather_unequal(&mine, &mut all, &lengths)?;
         timed(&mut coding, || -> Result<(), SyncError> {
@@ -90,8 +90,8 @@ impl Compressed {
             }
             Ok(())
         })?;
-        self.scratch.mine = mine;
-        self.scratch.all = all;
+        self.buffers.mine = mine;
+        self.buffers.all = all;
         self.coding = coding;
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! What is remembered from step to step, and how it is saved.
 //!
-//! Residuals belong to a shard, and those of a mean to its elements, whoever works on them. So they
+//! Residuals belong to a shard, and those of a mean to its elements, whichever worker has them. So they
 //! are saved under names that do not know the workers, and a run goes on with any number of them.
 
 use std::borrow::Cow;
@@ -169,7 +169,7 @@ impl Compressed {
         Some(sum)
     }
 
-    /// All that is remembered by anybody, in an order that all ranks know.
+    /// All that any rank remembers, in an order that all ranks know.
     fn parts(&self) -> Vec<(usize, Part)> {
         let mut parts = Vec::new();
         let has_momentum = Momentum::of(&self.compression.rules).is_some();

@@ -103,7 +103,7 @@ pub struct Compressed {
     /// The codec of every parameter that has one.
     chosen: Vec<Option<usize>>,
     states: Vec<State>,
-    scratch: Scratch,
+    buffers: Buffers,
     coding: Duration,
     /// The choice of a codec.
     choice: Choice,
@@ -111,9 +111,9 @@ pub struct Compressed {
 
 /// Memory that is kept from call to call; its content is not.
 #[derive(Default)]
-struct Scratch {
+struct Buffers {
     plain: Vec<Vec<f32>>,
-    summed: summed::Scratch,
+    summed: summed::SummedBuffers,
     outgoing: Vec<u8>,
     incoming: Vec<u8>,
     mine: Vec<u8>,
@@ -121,7 +121,7 @@ struct Scratch {
 }
 
 impl Compressed {
-    /// Over the ranks of a group, which nobody else uses from now on.
+    /// Over the ranks of a group, which serves nothing else from now on.
     pub fn new(
         group: Group,
         shards: Shards,
@@ -140,7 +140,7 @@ impl Compressed {
             chosen: Vec::new(),
             states: Vec::new(),
             parameters,
-            scratch: Scratch::default(),
+            buffers: Buffers::default(),
             coding: Duration::ZERO,
             choice: Choice::Undecided(Observer::default()),
         };
@@ -243,7 +243,7 @@ impl Compressed {
         let measured = |p: &&usize| self.states[**p].scale.as_ref().is_some_and(is_due);
         let measured: Vec<usize> = bucket.parameters.iter().filter(measured).copied().collect();
 
-        let mut leaves = std::mem::take(&mut self.scratch.plain);
+        let mut leaves = std::mem::take(&mut self.buffers.plain);
         leaves.resize(gradients.filled, Vec::new());
         for (leaf, slot) in leaves.iter_mut().zip(&gradients.slots) {
             leaf.clear();
@@ -279,7 +279,7 @@ impl Compressed {
                 self.convert(parameter, &before, &after);
             }
         }
-        self.scratch.plain = leaves;
+        self.buffers.plain = leaves;
         Ok(())
     }
 }

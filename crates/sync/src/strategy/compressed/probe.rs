@@ -105,7 +105,7 @@ struct Trial<'a> {
 struct Parts {
     /// For a shard of this worker.
     own: Duration,
-    /// For a shard of anybody.
+    /// For a shard of any worker.
     any: Duration,
     /// For the mean.
     mean: Duration,

@@ -59,7 +59,7 @@ impl Compressed {
         let longest = most.unwrap_or(&0) * longest.unwrap_or(&0);
         let mut coding = self.coding;
 
-        let mut outgoing = std::mem::take(&mut self.scratch.outgoing);
+        let mut outgoing = std::mem::take(&mut self.buffers.outgoing);
         outgoing.resize(sent.iter().sum(), 0);
         timed(&mut coding, || {
             let mut rest = &mut outgoing[..];
@@ -78,13 +78,13 @@ impl Compressed {
                 }
             }
         });
-        let mut incoming = std::mem::take(&mut self.scratch.incoming);
+        let mut incoming = std::mem::take(&mut self.buffers.incoming);
         incoming.resize(received.iter().sum(), 0);
         let group = self.combiner.group();
         all_to_all(group, &outgoing, &sent, &mut incoming, &received, longest)?;
-        self.scratch.outgoing = outgoing;
+        self.buffers.outgoing = outgoing;
 
-        let mut mine = std::mem::take(&mut self.scratch.mine);
+        let mut mine = std::mem::take(&mut self.buffers.mine);
         mine.resize(bytes[me], 0);
         timed(&mut coding, || -> Result<(), SyncError> {
             let mut average = Average::new(self.shards.count());
@@ -109,9 +109,9 @@ impl Compressed {
             }
             Ok(())
         })?;
-        self.scratch.incoming = incoming;
+        self.buffers.incoming = incoming;
 
-        let mut all = std::mem::take(&mut self.scratch.all);
+        let mut all = std::mem::take(&mut self.buffers.all);
         all.resize(bytes.iter().sum(), 0);
         self.combiner.group().all_gather_unequal(&mine, &mut all, &bytes)?;
         timed(&mut coding, || -> Result<(), SyncError> {
@@ -128,8 +128,8 @@ impl Compressed {
             }
             Ok(())
         })?;
-        self.scratch.all = all;
-        self.scratch.mine = mine;
+        self.buffers.all = all;
+        self.buffers.mine = mine;
         self.coding = coding;
         Ok(())
     }
@@ -148,7 +148,7 @@ impl Compressed {
         let bytes = |parameter: usize| spans.bytes(self.parameters[parameter].elements());
         let lengths: Vec<usize> = parameters.iter().map(|p| bytes(*p)).collect();
         let one: usize = lengths.iter().sum();
-        let (mut coding, mut mine) = (self.coding, std::mem::take(&mut self.scratch.mine));
+        let (mut coding, mut mine) = (self.coding, std::mem::take(&mut self.buffers.mine));
         mine.resize(one * self.own.len(), 0);
         timed(&mut coding, || {
             let mut rest = &mut mine[..];
@@ -165,7 +165,7 @@ impl Compressed {
             }
         });
         let shards = self.shards.count();
-        let mut all = std::mem::take(&mut self.scratch.all);
+        let mut all = std::mem::take(&mut self.buffers.all);
         all.resize(one * shards, 0);
         let counts: Vec<usize> =
             (0..workers).map(|rank| self.shards.of(rank, workers).len() * one).collect();
@@ -185,8 +185,8 @@ impl Compressed {
             }
             Ok(())
         })?;
-        self.scratch.mine = mine;
-        self.scratch.all = all;
+        self.buffers.mine = mine;
+        self.buffers.all = all;
         self.coding = coding;
         Ok(())
     }

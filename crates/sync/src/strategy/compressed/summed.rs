@@ -2,7 +2,7 @@
 //!
 //! In every round, each leaf of every parameter is encoded into one vector per shard, these are
 //! rounded to the type in which they travel, and the canonical tree over the shards adds them up,
-//! rounding at every node: the same bits whoever holds which shards.
+//! rounding at every node: the same bits whichever worker holds which shards.
 
 use half::{bf16, f16};
 use unisono_codec::{Summed, Wire};
@@ -16,7 +16,7 @@ use crate::strategy::Gradients;
 
 /// Memory that is kept from call to call.
 #[derive(Default)]
-pub struct Scratch {
+pub struct SummedBuffers {
     /// Encodings, by shard.
     leaves: Vec<Vec<f32>>,
     fp16: Vec<Vec<f16>>,
@@ -33,7 +33,7 @@ impl Compressed {
         parameters: &[usize],
         gradients: &mut Gradients,
     ) -> Result<(), SyncError> {
-        let mut scratch = std::mem::take(&mut self.scratch.summed);
+        let mut buffers = std::mem::take(&mut self.buffers.summed);
         let layout = gradients.layout.clone();
         let step = gradients.step;
         let shape = |parameter: usize| &self.parameters[parameter].shape;
@@ -51,8 +51,8 @@ impl Compressed {
             });
         }
         let rounds = summed.rounds();
-        scratch.means.resize(rounds, Vec::new());
-        let leaves = &mut scratch.leaves;
+        buffers.means.resize(rounds, Vec::new());
+        let leaves = &mut buffers.leaves;
         leaves.resize(gradients.filled, Vec::new());
         for round in 0..rounds {
             let encoded = |p: usize| summed.encoded(shape(p), round);
@@ -80,7 +80,7 @@ impl Compressed {
                             _ => {
                                 let from = before;
                                 before += summed.encoded(task.shape, round - 1);
-                                &scratch.means[round - 1][from..before]
+                                &buffers.means[round - 1][from..before]
                             }
                         };
                         summed.encode(round, &task, values, given, into);
@@ -90,12 +90,12 @@ impl Compressed {
             let world = World { combiner: &mut self.combiner, shards: self.shards };
             match summed.wire() {
                 Wire::F32 => world.sum(leaves)?,
-                Wire::Fp16 => world.sum_narrow(leaves, &mut scratch.fp16)?,
-                Wire::Bf16 => world.sum_narrow(leaves, &mut scratch.bf16)?,
+                Wire::Fp16 => world.sum_narrow(leaves, &mut buffers.fp16)?,
+                Wire::Bf16 => world.sum_narrow(leaves, &mut buffers.bf16)?,
             }
             timed(&mut coding, || {
                 let shards = gradients.shards as f32;
-                let mean = &mut scratch.means[round];
+                let mean = &mut buffers.means[round];
                 mean.clear();
                 mean.extend(leaves[0][..length].iter().map(|sum| sum / shards));
                 let mut rest = &mut mean[..];
@@ -112,7 +112,7 @@ impl Compressed {
                 let mut means: Vec<&[f32]> = Vec::with_capacity(rounds);
                 for (round, at) in at.iter_mut().enumerate() {
                     let length = summed.encoded(shape(parameter), round);
-                    means.push(&scratch.means[round][*at..*at + length]);
+                    means.push(&buffers.means[round][*at..*at + length]);
                     *at += length;
                 }
                 let into = &mut gradients.slots[0][layout.span(parameter)];
@@ -131,7 +131,7 @@ impl Compressed {
             }
         });
         self.coding = coding;
-        self.scratch.summed = scratch;
+        self.buffers.summed = buffers;
         Ok(())
     }
 }

@@ -123,7 +123,7 @@ impl World {
         Ok(Volume { folded, ..volume(2.0, bytes * (most + 1.0), sent) })
     }
 
-    /// Encodings of as many bytes per shard, of which everybody gets a share, and its mean.
+    /// Encodings of as many bytes per shard, of which every rank gets a share, and its mean.
     fn spans(&self, bytes: usize, calls: &Calls<'_>) -> Result<Volume, Error> {
         if !is_encoded_twice(self.shards.count()) {
             return self.gathered(bytes, false, calls);
@@ -135,7 +135,7 @@ impl World {
         Ok(volume(2.0, bytes as f64 * self.others() * (most + 1.0), sent))
     }
 
-    /// Encodings of as many bytes per shard to everybody, after their lengths if those are not known.
+    /// Encodings of as many bytes per shard to all ranks, after their lengths if those are not known.
     fn gathered(
         &self,
         bytes: usize,
@@ -163,8 +163,8 @@ impl World {
     }
 }
 
-/// As many calls, which send this. Through shared memory a byte is written once, whoever reads it, so
-/// that what takes time there is not what is written but what everybody `needs` of others.
+/// As many calls, which send this. Through shared memory a byte is written once, however many ranks read
+/// it, so that what takes time there is not what is written but what each rank `needs` of others.
 fn volume(calls: f64, needs: f64, sent: Sent) -> Volume {
     let bytes = if sent.by_links { sent.busiest } else { needs };
     Volume { calls, bytes, all_bytes: sent.all, ..Volume::default() }

@@ -33,7 +33,9 @@ use unisono_collective::{AbortHandle, Group};
 
 pub use schedule::{Due, Schedule};
 
-use super::{Alone, Compression, Find, Gradients, Plan, Queue, Save, Strategy, Weights, mean};
+use super::{
+    Alone, Compression, Find, Gradients, LocalStepsSpec, Queue, Save, Strategy, Weights, mean,
+};
 use crate::bucket::{Layout, SCALARS};
 use crate::error::SyncError;
 use crate::shards::Shards;
@@ -102,7 +104,7 @@ impl LocalSteps {
     pub fn new(
         group: Option<&Group>,
         parameters: &[Parameter],
-        plan: Plan,
+        plan: LocalStepsSpec,
         compression: Option<Compression>,
     ) -> Result<LocalSteps, SyncError> {
         let workers = group.map_or(1, Group::size);
