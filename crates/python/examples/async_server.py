@@ -21,7 +21,7 @@ torch.manual_seed(rank)
 
 model = nn.Sequential(nn.Linear(8, 128), nn.ReLU(), nn.Linear(128, 1))
 
-# In the place of an optimizer.  The run ends after 300 steps of everybody, whoever makes them.
+# In the place of an optimizer.  The run ends after 300 steps times the workers, whichever makes them.
 with ParameterServer(model, "adam:lr=0.01", level="async", steps=300) as server:
     while not server.finished:
         inputs = torch.randn(64, 8)

@@ -1,10 +1,10 @@
 //! Ends a group when a call of it takes longer than its timeout.
 //!
-//! A call that runs on its caller's thread cannot look at a clock. So whoever makes one notes until
-//! when it must have ended, and a thread, started with the first of them, sleeps until the earliest
-//! of these times. If a call is still noted then, the group ends, and with it every wait in it.
-//! In the common case, where nothing is late, a call costs a lock that nobody else wants, and no
-//! system call.
+//! A call that runs on its caller's thread cannot look at a clock. So the caller notes until when the
+//! call must have ended, and a thread, started with the first call, sleeps until the earliest of
+//! these times. If a call is still noted then, the group ends, and with it every wait in it. In the
+//! common case, where nothing is late, a call costs a lock that no other thread wants, and no system
+//! call.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -13,29 +13,29 @@ use std::time::{Duration, Instant};
 use unisono_collective::AbortHandle;
 
 /// How long the thread sleeps at most. Longer: it outlives for longer a group that ended by itself.
-/// Shorter: it wakes up for nothing more often.
-const NAP: Duration = Duration::from_secs(5);
+/// Shorter: it wakes up more often where no deadline is near.
+const LONGEST_SLEEP: Duration = Duration::from_secs(5);
 
 /// What a timeout beyond all reason, or infinite, is taken for: thirty years.
-const EVER: Duration = Duration::from_secs(1 << 30);
+const UNLIMITED: Duration = Duration::from_secs(1 << 30);
 
 /// The calls of a group that run, and when they must have ended.
 pub struct Deadlines {
     group: AbortHandle,
-    watch: Mutex<Watch>,
+    state: Mutex<State>,
     change: Condvar,
 }
 
 #[derive(Default)]
-struct Watch {
+struct State {
     started: bool,
     closed: bool,
     /// Calls noted so far: the number of the next.
     noted: u64,
     /// When calls must have ended, and how long that gave them.
     ends: BTreeMap<u64, (Instant, Duration)>,
-    /// When the thread looks next.
-    looks: Option<Instant>,
+    /// When the thread wakes up next.
+    wakes_at: Option<Instant>,
 }
 
 /// A call that is noted until this is dropped.
@@ -47,8 +47,8 @@ pub struct Noted {
 impl Deadlines {
     /// For the calls of this group.
     pub fn new(group: AbortHandle) -> Arc<Deadlines> {
-        let (watch, change) = Default::default();
-        Arc::new(Deadlines { group, watch, change })
+        let (state, change) = Default::default();
+        Arc::new(Deadlines { group, state, change })
     }
 
     /// What ends the group.
@@ -58,18 +58,18 @@ impl Deadlines {
 
     /// Notes a call that must have ended after `limit`.
     pub fn note(self: &Arc<Self>, limit: Duration) -> Noted {
-        let end = Instant::now() + limit.min(EVER);
-        let mut watch = self.lock();
-        let number = watch.noted;
-        watch.noted += 1;
-        watch.ends.insert(number, (end, limit));
-        if !watch.started {
-            watch.started = true;
+        let end = Instant::now() + limit.min(UNLIMITED);
+        let mut state = self.lock();
+        let number = state.noted;
+        state.noted += 1;
+        state.ends.insert(number, (end, limit));
+        if !state.started {
+            state.started = true;
             self.start();
-        } else if watch.looks.is_none_or(|looks| looks > end) {
+        } else if state.wakes_at.is_none_or(|wakes_at| wakes_at > end) {
             self.change.notify_all();
         }
-        drop(watch);
+        drop(state);
         Noted { deadlines: self.clone(), number }
     }
 
@@ -83,7 +83,7 @@ impl Deadlines {
         let own = Arc::downgrade(self);
         let watching = move || {
             while let Some(deadlines) = own.upgrade() {
-                if !deadlines.look() {
+                if !deadlines.wait_for_next() {
                     return;
                 }
             }
@@ -95,28 +95,28 @@ impl Deadlines {
     }
 
     /// Sleeps until the next deadline; whether to go on.
-    fn look(&self) -> bool {
-        let mut watch = self.lock();
-        if watch.closed {
+    fn wait_for_next(&self) -> bool {
+        let mut state = self.lock();
+        if state.closed {
             return false;
         }
         let now = Instant::now();
-        let earliest = watch.ends.values().min().copied();
+        let earliest = state.ends.values().min().copied();
         if let Some((end, limit)) = earliest
             && end <= now
         {
-            drop(watch);
+            drop(state);
             self.group.expire(limit);
             return false;
         }
-        let next = earliest.map_or(now + NAP, |(end, _)| end.min(now + NAP));
-        watch.looks = Some(next);
-        drop(self.change.wait_timeout(watch, next - now).expect("no panic while locked"));
+        let next = earliest.map_or(now + LONGEST_SLEEP, |(end, _)| end.min(now + LONGEST_SLEEP));
+        state.wakes_at = Some(next);
+        drop(self.change.wait_timeout(state, next - now).expect("no panic while locked"));
         !self.group.has_ended()
     }
 
-    fn lock(&self) -> MutexGuard<'_, Watch> {
-        self.watch.lock().expect("no panic while locked")
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no panic while locked")
     }
 }
 
@@ -128,5 +128,5 @@ impl Drop for Noted {
 
 /// A timeout as Python gives it: in seconds, perhaps infinite.
 pub fn limit(seconds: f64) -> Duration {
-    Duration::try_from_secs_f64(seconds).unwrap_or(EVER).min(EVER)
+    Duration::try_from_secs_f64(seconds).unwrap_or(UNLIMITED).min(UNLIMITED)
 }

@@ -1,6 +1,6 @@
 //! Runs Python callbacks when operations end.
 //!
-//! Not on the thread that ends them: it serves everybody, and would wait for the interpreter's
+//! Not on the thread that ends them: it serves the whole group, and would wait for the interpreter's
 //! lock. And not on one thread only: a callback may wait for another operation, whose callback then
 //! needs a thread too (torch's PowerSGD hook does just that). So there is always one more thread
 //! than callbacks that are running; threads that are not needed are kept for the next burst.
@@ -66,8 +66,8 @@ impl Dispatcher {
 
     fn serve(&self) {
         while let Some(callback) = self.next() {
-            // An interpreter that is about to end lets nobody in; then nobody waits for the
-            // callback any more.
+            // An interpreter that is about to end gives no thread its lock; then no Python code is
+            // left that could wait for the callback.
             Python::try_attach(|py| {
                 if let Err(error) = callback.call0(py) {
                     error.write_unraisable(py, Some(callback.bind(py)));

@@ -12,7 +12,7 @@ use unisono_net::interface::own_address;
 use crate::error::{not_begun, not_formed};
 use crate::group::Group;
 
-/// A new secret, which all ranks of a job know and nobody else.
+/// A new secret, which the ranks of a job know and no other process.
 #[pyfunction]
 pub fn new_token(py: Python<'_>) -> PyResult<[u8; 32]> {
     let token = Token::random().map_err(|error| not_begun(py, error.to_string()))?;

@@ -89,7 +89,7 @@ impl Site {
         self.raise(py, kind, peer, text)
     }
 
-    /// The exception for a message that nobody took or sent in time.
+    /// The exception for a message that the other rank did not take, or send, in time.
     pub fn unanswered(&self, py: Python<'_>, limit: Duration) -> PyErr {
         let missing = match self.operation {
             Operation::Send { to, .. } => vec![to],
@@ -108,8 +108,8 @@ impl Site {
         self.raise_with(py, "TimedOut", peer, text, ("missing", PyTuple::new(py, missing)))
     }
 
-    /// Which of two ranks is not this one. Whoever noticed that they disagree told everybody: this
-    /// rank may be either of them, or neither.
+    /// Which of two ranks is not this one. The rank that noticed that they disagree told all ranks:
+    /// this one may be either of the two, or neither.
     fn other(&self, one: usize, another: usize) -> Option<usize> {
         Some(if another == self.rank { one } else { another })
     }

@@ -23,7 +23,7 @@ pub struct Stamp {
 
 #[pymethods]
 impl Stamp {
-    /// Waits for the end of an operation, well or not, from aside.
+    /// Notes when an operation ends, well or not.
     #[new]
     fn new(work: &Work) -> Stamp {
         let ended = Arc::new(AtomicU64::new(0));
@@ -42,15 +42,14 @@ impl Stamp {
 }
 
 /// Makes the folder of a run that has ended. `info` is `run.toml` and `steps` are the lines of
-/// `steps.jsonl`, both as JSON. The verdict in one sentence, the report for a terminal, and the path
-/// of its page.
+/// `steps.jsonl`, both as JSON. The verdict in one sentence, and the path of the report's page.
 #[pyfunction]
 pub fn write_report(
     py: Python<'_>,
     dir: &str,
     info: &str,
     steps: Vec<String>,
-) -> PyResult<(String, String, String)> {
+) -> PyResult<(String, String)> {
     py.detach(|| write(dir, info, &steps)).map_err(|failure| match failure {
         Failure::Folder(error @ (FolderError::Write { .. } | FolderError::Read { .. })) => {
             PyOSError::new_err(error.to_string())
@@ -68,7 +67,7 @@ enum Failure {
     Json(&'static str, JsonError),
 }
 
-fn write(dir: &str, info: &str, steps: &[String]) -> Result<(String, String, String), Failure> {
+fn write(dir: &str, info: &str, steps: &[String]) -> Result<(String, String), Failure> {
     let info: RunInfo =
         serde_json::from_str(info).map_err(|error| Failure::Json("what was run", error))?;
     let mut folder = RunFolder::create(dir, &info).map_err(Failure::Folder)?;
@@ -78,7 +77,5 @@ fn write(dir: &str, info: &str, steps: &[String]) -> Result<(String, String, Str
         folder.append(&step).map_err(Failure::Folder)?;
     }
     let run = folder.finish(Outcome::default(), None).map_err(Failure::Folder)?;
-    let report = run.report();
-    let page = run.report_path().display().to_string();
-    Ok((report.verdict.headline.clone(), report.terminal(100), page))
+    Ok((run.report().verdict.headline.clone(), run.report_path().display().to_string()))
 }

@@ -6,12 +6,14 @@
 //!
 //! `unisono/_native.pyi` has the same interface with Python's types.
 
+mod closable;
 mod deadline;
 mod dispatch;
 mod endpoint;
 mod error;
 mod group;
 mod insight;
+mod memory;
 mod request;
 mod server;
 mod signals;
@@ -33,13 +35,13 @@ mod _native {
     #[pymodule_export]
     use super::request::{Call, Origin};
     #[pymodule_export]
-    use super::server::{ServerClient, ServerShard, worker_from_env};
+    use super::server::{InProcessServer, ServerClient, worker_from_env};
     #[pymodule_export]
     use super::sync::{LocalSteps, Synchronizer, shards_of};
     #[pymodule_export]
     use super::work::Work;
 
-    /// Lets the engine's warnings, such as who keeps a call waiting, be seen.
+    /// Shows the engine's warnings, such as which rank keeps a call waiting.
     #[pymodule_init]
     fn init(_module: &Bound<'_, PyModule>) -> PyResult<()> {
         let level = env_logger::Env::default().filter_or("UNISONO_LOG", "warn");

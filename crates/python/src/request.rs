@@ -6,10 +6,11 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use unisono_collective::{Address, Dtype, Error, Op, Reduction, Request, Unit};
 
-/// Where a call comes from, in its caller's words: for errors. One serves all calls from one line.
+/// The line of the program that made a call, and the type of its tensors: for errors. One value serves
+/// all calls from one line.
 #[pyclass(frozen)]
 pub struct Origin {
-    place: Option<Arc<str>>,
+    line: Option<Arc<str>>,
     unit: Unit,
 }
 
@@ -17,9 +18,9 @@ pub struct Origin {
 impl Origin {
     /// The line of the program, and the name of the tensors' type; neither need be known.
     #[new]
-    fn new(place: Option<String>, dtype: Option<&str>) -> Origin {
+    fn new(line: Option<String>, dtype: Option<&str>) -> Origin {
         let unit = dtype.and_then(Unit::named).unwrap_or_default();
-        Origin { place: place.map(Arc::from), unit }
+        Origin { line: line.map(Arc::from), unit }
     }
 }
 
@@ -95,7 +96,7 @@ impl Call {
         Ok(Call { kind: Kind::Plain { op, dtype, reduction, input, output, count } })
     }
 
-    /// Gives each rank its block of everybody's input: so many bytes to and from each.
+    /// Gives each rank its block of every rank's input: so many bytes to and from each.
     #[staticmethod]
     fn unequal(input: usize, sent: Vec<usize>, output: usize, received: Vec<usize>) -> Call {
         Call { kind: Kind::Unequal { input, sent, output, received } }
@@ -137,7 +138,7 @@ impl Call {
             }
             Kind::Barrier => Request::barrier(),
         };
-        Ok(request.with_place(origin.place.clone()).with_unit(origin.unit))
+        Ok(request.with_place(origin.line.clone()).with_unit(origin.unit))
     }
 }
 

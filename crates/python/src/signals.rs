@@ -9,8 +9,13 @@
 //! two writes to a variable of its thread.
 
 use std::cell::RefCell;
+use std::time::Duration;
 
 use pyo3::prelude::*;
+
+/// How often a wait on another thread than the engine's checks for Ctrl-C. Longer: a program ends
+/// later after it. Shorter: the thread wakes up more often for no signal.
+pub const CHECK_EVERY: Duration = Duration::from_millis(100);
 
 thread_local! {
     static CALL: RefCell<Calling> = const { RefCell::new(Calling::No) };
@@ -41,7 +46,7 @@ pub fn interrupt() -> bool {
     if !CALL.with_borrow(|calling| matches!(calling, Calling::Yes)) {
         return false;
     }
-    // An interpreter that is about to end lets nobody in, and handles no signals.
+    // An interpreter that is about to end gives no thread its lock, and handles no signals.
     match Python::try_attach(|py| py.check_signals()) {
         Some(Err(raised)) => {
             CALL.set(Calling::Interrupted(raised));

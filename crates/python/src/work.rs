@@ -6,13 +6,11 @@ use std::time::{Duration, Instant};
 use pyo3::prelude::*;
 use unisono_collective::Error;
 
+use crate::closable::PATIENCE;
 use crate::deadline::{self, Deadlines};
 use crate::dispatch::Dispatcher;
 use crate::error::{Operation, Site};
-use crate::group::PATIENCE;
-
-/// How often a wait looks for Ctrl-C. Longer: it answers later. Shorter: more of nothing.
-const LOOK: Duration = Duration::from_millis(100);
+use crate::signals;
 
 /// An operation that was started.
 #[pyclass(frozen)]
@@ -24,10 +22,6 @@ pub struct Work {
 }
 
 impl Work {
-    fn failed(&self, py: Python<'_>, error: &Error) -> PyErr {
-        self.site.failed(py, error)
-    }
-
     /// Ends the group because the operation takes too long; what became of the operation.
     fn time_out(&self, py: Python<'_>, limit: Duration) -> PyResult<()> {
         let (group, operation) = (self.deadlines.group(), self.site.operation);
@@ -46,7 +40,7 @@ impl Work {
             Some(Err(Error::Aborted { peer, .. })) if peer == self.site.rank => {
                 Err(self.site.unanswered(py, limit))
             }
-            Some(Err(error)) => Err(self.failed(py, &error)),
+            Some(Err(error)) => Err(self.site.failed(py, &error)),
             None => Err(self.site.unanswered(py, limit)),
         }
     }
@@ -61,9 +55,9 @@ impl Work {
         let end = Instant::now() + limit;
         let _waits = self.work.waits_here();
         loop {
-            let until = end.min(Instant::now() + LOOK);
+            let until = end.min(Instant::now() + signals::CHECK_EVERY);
             match py.detach(|| self.work.wait_until(until)) {
-                Some(outcome) => return outcome.map_err(|error| self.failed(py, &error)),
+                Some(outcome) => return outcome.map_err(|error| self.site.failed(py, &error)),
                 None if Instant::now() >= end => return self.time_out(py, limit),
                 None => py.check_signals()?,
             }
@@ -80,7 +74,7 @@ impl Work {
         if !self.work.is_done() {
             return None;
         }
-        self.work.wait().err().map(|error| self.failed(py, &error))
+        self.work.wait().err().map(|error| self.site.failed(py, &error))
     }
 
     /// Calls `callback` when the operation has ended, on another thread.
@@ -93,11 +87,6 @@ impl Work {
     fn end_within(&self, seconds: f64) {
         let noted = self.deadlines.note(deadline::limit(seconds));
         self.work.on_completion(move |_| drop(noted));
-    }
-
-    /// The number of the call in its group; none of a message.
-    fn number(&self) -> Option<u32> {
-        self.work.number()
     }
 
     /// Whose message this is, if it is one that was received.

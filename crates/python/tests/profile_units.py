@@ -19,7 +19,7 @@ from tools import tomllib
 from torch import nn
 from torch._C._autograd import DeviceType
 from unisono.torch._profile import spans
-from unisono.torch._profile.exchange import Exchange, Place
+from unisono.torch._profile.exchange import Exchange, Machine
 from unisono.torch._profile.spans import Kind, Span, length, union, within, without
 from unisono.torch._profile.steps import sent, steps
 from unisono.torch._profile.tracer import read
@@ -311,7 +311,7 @@ class Alone(unittest.TestCase):
 class Exchanging(unittest.TestCase):
     """Ranks that are threads, over a store in memory."""
 
-    def everyone(self, ranks, world: int, patience: float, work) -> dict:
+    def results_of(self, ranks, world: int, patience: float, work) -> dict:
         store, results = dist.HashStore(), {}
 
         def rank(number):
@@ -329,22 +329,22 @@ class Exchanging(unittest.TestCase):
         ahead = [0.0, 0.0, 1000.0]
 
         def work(exchange, rank):
-            places = exchange.meet(Place("host", "b" if rank == 2 else "a"))
-            return exchange.compare_clocks(places, lambda: time.time() + ahead[rank])
+            machines = exchange.meet(Machine("host", "b" if rank == 2 else "a"))
+            return exchange.compare_clocks(machines, lambda: time.time() + ahead[rank])
 
-        offsets = self.everyone(range(3), 3, 30, work)
+        offsets = self.results_of(range(3), 3, 30, work)
         for rank in (0, 1):
             self.assertEqual((offsets[rank].seconds, offsets[rank].error), (0.0, 0.0))
         self.assertGreater(offsets[2].error, 0)
         self.assertLessEqual(abs(offsets[2].seconds - ahead[2]), offsets[2].error + 1e-4)
 
-    def test_who_does_not_come_is_left_out(self):
+    def test_a_rank_that_does_not_come_is_left_out(self):
         def work(exchange, rank):
-            places = exchange.meet(Place("host", "a"))
-            exchange.compare_clocks(places)
+            machines = exchange.meet(Machine("host", "a"))
+            exchange.compare_clocks(machines)
             return exchange.hand_in([rank])
 
-        results = self.everyone([0, 2], 3, 0.5, work)
+        results = self.results_of([0, 2], 3, 0.5, work)
         self.assertEqual(results, {0: {0: [0], 2: [2]}, 2: None})
 
 

@@ -1,7 +1,7 @@
 """Tells torch that there is a backend called "unisono", when torch is imported.
 
 A torch that looks for backends among the installed packages needs no telling.  An older one knows a
-name once somebody has registered it; but it runs the entry points of the group `torch.backends`
+name once a package has registered it; but it runs the entry points of the group `torch.backends`
 when it is imported, unless `TORCH_DEVICE_BACKEND_AUTOLOAD` is 0, and one of them is `announce`.
 
 Every program that imports torch pays for this: so nothing is imported here, and what the backend
@@ -19,7 +19,7 @@ def announce() -> None:
         is_old = dist.is_available() and not hasattr(dist.Backend, "_ensure_backend_registered")
         if is_old and "UNISONO" not in dist.Backend._plugins:
             dist.Backend.register_backend("unisono", _create, extended_api=True, devices=["cpu"])
-    except Exception as error:  # Would fail the import of torch, for whoever wants nothing of us.
+    except Exception as error:  # Would fail the import of torch, also of programs that do not use us.
         logging.getLogger("unisono").debug("torch was not told of the backend: %r", error)
 
 

@@ -7,13 +7,13 @@ from typing import Protocol, TypedDict
 _Address = int | list[int]
 
 # Where the 32-bit floats of a parameter are: address and count.
-_Place = tuple[int, int]
+_Buffer = tuple[int, int]
 
 # A bucket that travelled: bytes, begin and end, in nanoseconds of the Unix clock.
-_Exchange = tuple[int, int, int]
+_Transfer = tuple[int, int, int]
 
-class _Codec(Protocol):
-    """As `unisono.torch._gradients.codec.Codec`."""
+class _CodecSettings(Protocol):
+    """As `unisono.torch._gradients.codec.CodecSettings`."""
 
     @property
     def codec(self) -> str: ...
@@ -27,16 +27,16 @@ class _Codec(Protocol):
     def seed(self) -> int: ...
 
 def new_token() -> bytes:
-    """A new secret, which all ranks of a job know and nobody else."""
+    """A new secret, which the ranks of a job know and no other process."""
 
 def worker_from_env() -> tuple[int, int, list[str] | None, bytes | None]:
-    """Who this process is, by its environment: its rank, how many workers there are, where their
+    """Which worker this process is, by its environment: its rank, how many workers there are, where their
     servers are, and the token of the job."""
 
-def write_report(dir: str, info: str, steps: Sequence[str]) -> tuple[str, str, str]:
+def write_report(dir: str, info: str, steps: Sequence[str]) -> tuple[str, str]:
     """Makes the folder of a run from `run.toml` and the lines of `steps.jsonl`, both as JSON.
 
-    The verdict in one sentence, the report for a terminal, and the path of its page.
+    The verdict in one sentence, and the path of the report's page.
     """
 
 def shards_of(shards: int, worker: int, workers: int) -> tuple[int, int]:
@@ -65,11 +65,8 @@ class Group:
     def size(self) -> int:
         """Ranks in the group."""
 
-    def run(self, call: Call, origin: Origin, seconds: float) -> int:
-        """Runs a call and waits for it. The caller keeps its memory to itself meanwhile.
-
-        Returns the number of the call in the group.
-        """
+    def run(self, call: Call, origin: Origin, seconds: float) -> None:
+        """Runs a call and waits for it. The caller keeps its memory to itself meanwhile."""
 
     def submit(self, call: Call, origin: Origin, keep: object) -> Work:
         """Starts a call on memory that `keep` owns."""
@@ -126,22 +123,22 @@ class Call:
 
     @staticmethod
     def unequal(input: int, sent: list[int], output: int, received: list[int]) -> Call:
-        """Gives each rank its block of everybody's input: so many bytes to and from each."""
+        """Gives each rank its block of every rank's input: so many bytes to and from each."""
 
     @staticmethod
     def barrier() -> Call:
         """Waits for all ranks."""
 
 class Origin:
-    """Where a call comes from, in its caller's words."""
+    """The line of the program that made a call, and the type of its tensors."""
 
-    def __init__(self, place: str | None, dtype: str | None) -> None: ...
+    def __init__(self, line: str | None, dtype: str | None) -> None: ...
 
 class Stamp:
     """When an operation ended."""
 
     def __init__(self, work: Work) -> None:
-        """Waits for the end of an operation, well or not, from aside."""
+        """Notes when an operation ends, well or not."""
 
     def ended(self) -> int | None:
         """When it ended, in nanoseconds of the Unix clock; None while it has not."""
@@ -166,7 +163,7 @@ class ServerSettings(TypedDict):
     token: bytes
     patience: float
 
-class ServerShard:
+class InProcessServer:
     """A server of a part of the weights, on threads of this process."""
 
     def __init__(self, ip: str, number: int, token: bytes) -> None:
@@ -177,7 +174,7 @@ class ServerShard:
         """Where it listens: HOST:PORT."""
 
     def close(self) -> None:
-        """Ends it; whoever needs it has lost it."""
+        """Ends it; workers that still need it lose it."""
 
 class ServerClient:
     """A worker of a run with servers. Weights and gradients are 32-bit floats at addresses."""
@@ -208,7 +205,7 @@ class ServerClient:
         """The optimizer as the servers apply it, in words."""
 
     def leave(self) -> None:
-        """Leaves the run, so that nobody waits for this worker."""
+        """Leaves the run, so that the other workers do not wait for this one."""
 
     def wait_for_others(self, seconds: float) -> bool:
         """Waits until no worker is present; whether that is so after `seconds` at most."""
@@ -221,11 +218,11 @@ class LocalSteps:
         group: Group | None,
         parameters: Sequence[tuple[str, Sequence[int]]],
         strategy: str,
-        codec: _Codec,
-        places: Sequence[_Place],
+        codec: _CodecSettings,
+        buffers: Sequence[_Buffer],
         seconds: float,
     ) -> None:
-        """Joins the workers of a group. The weights in `places` become rank 0's."""
+        """Joins the workers of a group. The weights in `buffers` become rank 0's."""
 
     @property
     def steps(self) -> int:
@@ -236,19 +233,19 @@ class LocalSteps:
         """Bytes this rank has sent so far."""
 
     @property
-    def exchanges(self) -> list[_Exchange]:
+    def transfers(self) -> list[_Transfer]:
         """The buckets that were agreed on last."""
 
     def is_due(self) -> bool:
-        """Whether the workers' weights are looked at after the next step."""
+        """Whether the workers' weights are read or changed after the next step."""
 
     def skip(self) -> None:
         """This worker has finished a step after which nothing is due."""
 
-    def step(self, places: Sequence[_Place], seconds: float) -> bool:
+    def step(self, buffers: Sequence[_Buffer], seconds: float) -> bool:
         """This worker has finished a step: does what is due. Whether something was agreed on."""
 
-    def settle(self, places: Sequence[_Place], seconds: float) -> None:
+    def settle(self, buffers: Sequence[_Buffer], seconds: float) -> None:
         """Makes the weights of all workers equal, at the end of training."""
 
     def save(self, seconds: float) -> dict[str, bytes]:
@@ -268,12 +265,11 @@ class Synchronizer:
         group: Group | None,
         parameters: Sequence[tuple[str, Sequence[int]]],
         shards: int,
-        codec: _Codec,
+        codec: _CodecSettings,
         buckets: tuple[int, int] | None,
-        overlap: bool,
         seconds: float,
     ) -> None:
-        """Joins the replicas of a group; without one, there is nobody to wait for."""
+        """Joins the replicas of a group; without one, this process is the only one."""
 
     @property
     def shards(self) -> tuple[int, int]:
@@ -288,7 +284,7 @@ class Synchronizer:
         """Bytes this rank has sent so far."""
 
     @property
-    def exchanges(self) -> list[_Exchange]:
+    def transfers(self) -> list[_Transfer]:
         """The buckets of the last step."""
 
     def begin_shard(self) -> int:
@@ -304,9 +300,9 @@ class Synchronizer:
         """Ends the shard under way. Parameters that got no gradient have none in it."""
 
     def finish(
-        self, places: Sequence[_Place], seconds: float
+        self, buffers: Sequence[_Buffer], seconds: float
     ) -> tuple[float, list[int], tuple[str, str] | None]:
-        """Ends the step, and writes the mean of every parameter to its place.
+        """Ends the step, and writes the mean of every parameter to its buffer.
 
         Returns the mean loss; the parameters that had a gradient anywhere; the codec that was
         chosen after this step and why, if one was.
@@ -338,9 +334,6 @@ class Work:
 
     def end_within(self, seconds: float) -> None:
         """Ends the group if the operation has not ended within `seconds` from now."""
-
-    def number(self) -> int | None:
-        """The number of the call in its group; None of a message."""
 
     def source(self) -> int | None:
         """Whose message this is, if it is one that was received."""

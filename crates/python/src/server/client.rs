@@ -12,9 +12,10 @@ use unisono_relaxed::server::{
 };
 use unisono_relaxed::spec::Level;
 
-use super::error::{Operation, Site};
-use super::settings::Settings;
-use super::{interrupt, memory};
+use super::error::{ServerOperation, ServerSite};
+use super::interrupt;
+use super::settings::ServerSettings;
+use crate::memory::Buffer;
 
 /// What became of a step: of the push, if there was one, whether it was applied, its lead, its delay
 /// and the workers present; whether the run is over; seconds of waiting.
@@ -27,13 +28,13 @@ pub struct ServerClient {
     options: ClientOptions,
     lengths: Vec<usize>,
     stopper: Stopper,
-    work: Mutex<Work>,
-    /// Who joined. A child of `fork` has the sockets of its parent and must not speak on them.
+    state: Mutex<State>,
+    /// The process that joined. A child of `fork` has the sockets of its parent and must not use them.
     process: u32,
 }
 
 /// What a step changes.
-struct Work {
+struct State {
     /// Until the worker has left.
     client: Option<Client>,
     /// At downpour.
@@ -47,16 +48,20 @@ impl ServerClient {
     /// Joins a run. The weights that worker 0 has at these addresses become those of the run, if it
     /// has not begun yet; the others wait for worker 0.
     #[new]
-    fn new(py: Python<'_>, settings: Settings, weights: Vec<usize>) -> PyResult<ServerClient> {
-        let site = Site { rank: settings.worker, operation: Operation::Join };
+    fn new(
+        py: Python<'_>,
+        settings: ServerSettings,
+        weights: Vec<usize>,
+    ) -> PyResult<ServerClient> {
+        let site = ServerSite { rank: settings.worker, operation: ServerOperation::Join };
         let invalid = |text: String| site.invalid(py, &text);
         let run = settings.run().map_err(invalid)?;
         let optimizer = settings.optimizer().map_err(invalid)?;
         let options = settings.options().map_err(invalid)?;
         let lengths: Vec<usize> = run.shapes.iter().map(|shape| shape.iter().product()).collect();
-        // A copy, since nobody can end the attempt to join: after Ctrl-C it goes on for a while, when
+        // A copy, since the attempt to join cannot be ended: after Ctrl-C it goes on for a while, when
         // the tensors may be gone.
-        let initial = numbers(&weights, &lengths).map_err(invalid)?;
+        let initial = weights_at(&weights, &lengths).map_err(invalid)?;
         let initial: Vec<Vec<f32>> = initial.iter().map(|weights| weights.to_vec()).collect();
         let joining = (run.clone(), options.clone());
         let joined = interrupt::owning(py, move || join(&joining.0, joining.1, &initial))?;
@@ -70,7 +75,7 @@ impl ServerClient {
         };
         Ok(ServerClient {
             stopper: client.stopper(),
-            work: Mutex::new(Work { client: Some(client), replica, since: Instant::now() }),
+            state: Mutex::new(State { client: Some(client), replica, since: Instant::now() }),
             process: std::process::id(),
             lengths,
             run,
@@ -88,21 +93,22 @@ impl ServerClient {
         loss: f32,
         samples: u64,
     ) -> PyResult<Stepped> {
-        let site = self.site(Operation::Step);
+        let site = self.site(ServerOperation::Step);
         let invalid = |text: String| site.invalid(py, &text);
-        let mut weights = rooms(&weights, &self.lengths).map_err(invalid)?;
-        let gradients = optional_numbers(&gradients, &self.lengths).map_err(invalid)?;
-        self.wait(py, site, |work| work.step(&mut weights, &gradients, loss, samples))
+        let mut weights = weights_at(&weights, &self.lengths).map_err(invalid)?;
+        let gradients = numbers(&gradients, &self.lengths).map_err(invalid)?;
+        self.wait(py, site, |state| state.step(&mut weights, &gradients, loss, samples))
     }
 
     /// Puts the weights of the servers where the old ones are, as soon as this worker may read.
     fn pull(&self, py: Python<'_>, weights: Vec<usize>) -> PyResult<f64> {
-        let site = self.site(Operation::Pull);
-        let mut weights = rooms(&weights, &self.lengths).map_err(|text| site.invalid(py, &text))?;
-        self.wait(py, site, |work| {
+        let site = self.site(ServerOperation::Pull);
+        let mut weights =
+            weights_at(&weights, &self.lengths).map_err(|text| site.invalid(py, &text))?;
+        self.wait(py, site, |state| {
             let start = Instant::now();
-            work.client()?.pull(None, &mut into(&mut weights))?;
-            work.since = Instant::now();
+            state.client.as_mut().ok_or(Unable::Left)?.pull(None, &mut into(&mut weights))?;
+            state.since = Instant::now();
             Ok(start.elapsed().as_secs_f64())
         })
     }
@@ -118,7 +124,7 @@ impl ServerClient {
         self.run.optimizer.to_string()
     }
 
-    /// Leaves the run, so that nobody waits for this worker.
+    /// Leaves the run, so that the other workers do not wait for this one.
     fn leave(&self, py: Python<'_>) {
         py.detach(|| {
             let client = self.lock().client.take();
@@ -150,20 +156,20 @@ impl ServerClient {
 }
 
 impl ServerClient {
-    fn site(&self, operation: Operation) -> Site {
-        Site { rank: self.options.worker, operation }
+    fn site(&self, operation: ServerOperation) -> ServerSite {
+        ServerSite { rank: self.options.worker, operation }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Work> {
-        self.work.lock().expect("no panic while locked")
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no panic while locked")
     }
 
     /// Does something that may wait for servers, until Ctrl-C.
     fn wait<T: Send>(
         &self,
         py: Python<'_>,
-        site: Site,
-        wait: impl FnOnce(&mut Work) -> Result<T, Unable> + Send,
+        site: ServerSite,
+        wait: impl FnOnce(&mut State) -> Result<T, Unable> + Send,
     ) -> PyResult<T> {
         if std::process::id() != self.process {
             return Err(site.unusable(py, "this process was forked from the one that has joined"));
@@ -188,8 +194,8 @@ impl ServerClient {
 
 impl Drop for ServerClient {
     fn drop(&mut self) {
-        // Without the lock: in a child of `fork`, whoever held it is not there to let go of it.
-        let client = self.work.get_mut().expect("no panic while locked").client.take();
+        // Without the lock: in a child of `fork`, the thread that held it is not there to release it.
+        let client = self.state.get_mut().expect("no panic while locked").client.take();
         Python::attach(|py| py.detach(|| drop(self.owned(client))));
     }
 }
@@ -208,11 +214,7 @@ impl From<ServerError> for Unable {
     }
 }
 
-impl Work {
-    fn client(&mut self) -> Result<&mut Client, Unable> {
-        self.client.as_mut().ok_or(Unable::Left)
-    }
-
+impl State {
     fn step(
         &mut self,
         weights: &mut [&mut [f32]],
@@ -274,40 +276,38 @@ fn into<'a>(weights: &'a mut [&mut [f32]]) -> impl FnMut(usize, usize, &[f32]) +
     }
 }
 
-/// The numbers at these addresses, one for every parameter.
-fn numbers<'a>(addresses: &[usize], lengths: &[usize]) -> Result<Vec<&'a [f32]>, String> {
-    let all: Vec<_> = addresses.iter().copied().map(Some).collect();
-    Ok(optional_numbers(&all, lengths)?.into_iter().flatten().collect())
+/// The buffers at these addresses, one for every parameter, where there is one; or what is wrong with
+/// them.
+fn buffers(
+    addresses: impl ExactSizeIterator<Item = Option<usize>>,
+    lengths: &[usize],
+) -> Result<Vec<Option<Buffer>>, String> {
+    let given = addresses.len();
+    if given != lengths.len() {
+        return Err(format!("{given} tensors, where the run has {} parameters", lengths.len()));
+    }
+    let of = |(number, (address, length)): (usize, (Option<usize>, &usize))| {
+        let name = format!("parameter {number}");
+        address.map(|address| Buffer::new(address, *length, &name, *length)).transpose()
+    };
+    addresses.zip(lengths).enumerate().map(of).collect()
 }
 
 /// The numbers at these addresses, where there are some.
-fn optional_numbers<'a>(
+fn numbers<'a>(
     addresses: &[Option<usize>],
     lengths: &[usize],
 ) -> Result<Vec<Option<&'a [f32]>>, String> {
-    expect_all(addresses.len(), lengths)?;
-    let of = |(address, length): (&Option<usize>, &usize)| {
-        // SAFETY: Python gives the addresses of tensors with as many elements as their parameters,
-        // and keeps them as they are for as long as its call takes.
-        address.map(|address| unsafe { memory::numbers(address, *length) }).transpose()
-    };
-    addresses.iter().zip(lengths).map(of).collect()
+    let buffers = buffers(addresses.iter().copied(), lengths)?;
+    // SAFETY: Python gives the addresses of tensors with as many elements as their parameters, and
+    // keeps them as they are for as long as its call takes.
+    Ok(buffers.into_iter().map(|buffer| buffer.map(|buffer| unsafe { buffer.read() })).collect())
 }
 
-/// Room for numbers at these addresses, one for every parameter.
-fn rooms<'a>(addresses: &[usize], lengths: &[usize]) -> Result<Vec<&'a mut [f32]>, String> {
-    expect_all(addresses.len(), lengths)?;
-    let of = |(address, length): (&usize, &usize)| {
-        // SAFETY: Python gives the addresses of tensors with as many elements as their parameters,
-        // no two of which overlap, and keeps them to this call.
-        unsafe { memory::room(*address, *length) }
-    };
-    addresses.iter().zip(lengths).map(of).collect()
-}
-
-fn expect_all(given: usize, lengths: &[usize]) -> Result<(), String> {
-    match given == lengths.len() {
-        true => Ok(()),
-        false => Err(format!("{given} tensors, where the run has {} parameters", lengths.len())),
-    }
+/// The weights at these addresses, one for every parameter, to be read and changed.
+fn weights_at<'a>(addresses: &[usize], lengths: &[usize]) -> Result<Vec<&'a mut [f32]>, String> {
+    let buffers = buffers(addresses.iter().copied().map(Some), lengths)?;
+    // SAFETY: Python gives the addresses of tensors with as many elements as their parameters, no two
+    // of which overlap, and keeps them to this call.
+    Ok(buffers.into_iter().flatten().map(|buffer| unsafe { buffer.write() }).collect())
 }

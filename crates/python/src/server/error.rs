@@ -10,7 +10,7 @@ use crate::error::made;
 
 /// What a worker was doing with its servers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Operation {
+pub enum ServerOperation {
     /// To come in.
     Join,
     /// To push gradients, and to pull the weights after it.
@@ -19,29 +19,29 @@ pub enum Operation {
     Pull,
 }
 
-impl Display for Operation {
+impl Display for ServerOperation {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
-            Operation::Join => "joining the parameter server",
-            Operation::Step => "a step of the parameter server",
-            Operation::Pull => "a pull from the parameter server",
+            ServerOperation::Join => "joining the parameter server",
+            ServerOperation::Step => "a step of the parameter server",
+            ServerOperation::Pull => "a pull from the parameter server",
         })
     }
 }
 
 /// Where an error shows: at which worker, in which operation.
 #[derive(Clone, Copy, Debug)]
-pub struct Site {
+pub struct ServerSite {
     /// The worker's rank.
     pub rank: u32,
     /// What it was doing.
-    pub operation: Operation,
+    pub operation: ServerOperation,
 }
 
-impl Site {
+impl ServerSite {
     /// The exception for what a server said, or did not say.
     pub fn failed(&self, py: Python<'_>, error: &ServerError) -> PyErr {
-        let joins = self.operation == Operation::Join;
+        let joins = self.operation == ServerOperation::Join;
         let (kind, advice) = match error {
             ServerError::Unreachable { .. } if joins => {
                 ("FormError", "; start it, or correct its address in `servers` or UNISONO_SERVERS")

@@ -5,12 +5,10 @@
 
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread::{Builder, scope};
-use std::time::Duration;
 
 use pyo3::prelude::*;
 
-/// How often a wait looks for Ctrl-C. Longer: it answers later. Shorter: more of nothing.
-const LOOK: Duration = Duration::from_millis(100);
+use crate::signals::CHECK_EVERY;
 
 /// Runs `wait`, which may borrow, without the interpreter's lock. After Ctrl-C, `stop` must make it
 /// end soon.
@@ -25,7 +23,7 @@ pub fn borrowing<T: Send>(
             let waiting = move || drop(done.send(wait()));
             Builder::new().name("unisono-wait".into()).spawn_scoped(scope, waiting)?;
             // The end of the scope waits for the thread, which uses what it borrowed until then.
-            look(&outcome).inspect_err(|_| stop())
+            receive(&outcome).inspect_err(|_| stop())
         })
     })
 }
@@ -37,16 +35,17 @@ pub fn owning<T: Send + 'static>(
 ) -> PyResult<T> {
     py.detach(|| {
         let (done, outcome) = mpsc::channel();
-        // If nobody wants the outcome any more, it is dropped here.
+        // After Ctrl-C no thread receives the outcome, and it is dropped here.
         let waiting = move || drop(done.send(wait()));
         Builder::new().name("unisono-wait".into()).spawn(waiting)?;
-        look(&outcome)
+        receive(&outcome)
     })
 }
 
-fn look<T>(outcome: &Receiver<T>) -> PyResult<T> {
+/// Waits for the outcome, and lets Python handle signals meanwhile.
+fn receive<T>(outcome: &Receiver<T>) -> PyResult<T> {
     loop {
-        match outcome.recv_timeout(LOOK) {
+        match outcome.recv_timeout(CHECK_EVERY) {
             Ok(outcome) => return Ok(outcome),
             Err(RecvTimeoutError::Timeout) => Python::attach(|py| py.check_signals())?,
             Err(RecvTimeoutError::Disconnected) => panic!("a wait ended without an outcome"),

@@ -12,56 +12,56 @@ pub fn parse(text: &str) -> Result<OptimizerSpec, String> {
         ADAM => OptimizerSpec::with_weight_decay(parse("adamw")?, 0.0),
         name => name.parse().map_err(|error| format!("{error}"))?,
     };
-    let mut words = Words::read(text, rest)?;
+    let mut keys = Keys::read(text, rest)?;
     if name != ADAM
-        && let Some(decay) = words.number("weight_decay")?
+        && let Some(decay) = keys.number("weight_decay")?
     {
         spec = spec.with_weight_decay(decay);
     }
-    spec = spec.with_learning_rate(words.learning_rate(spec.learning_rate().peak())?);
+    spec = spec.with_learning_rate(keys.learning_rate(spec.learning_rate().peak())?);
     match &mut spec {
         OptimizerSpec::Momentum { momentum, nesterov, .. } => {
-            words.set("momentum", momentum)?;
-            *nesterov = words.flag("nesterov")?;
+            keys.set("momentum", momentum)?;
+            *nesterov = keys.flag("nesterov")?;
         }
-        OptimizerSpec::Adagrad { epsilon, .. } => words.set("eps", epsilon)?,
+        OptimizerSpec::Adagrad { epsilon, .. } => keys.set("eps", epsilon)?,
         OptimizerSpec::AdamW { betas, epsilon, .. } => {
-            words.set("beta1", &mut betas.0)?;
-            words.set("beta2", &mut betas.1)?;
-            words.set("eps", epsilon)?;
+            keys.set("beta1", &mut betas.0)?;
+            keys.set("beta2", &mut betas.1)?;
+            keys.set("eps", epsilon)?;
         }
         _ => {}
     }
-    words.expect_none_left(name)?;
+    keys.expect_none_left(name)?;
     spec.build(&[]).map_err(|error| error.to_string())?;
     Ok(spec)
 }
 
-/// The settings that have not been looked at.
-struct Words<'a> {
+/// The settings that were not taken yet.
+struct Keys<'a> {
     text: &'a str,
-    words: Vec<(&'a str, &'a str)>,
+    left: Vec<(&'a str, &'a str)>,
     /// The keys that were asked for.
     known: Vec<&'static str>,
 }
 
-impl<'a> Words<'a> {
-    fn read(text: &'a str, rest: &'a str) -> Result<Words<'a>, String> {
-        let mut words: Vec<(&str, &str)> = Vec::new();
-        for word in rest.split(',').map(str::trim).filter(|word| !word.is_empty()) {
-            let (key, value) = word.split_once('=').unwrap_or((word, ""));
-            if words.iter().any(|(before, _)| *before == key) {
+impl<'a> Keys<'a> {
+    fn read(text: &'a str, rest: &'a str) -> Result<Keys<'a>, String> {
+        let mut left: Vec<(&str, &str)> = Vec::new();
+        for pair in rest.split(',').map(str::trim).filter(|pair| !pair.is_empty()) {
+            let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
+            if left.iter().any(|(before, _)| *before == key) {
                 return Err(format!("{text:?} says {key:?} twice"));
             }
-            words.push((key, value));
+            left.push((key, value));
         }
-        Ok(Words { text, words, known: Vec::new() })
+        Ok(Keys { text, left, known: Vec::new() })
     }
 
     fn take(&mut self, key: &'static str) -> Option<&'a str> {
         self.known.push(key);
-        let found = self.words.iter().position(|(word, _)| *word == key)?;
-        Some(self.words.remove(found).1)
+        let found = self.left.iter().position(|(left, _)| *left == key)?;
+        Some(self.left.remove(found).1)
     }
 
     fn number<T: std::str::FromStr>(&mut self, key: &'static str) -> Result<Option<T>, String> {
@@ -105,7 +105,7 @@ impl<'a> Words<'a> {
     }
 
     fn expect_none_left(&self, name: &str) -> Result<(), String> {
-        match self.words.first() {
+        match self.left.first() {
             None => Ok(()),
             Some((key, _)) => {
                 let known = self.known.join(", ");

@@ -16,7 +16,7 @@ use super::optimizer;
 /// As in `unisono/_native.pyi`.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
-pub struct Settings {
+pub struct ServerSettings {
     names: Vec<String>,
     shapes: Vec<Vec<usize>>,
     optimizer: String,
@@ -36,8 +36,8 @@ pub struct Settings {
     patience: f64,
 }
 
-impl Settings {
-    /// The optimizer as the caller means it: its learning rate is that of a step of everybody.
+impl ServerSettings {
+    /// The optimizer as the caller means it: its learning rate is that of one step of all workers together.
     pub fn optimizer(&self) -> Result<OptimizerSpec, String> {
         optimizer::parse(&self.optimizer)
     }

@@ -1,34 +1,32 @@
 //! Workers that train by themselves and agree now and then.
 
-use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use pyo3::prelude::*;
-use pyo3::pybacked::PyBackedBytes;
-use pyo3::types::PyDict;
 use unisono_sync::Parameter;
 use unisono_sync::strategy::{LocalSteps as Library, Strategy, StrategySpec};
 
-use super::lease::Lease;
-use super::places::{Place, Places};
-use super::record::{Exchange, Record};
-use super::seat::Seat;
-use super::settings::{self, Codec};
-use super::synchronizer::{bytes_of, numbers_of, to_dict};
+use super::buffers::Buffers;
+use super::member::Member;
+use super::record::{Record, Transfer};
+use super::saved::{Restored, Saved, restored, saved_by};
+use super::settings::{self, CodecSettings};
+use crate::closable::Closable;
 use crate::deadline;
 use crate::error::Site;
 use crate::group::Group;
+use crate::memory::Buffer;
 
 /// Synchronizes the weights of workers that train by themselves.
 #[pyclass(frozen)]
 pub struct LocalSteps {
-    seat: Seat,
+    member: Member,
     parameters: Vec<Parameter>,
-    state: Lease<Mutex<State>>,
+    state: Closable<Mutex<State>>,
     record: Record,
 }
 
-/// Locked only by who does not have the interpreter's lock.
+/// Locked only by threads that do not have the interpreter's lock.
 struct State {
     library: Library,
     /// Whether a synchronization failed: nothing is agreed any more.
@@ -38,8 +36,8 @@ struct State {
 impl LocalSteps {
     /// The state, if it can be looked at now.
     fn open(&self, py: Python<'_>, site: Site) -> PyResult<Arc<Mutex<State>>> {
-        self.seat.expect_free(py, site)?;
-        self.state.open(py, site)
+        self.member.expect_free(py, site)?;
+        self.state.open(py, site, "it")
     }
 
     /// Whether something may be under way.
@@ -49,11 +47,11 @@ impl LocalSteps {
         Ok(self.record.steps() > 0 && delay > 0)
     }
 
-    /// The places of all parameters, for as long as a call lasts.
-    fn places(&self, py: Python<'_>, site: Site, places: Vec<Place>) -> PyResult<Places> {
+    /// The buffers of all parameters, for as long as a call lasts.
+    fn buffers(&self, py: Python<'_>, site: Site, buffers: Vec<Buffer>) -> PyResult<Buffers> {
         // SAFETY: the caller keeps the memory valid and to itself until its call returns.
-        let places = unsafe { Places::new(places, &self.parameters) };
-        places.map_err(|text| site.invalid(py, &text))
+        let buffers = unsafe { Buffers::new(buffers, &self.parameters) };
+        buffers.map_err(|text| site.invalid(py, &text))
     }
 
     /// Calls the library, at most for so long, without the interpreter's lock.
@@ -70,7 +68,7 @@ impl LocalSteps {
                         again from the last checkpoint";
             return Err(site.invalid(py, text));
         }
-        self.seat.within(py, seconds, site, || {
+        self.member.within(py, seconds, site, || {
             let mut state = lock(&state);
             let outcome = call(&mut state);
             state.failed = outcome.is_err();
@@ -81,22 +79,21 @@ impl LocalSteps {
 
 #[pymethods]
 impl LocalSteps {
-    /// Joins the workers of a group; without one, there is nobody to agree with. All ranks give the
-    /// same names, shapes and settings. The weights in `places` become rank 0's.
+    /// Joins the workers of a group; without one, this process is the only worker. All ranks give the
+    /// same names, shapes and settings. The weights in `buffers` become rank 0's.
     #[new]
-    #[pyo3(signature = (group, parameters, strategy, codec, places, seconds))]
+    #[pyo3(signature = (group, parameters, strategy, codec, buffers, seconds))]
     fn new(
         py: Python<'_>,
         group: Option<Py<Group>>,
         parameters: Vec<(String, Vec<usize>)>,
         strategy: &str,
-        codec: Codec,
-        places: Vec<Place>,
+        codec: CodecSettings,
+        buffers: Vec<Buffer>,
         seconds: f64,
     ) -> PyResult<LocalSteps> {
-        let rank = group.as_ref().map_or(0, |group| group.bind(py).get().rank());
-        let mut seat = Seat::new(py, group, rank);
-        let site = seat.site("joining the workers");
+        let mut member = Member::new(py, group);
+        let site = member.site("joining the workers");
         let invalid = |text: String| site.invalid(py, &text);
         let parameters = settings::parameters(parameters).map_err(invalid)?;
         let spec: StrategySpec = strategy.parse().map_err(|e| invalid(format!("{e}")))?;
@@ -109,25 +106,25 @@ impl LocalSteps {
             ));
         }
         // SAFETY: the caller keeps the memory valid and to itself until this returns.
-        let places = unsafe { Places::new(places, &parameters) };
-        let mut places = places.map_err(invalid)?;
-        let engine = seat.engine(py, site)?;
+        let buffers = unsafe { Buffers::new(buffers, &parameters) };
+        let mut buffers = buffers.map_err(invalid)?;
+        let engine = member.engine(py, site)?;
         let shapes: Vec<_> = parameters.iter().map(|p| (&p.name, &p.shape)).collect();
         let settings = format!("{spec}, {compression:?}, {shapes:?}");
-        seat.expect_equal(py, &engine, &settings, seconds, site)?;
-        let library = seat.within(py, seconds, site, || {
+        member.expect_equal(py, &engine, &settings, seconds, site)?;
+        let library = member.within(py, seconds, site, || {
             for parameter in 0..parameters.len() {
-                engine.broadcast(places.of(parameter), 0)?;
+                engine.broadcast(buffers.of(parameter), 0)?;
             }
             let mut library = Library::new(Some(&engine), &parameters, plan, compression)?;
-            library.begin(&places);
+            library.begin(&buffers);
             Ok(library)
         })?;
         let ends = library.abort_handle();
-        seat.watch(ends.clone());
+        member.watch(ends.clone());
         let state = Mutex::new(State { library, failed: false });
-        let state = Lease::new(state, ends, seat.rank());
-        Ok(LocalSteps { seat, parameters, state, record: Record::default() })
+        let state = Closable::new(state, ends, member.rank());
+        Ok(LocalSteps { member, parameters, state, record: Record::default() })
     }
 
     /// Steps that this worker has finished.
@@ -136,11 +133,11 @@ impl LocalSteps {
         self.record.steps()
     }
 
-    /// Bytes this rank has sent so far. In the middle of a call that waits, and after the end, what
-    /// it was when somebody last looked.
+    /// Bytes this rank has sent so far. In the middle of a call that waits, and after the end, as they
+    /// were counted last.
     #[getter]
     fn sent(&self, py: Python<'_>) -> u64 {
-        match self.open(py, self.seat.site("counting bytes")) {
+        match self.open(py, self.member.site("counting bytes")) {
             Ok(state) => self.record.note_sent(py.detach(|| lock(&state).library.sent())),
             Err(_) => self.record.sent(),
         }
@@ -148,13 +145,13 @@ impl LocalSteps {
 
     /// When the buckets that were agreed on last were under way.
     #[getter]
-    fn exchanges(&self) -> Vec<Exchange> {
-        self.record.exchanges()
+    fn transfers(&self) -> Vec<Transfer> {
+        self.record.transfers()
     }
 
-    /// Whether the workers' weights are looked at after the next step.
+    /// Whether the workers' weights are read or changed after the next step.
     fn is_due(&self, py: Python<'_>) -> PyResult<bool> {
-        let state = self.open(py, self.seat.site("looking at the schedule"))?;
+        let state = self.open(py, self.member.site("looking at the schedule"))?;
         let next = self.record.steps() + 1;
         let due = py.detach(|| lock(&state).library.schedule().after(next));
         Ok(due.submit.is_some() || due.apply.is_some())
@@ -162,7 +159,7 @@ impl LocalSteps {
 
     /// This worker has finished a step in which nothing was due.
     fn skip(&self, py: Python<'_>) -> PyResult<()> {
-        let site = self.seat.site("a local step");
+        let site = self.member.site("a local step");
         if self.is_due(py)? {
             return Err(site.invalid(py, "something is due after this step; give the weights"));
         }
@@ -173,65 +170,52 @@ impl LocalSteps {
     /// This worker has finished a step: does what is due after it, and waits for it, at most
     /// `seconds`. Whether the workers agreed on something. The caller keeps the weights alive, and
     /// away from others, meanwhile.
-    fn step(&self, py: Python<'_>, places: Vec<Place>, seconds: f64) -> PyResult<bool> {
-        let site = self.seat.site("a local step");
-        let mut places = self.places(py, site, places)?;
+    fn step(&self, py: Python<'_>, buffers: Vec<Buffer>, seconds: f64) -> PyResult<bool> {
+        let site = self.member.site("a local step");
+        let mut buffers = self.buffers(py, site, buffers)?;
         self.call(py, seconds, site, |state| {
             let step = self.record.steps() + 1;
-            let outcome = state.library.step(step, &mut places, 0.0, false)?;
+            let outcome = state.library.step(step, &mut buffers, 0.0, false)?;
             self.record.set_steps(step);
             self.record.note_sent(state.library.sent());
-            self.record.note_exchanges(&outcome.buckets);
+            self.record.note_transfers(&outcome.buckets);
             Ok(outcome.agreed.is_some())
         })
     }
 
     /// Makes the weights of all workers equal, at the end of training. All ranks call it.
-    fn settle(&self, py: Python<'_>, places: Vec<Place>, seconds: f64) -> PyResult<()> {
-        let site = self.seat.site("settling");
-        let mut places = self.places(py, site, places)?;
+    fn settle(&self, py: Python<'_>, buffers: Vec<Buffer>, seconds: f64) -> PyResult<()> {
+        let site = self.member.site("settling");
+        let mut buffers = self.buffers(py, site, buffers)?;
         self.call(py, seconds, site, |state| {
-            let outcome = state.library.settle(self.record.steps(), &mut places)?;
+            let outcome = state.library.settle(self.record.steps(), &mut buffers)?;
             self.record.note_sent(state.library.sent());
-            self.record.note_exchanges(&outcome.buckets);
+            self.record.note_transfers(&outcome.buckets);
             Ok(())
         })
     }
 
     /// What must be remembered besides the workers' own weights, at rank 0. All ranks call it,
     /// after the same step.
-    fn save<'py>(&self, py: Python<'py>, seconds: f64) -> PyResult<Bound<'py, PyDict>> {
-        let site = self.seat.site("saving");
-        let group = self.seat.engine(py, site)?;
-        let saved = self.call(py, seconds, site, |state| {
-            let mut saved = Vec::new();
-            let mut each = |name, _, values: &[f32]| saved.push((name, bytes_of(values)));
-            state.library.save(&group, &mut each)?;
-            Ok(saved)
-        })?;
-        to_dict(py, saved)
+    fn save(&self, py: Python<'_>, seconds: f64) -> PyResult<Saved> {
+        let site = self.member.site("saving");
+        let group = self.member.engine(py, site)?;
+        self.call(py, seconds, site, |state| saved_by(|each| state.library.save(&group, each)))
     }
 
     /// Goes on after so many steps from what was saved, of which rank 0's counts. All ranks call
     /// it, with the same number of steps.
-    fn restore(
-        &self,
-        py: Python<'_>,
-        steps: u64,
-        saved: HashMap<String, PyBackedBytes>,
-        seconds: f64,
-    ) -> PyResult<()> {
-        let site = self.seat.site("restoring");
+    fn restore(&self, py: Python<'_>, steps: u64, saved: Restored, seconds: f64) -> PyResult<()> {
+        let site = self.member.site("restoring");
         if self.has_begun(py, site)? {
             let text =
                 "what is under way cannot be taken back; load the state before the first step";
             return Err(site.invalid(py, text));
         }
-        let group = self.seat.engine(py, site)?;
-        self.seat.expect_equal_steps(py, &group, steps, seconds, site)?;
+        let group = self.member.engine(py, site)?;
+        self.member.expect_equal_steps(py, &group, steps, seconds, site)?;
         self.call(py, seconds, site, |state| {
-            let find = |name: &str| saved.get(name).map(|bytes| numbers_of(bytes));
-            state.library.restore(&group, &find)?;
+            state.library.restore(&group, &|name| restored(&saved, name))?;
             self.record.set_steps(steps);
             Ok(())
         })

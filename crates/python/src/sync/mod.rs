@@ -7,11 +7,11 @@
 //! The library counts on callers that keep to the order of a step, and panics where one does not.
 //! Python is not such a caller: what would panic, or wait for ever, is refused here.
 
-mod lease;
+mod buffers;
 mod local;
-mod places;
+mod member;
 mod record;
-mod seat;
+mod saved;
 mod settings;
 mod synchronizer;
 

@@ -1,5 +1,5 @@
-//! What is known of the steps so far, for whoever asks at any time: also in the middle of a call
-//! that waits, and after the end.
+//! What is known of the steps so far. A thread may ask at any time: also in the middle of a call that
+//! waits, and after the end.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,15 +9,15 @@ use unisono_sync::BucketTimes;
 
 /// A bucket that travelled: its bytes, and when that began and ended, in nanoseconds of the Unix
 /// clock.
-pub type Exchange = (usize, u64, u64);
+pub type Transfer = (usize, u64, u64);
 
 /// The record of a replica.
 #[derive(Default)]
 pub struct Record {
     steps: AtomicU64,
-    /// As it was when it was last looked at.
+    /// As it was counted last.
     sent: AtomicU64,
-    exchanges: Mutex<Vec<Exchange>>,
+    transfers: Mutex<Vec<Transfer>>,
 }
 
 impl Record {
@@ -31,7 +31,7 @@ impl Record {
         self.steps.store(steps, Ordering::Relaxed);
     }
 
-    /// Bytes that had been sent when somebody looked.
+    /// Bytes that had been sent when they were counted last.
     pub fn sent(&self) -> u64 {
         self.sent.load(Ordering::Relaxed)
     }
@@ -43,18 +43,18 @@ impl Record {
     }
 
     /// The buckets of the last call that had some.
-    pub fn exchanges(&self) -> Vec<Exchange> {
-        self.exchanges.lock().expect("no panic while locked").clone()
+    pub fn transfers(&self) -> Vec<Transfer> {
+        self.transfers.lock().expect("no panic while locked").clone()
     }
 
     /// Notes the buckets of a call.
-    pub fn note_exchanges(&self, buckets: &[BucketTimes]) {
+    pub fn note_transfers(&self, buckets: &[BucketTimes]) {
         let unix = SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_nanos() as u64);
         let now = Instant::now();
         let at = |instant: Instant| unix.saturating_sub((now - instant).as_nanos() as u64);
         let seen = buckets.iter().map(|of| (of.bytes, at(of.started), at(of.ended)));
-        let mut exchanges = self.exchanges.lock().expect("no panic while locked");
-        exchanges.clear();
-        exchanges.extend(seen);
+        let mut transfers = self.transfers.lock().expect("no panic while locked");
+        transfers.clear();
+        transfers.extend(seen);
     }
 }

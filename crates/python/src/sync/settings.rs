@@ -9,7 +9,7 @@ use unisono_sync::strategy::Compression;
 
 /// Whether gradients travel in fewer bytes, and how. `unisono/torch/_gradients/codec.py` makes one.
 #[derive(Clone, Debug, FromPyObject)]
-pub struct Codec {
+pub struct CodecSettings {
     /// A codec, `none` or `auto`.
     codec: String,
     /// Exceptions, as `PATTERN=CODEC`.
@@ -19,7 +19,7 @@ pub struct Codec {
     seed: u64,
 }
 
-impl Codec {
+impl CodecSettings {
     /// The library's form of it, or what is wrong with it. Nothing if nothing is ever encoded.
     pub fn compression(&self) -> Result<Option<Compression>, String> {
         let auto = self.codec == "auto";

@@ -1,31 +1,30 @@
 //! One replica's view of a step.
 
-use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use pyo3::prelude::*;
-use pyo3::pybacked::PyBackedBytes;
-use pyo3::types::{PyBytes, PyDict};
 use unisono_sync::bucket::BucketSizes;
 use unisono_sync::{Parameter, Settings, Synchronizer as Library};
 
-use super::lease::Lease;
-use super::places::{Place, Places};
-use super::record::{Exchange, Record};
-use super::seat::Seat;
-use super::settings::{self, Codec};
+use super::buffers::Buffers;
+use super::member::Member;
+use super::record::{Record, Transfer};
+use super::saved::{Restored, Saved, restored, saved_by};
+use super::settings::{self, CodecSettings};
+use crate::closable::Closable;
 use crate::deadline;
 use crate::error::Site;
 use crate::group::Group;
+use crate::memory::Buffer;
 
 /// Takes the gradients of a worker's shards, and gives back the mean of all workers'.
 #[pyclass(frozen)]
 pub struct Synchronizer {
-    seat: Seat,
+    member: Member,
     parameters: Vec<Parameter>,
     own: std::ops::Range<usize>,
-    library: Lease<Library>,
-    /// Locked only by who does not have the interpreter's lock.
+    library: Closable<Library>,
+    /// Locked only by threads that do not have the interpreter's lock.
     progress: Mutex<Progress>,
     record: Record,
 }
@@ -62,8 +61,8 @@ impl Synchronizer {
 
     /// The library, if it can be called now.
     fn open(&self, py: Python<'_>, site: Site) -> PyResult<Arc<Library>> {
-        self.seat.expect_free(py, site)?;
-        self.library.open(py, site)
+        self.member.expect_free(py, site)?;
+        self.library.open(py, site, "it")
     }
 
     /// Calls the library, without the interpreter's lock. What the call refuses is an
@@ -74,7 +73,7 @@ impl Synchronizer {
         operation: &'static str,
         call: impl FnOnce(&Library, &mut Progress) -> Result<R, String> + Send,
     ) -> PyResult<R> {
-        let site = self.seat.site(operation);
+        let site = self.member.site(operation);
         let library = self.open(py, site)?;
         let outcome = py.detach(|| {
             let mut progress = self.lock();
@@ -93,48 +92,44 @@ impl Synchronizer {
 
 #[pymethods]
 impl Synchronizer {
-    /// Joins the replicas of a group; without one, there is nobody to wait for. All ranks give the
-    /// same names, shapes and settings.
+    /// Joins the replicas of a group; without one, this process is the only replica. All ranks give
+    /// the same names, shapes and settings.
     #[new]
-    #[pyo3(signature = (group, parameters, shards, codec, buckets, overlap, seconds))]
-    #[expect(clippy::too_many_arguments, reason = "Python names them")]
+    #[pyo3(signature = (group, parameters, shards, codec, buckets, seconds))]
     fn new(
         py: Python<'_>,
         group: Option<Py<Group>>,
         parameters: Vec<(String, Vec<usize>)>,
         shards: usize,
-        codec: Codec,
+        codec: CodecSettings,
         buckets: Option<(usize, usize)>,
-        overlap: bool,
         seconds: f64,
     ) -> PyResult<Synchronizer> {
-        let rank = group.as_ref().map_or(0, |group| group.bind(py).get().rank());
-        let mut seat = Seat::new(py, group, rank);
-        let site = seat.site("joining the replicas");
+        let mut member = Member::new(py, group);
+        let site = member.site("joining the replicas");
         let invalid = |text: String| site.invalid(py, &text);
         let parameters = settings::parameters(parameters).map_err(invalid)?;
         let settings = Settings {
             buckets: buckets.map(|(first, others)| BucketSizes { first, others }),
-            overlap,
             compression: codec.compression().map_err(invalid)?,
             ..Settings::new(shards)
         };
-        let engine = seat.engine(py, site)?;
-        seat.expect_equal(py, &engine, &format!("{settings:?}"), seconds, site)?;
+        let engine = member.engine(py, site)?;
+        member.expect_equal(py, &engine, &format!("{settings:?}"), seconds, site)?;
         let listed = parameters.clone();
         let library =
-            seat.within(py, seconds, site, || Library::new(Some(&engine), listed, settings))?;
+            member.within(py, seconds, site, || Library::new(Some(&engine), listed, settings))?;
         let ends = library.abort_handle();
-        seat.watch(ends.clone());
+        member.watch(ends.clone());
         let (begun, phase) = (0, Phase::Between);
         let seen = vec![false; parameters.len()];
         Ok(Synchronizer {
             own: library.shards(),
-            library: Lease::new(library, ends, rank),
+            library: Closable::new(library, ends, member.rank()),
             progress: Mutex::new(Progress { begun, phase, seen }),
             record: Record::default(),
             parameters,
-            seat,
+            member,
         })
     }
 
@@ -150,11 +145,11 @@ impl Synchronizer {
         self.record.steps()
     }
 
-    /// Bytes this rank has sent so far. In the middle of a call that waits, and after the end, what
-    /// it was when somebody last looked.
+    /// Bytes this rank has sent so far. In the middle of a call that waits, and after the end, as they
+    /// were counted last.
     #[getter]
     fn sent(&self, py: Python<'_>) -> u64 {
-        match self.open(py, self.seat.site("counting bytes")) {
+        match self.open(py, self.member.site("counting bytes")) {
             Ok(library) => self.record.note_sent(py.detach(|| library.sent())),
             Err(_) => self.record.sent(),
         }
@@ -162,8 +157,8 @@ impl Synchronizer {
 
     /// When the buckets of the last step were under way.
     #[getter]
-    fn exchanges(&self) -> Vec<Exchange> {
-        self.record.exchanges()
+    fn transfers(&self) -> Vec<Transfer> {
+        self.record.transfers()
     }
 
     /// Begins the next of this worker's shards; which one.
@@ -214,10 +209,10 @@ impl Synchronizer {
             if progress.seen[parameter] {
                 return Err(format!("a second gradient of {} came in one shard", of.name));
             }
-            let place = Place::new(address, count, of)?;
+            let gradient = Buffer::new(address, count, &of.name, of.elements())?;
             progress.seen[parameter] = true;
             // SAFETY: the caller keeps the memory valid and unchanged until this returns.
-            library.gradient(parameter, unsafe { place.read() });
+            library.gradient(parameter, unsafe { gradient.read() });
             Ok(())
         })
     }
@@ -236,30 +231,30 @@ impl Synchronizer {
 
     /// Ends the step: waits for the means of all parameters, at most `seconds`, and writes each to
     /// its place. The caller keeps the memory alive, and away from others, meanwhile.
-    fn finish(&self, py: Python<'_>, places: Vec<Place>, seconds: f64) -> PyResult<Outcome> {
-        let site = self.seat.site("the end of a step");
+    fn finish(&self, py: Python<'_>, buffers: Vec<Buffer>, seconds: f64) -> PyResult<Outcome> {
+        let site = self.member.site("the end of a step");
         self.call(py, "finish", |_, progress| match progress.phase {
             Phase::Between if progress.begun == self.own.len() => Ok(()),
             _ => Err("a step ends after all shards of this worker".into()),
         })?;
         // SAFETY: the caller keeps the memory valid and to itself until this returns.
-        let places = unsafe { Places::new(places, &self.parameters) };
-        let mut places = places.map_err(|text| site.invalid(py, &text))?;
+        let buffers = unsafe { Buffers::new(buffers, &self.parameters) };
+        let mut buffers = buffers.map_err(|text| site.invalid(py, &text))?;
         let library = self.open(py, site)?;
-        self.seat.within(py, seconds, site, || {
+        self.member.within(py, seconds, site, || {
             let mut progress = self.lock();
             let mut used = Vec::with_capacity(self.parameters.len());
             // Whatever happens now, this step does not happen again.
             progress.phase = Phase::Failed;
             let outcome = library.finish(|parameter, mean| {
-                places.of(parameter).copy_from_slice(mean);
+                buffers.of(parameter).copy_from_slice(mean);
                 used.push(parameter);
             })?;
             progress.phase = Phase::Between;
             progress.begun = 0;
             self.record.set_steps(self.record.steps() + 1);
             self.record.note_sent(library.sent());
-            self.record.note_exchanges(&outcome.times.buckets);
+            self.record.note_transfers(&outcome.times.buckets);
             let chosen = outcome.advice.map(|advice| {
                 let codec = advice.chosen.as_ref().map_or("none".to_owned(), ToString::to_string);
                 (codec, advice.reason.clone())
@@ -269,33 +264,22 @@ impl Synchronizer {
     }
 
     /// What must be remembered besides the weights, at rank 0. All ranks call it, between steps.
-    fn save<'py>(&self, py: Python<'py>, seconds: f64) -> PyResult<Bound<'py, PyDict>> {
+    fn save(&self, py: Python<'_>, seconds: f64) -> PyResult<Saved> {
         self.expect_between(py, "save")?;
-        let site = self.seat.site("saving");
-        let (group, library) = (self.seat.engine(py, site)?, self.open(py, site)?);
-        let saved = self.seat.within(py, seconds, site, || {
-            let mut saved = Vec::new();
-            library.save(&group, &mut |name, _, values| saved.push((name, bytes_of(values))))?;
-            Ok(saved)
-        })?;
-        to_dict(py, saved)
+        let site = self.member.site("saving");
+        let (group, library) = (self.member.engine(py, site)?, self.open(py, site)?);
+        self.member.within(py, seconds, site, || saved_by(|each| library.save(&group, each)))
     }
 
     /// Goes on after so many steps from what was saved, of which rank 0's counts. All ranks call
     /// it, between steps, with the same number of steps.
-    fn restore(
-        &self,
-        py: Python<'_>,
-        steps: u64,
-        saved: HashMap<String, PyBackedBytes>,
-        seconds: f64,
-    ) -> PyResult<()> {
+    fn restore(&self, py: Python<'_>, steps: u64, saved: Restored, seconds: f64) -> PyResult<()> {
         self.expect_between(py, "restore")?;
-        let site = self.seat.site("restoring");
-        let (group, library) = (self.seat.engine(py, site)?, self.open(py, site)?);
-        self.seat.expect_equal_steps(py, &group, steps, seconds, site)?;
-        self.seat.within(py, seconds, site, || {
-            library.restore(&group, &|name| saved.get(name).map(|bytes| numbers_of(bytes)))?;
+        let site = self.member.site("restoring");
+        let (group, library) = (self.member.engine(py, site)?, self.open(py, site)?);
+        self.member.expect_equal_steps(py, &group, steps, seconds, site)?;
+        self.member.within(py, seconds, site, || {
+            library.restore(&group, &|name| restored(&saved, name))?;
             library.go_on_from(steps);
             self.record.set_steps(steps);
             Ok(())
@@ -316,25 +300,4 @@ impl Synchronizer {
             _ => Err("it is done between two steps".into()),
         })
     }
-}
-
-/// Numbers as they are saved.
-pub fn bytes_of(values: &[f32]) -> Vec<u8> {
-    values.iter().flat_map(|value| value.to_le_bytes()).collect()
-}
-
-/// Numbers that were saved. Bytes that are left over make a length that nobody expects.
-pub fn numbers_of(bytes: &[u8]) -> Vec<f32> {
-    let (whole, rest) = bytes.as_chunks::<4>();
-    let tail = (!rest.is_empty()).then_some(f32::NAN);
-    whole.iter().map(|bytes| f32::from_le_bytes(*bytes)).chain(tail).collect()
-}
-
-/// What was saved, by its name.
-pub fn to_dict(py: Python<'_>, saved: Vec<(String, Vec<u8>)>) -> PyResult<Bound<'_, PyDict>> {
-    let dict = PyDict::new(py);
-    for (name, bytes) in saved {
-        dict.set_item(name, PyBytes::new(py, &bytes))?;
-    }
-    Ok(dict)
 }

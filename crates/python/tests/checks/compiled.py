@@ -150,7 +150,7 @@ def check_compiled_fsdp(rank, world):
 
 def check_compiled_calls(rank, world):
     own = torch.full((2,), rank + 1.0)
-    everybody = torch.arange(1.0, world + 1)
+    numbers = torch.arange(1.0, world + 1)
 
     def all_reduce(x):
         x = x * 2
@@ -241,7 +241,7 @@ def check_compiled_calls(rank, world):
         dist.barrier()
         return received + 1
 
-    total, pairs = everybody.sum().item(), everybody.repeat_interleave(2)
+    total, pairs = numbers.sum().item(), numbers.repeat_interleave(2)
     results = {
         all_reduce: [2 * total] * 2,
         all_reduce_max: [2.0 * world] * 2,
@@ -292,12 +292,12 @@ def check_compiled_functional(rank, world):
     def coalesced(x):
         return torch.cat(functional.all_reduce_coalesced([x, x * 2], "sum", group)) + 1
 
-    total, everybody = world * (world + 1.0), torch.arange(1.0, world + 1)
+    total, numbers = world * (world + 1.0), torch.arange(1.0, world + 1)
     results = {
         all_reduce: [total] * world,
-        all_gather: 2 * everybody.repeat_interleave(world),
+        all_gather: 2 * numbers.repeat_interleave(world),
         reduce_scatter: [total],
-        all_to_all: 2 * everybody,
+        all_to_all: 2 * numbers,
         broadcast: [4.0] * world,
         coalesced: [total / 2] * world + [total] * world,
     }

@@ -21,7 +21,7 @@ def network() -> nn.Module:
 
 
 def train(replica, rank: int, steps: int, first: int = 0) -> float:
-    """Learns a function from other samples on every rank; the loss on samples of nobody."""
+    """Learns a function from other samples on every rank; the loss on samples of no rank."""
     optimizer = torch.optim.SGD(replica.parameters(), lr=0.2)
     for step in range(first, first + steps):
         optimizer.zero_grad()
@@ -97,7 +97,7 @@ def check_compress_modes_of_ddp(rank, world):
 
 
 class Branches(nn.Module):
-    """Uses one of two layers, or a third that nobody uses."""
+    """Uses one of two layers, or a third that no rank uses."""
 
     def __init__(self):
         super().__init__()
@@ -179,7 +179,7 @@ def check_compress_other_types(rank, world):
     floats = torch.arange(3.0)
     [negated] = Floats([torch._neg_view(floats)])._floats
     assert not negated.is_neg() and negated.tolist() == [0.0, -1.0, -2.0]
-    assert Floats([floats]).places == [(floats.data_ptr(), 3)]
+    assert Floats([floats]).buffers == [(floats.data_ptr(), 3)]
     replica = DistributedDataParallel(nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last))
     unisono.torch.compress(replica, "none")
     inputs = torch.randn(2, 8, 5, 5, generator=torch.Generator().manual_seed(3))

@@ -14,7 +14,7 @@ from checks.compress import loss_of, network
 
 
 def steps(model, optimizer, rank: int, count: int, first: int = 0) -> float:
-    """Local steps on samples of this rank; the loss on samples of nobody."""
+    """Local steps on samples of this rank; the loss on samples of no rank."""
     for step in range(first, first + count):
         optimizer.zero_grad()
         loss_of(model, 32, 1000 * step + rank).backward()
@@ -220,6 +220,24 @@ def check_local_steps_over_ddp(rank, world):
         # One that is gone does nothing any more.
         del replica, error
         steps(model, local(inner, 2), rank, 2)
+        assert_replicas_equal(model)
+
+
+def check_ddp_after_local_steps(rank, world):
+    """A model that is wrapped after its optimizer was is refused in the first step."""
+    for local in (unisono.torch.LocalSGD, unisono.torch.DiLoCo):
+        model = network()
+        optimizer = local(torch.optim.SGD(model.parameters(), lr=0.1), 2)
+        replica = DistributedDataParallel(model)
+        before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        replica(torch.ones(2, 16)).square().mean().backward()
+        error = raises(unisono.InvalidCall, optimizer.step)
+        text = str(error)
+        assert local.__name__ in text and "do not wrap the model" in text, error
+        now = nn.utils.parameters_to_vector(model.parameters())
+        assert torch.equal(now, before), "the refused step changed the weights"
+        del replica, error
+        steps(model, optimizer, rank, 2)
         assert_replicas_equal(model)
 
 

@@ -119,7 +119,7 @@ def check_profile_of_plain_calls(rank, world):
         assert len(run.steps) == 6, run.summary
         assert run.info["settings"]["overlap"] is False, run.info
         for step in run.steps:
-            # Of three backward passes nobody knows which is the loss.
+            # Of three backward passes it is unknown which has the loss.
             assert step["samples"] == 6 * world and step["loss"] is None, step
             for times in step["ranks"]:
                 assert len(times["buckets"]) == 6, times
@@ -264,7 +264,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tenso
 
 
 class _Run:
-    """A folder that was written, read as anybody would."""
+    """A folder that was written, read as a program would."""
 
     def __init__(self, folder: Path, profile=None):
         self.profile = profile

@@ -44,7 +44,7 @@ def check_server_bsp(rank, world):
 
 
 def check_server_ssp(rank, world):
-    """Whoever is ahead by the bound waits, and not before."""
+    """A worker that is ahead by the bound waits, and not before."""
     bound, steps = 3, 10
     store = _store("ssp")
     model = _network()
@@ -64,7 +64,7 @@ def check_server_ssp(rank, world):
 
 
 def check_server_async(rank, world):
-    """Nobody waits for a worker that is slow, and the age of what it then pushes is known."""
+    """No worker waits for one that is slow, and the age of what it then pushes is known."""
     steps = 8
     store = _store("async")
     model = _network()
@@ -207,7 +207,7 @@ def check_server_groups_of_parameters(rank, world):
 
 
 def check_server_learning_rate(rank, world):
-    """A learning rate means the same at every level: a step of everybody goes as far."""
+    """A learning rate means the same at every level: a step of all workers goes as far."""
     moved = {}
     for level in ("bsp", "ssp:0", "async"):
         model = nn.Linear(1, 1, bias=False)
@@ -223,7 +223,7 @@ def check_server_learning_rate(rank, world):
 
 
 def check_server_learning_rate_of_replicas(rank, world):
-    """At downpour a replica goes by its own steps, and servers go by the pushes of everybody."""
+    """At downpour a replica goes by its own steps, and servers go by the pushes of all workers."""
     steps, push = 8, 4
     model = nn.Linear(1, 1, bias=False)
     optimizer = f"sgd:lr=0.5,cosine={steps}"
@@ -236,7 +236,7 @@ def check_server_learning_rate_of_replicas(rank, world):
             equal(at - _vector(model), torch.tensor([_cosine(0.5, step, steps)]))
         model.weight.grad = torch.ones(1, 1)
         server.step()
-        dist.barrier()  # Everybody has pushed once, the mean of ones.
+        dist.barrier()  # Every worker has pushed once, the mean of ones.
         server.pull()
         pushes = steps * world // push
         moved = sum(_cosine(0.5, number, pushes) for number in range(1, world + 1))
@@ -336,7 +336,7 @@ def check_server_two_models(rank, world):
 
 
 def check_server_end(rank, world):
-    """With `steps` the run ends when everybody's are made, whoever makes them."""
+    """With `steps` the run ends when those of all workers are made, by whichever worker."""
     model, steps = _network(), 5
     made = torch.zeros(1)
     with ParameterServer(model, "sgd:lr=0.01", "async", steps=steps) as server:
@@ -349,7 +349,7 @@ def check_server_end(rank, world):
 
 
 def check_server_mistakes(rank, world):
-    """What is wrong with a call is said before anybody is waited for, or on all ranks."""
+    """What is wrong with a call is said before any rank waits for another, or on all ranks."""
     model = _network()
     adam = torch.optim.Adam(model.parameters(), weight_decay=0.1)
     used = torch.optim.SGD(model.parameters(), momentum=0.9)
@@ -390,6 +390,17 @@ def check_server_mistakes(rank, world):
         arguments = {"model": model, "optimizer": "sgd", "level": "async"} | mistake
         error = raises(unisono.InvalidCall, ParameterServer, **arguments)
         assert text in str(error), (mistake, error)
+
+
+def check_ddp_after_server(rank, world):
+    model = _network()
+    with ParameterServer(model, "sgd", "bsp") as server:
+        replica = DistributedDataParallel(model)
+        replica(torch.ones(1, 8)).sum().backward()
+        error = raises(unisono.InvalidCall, server.step)
+        assert "do not wrap the model" in str(error), error
+        del replica, error
+        server.step()
 
 
 def check_server_of_doubles(rank, world):
@@ -435,7 +446,7 @@ def _is_equal_everywhere(model: nn.Module, world: int) -> bool:
 
 
 def _expect_common_end(model: nn.Module, server: ParameterServer, world: int) -> None:
-    """When all have pushed all, a pull gives everybody the same weights."""
+    """When all have pushed all, a pull gives every worker the same weights."""
     dist.barrier()
     server.pull()
     assert _is_equal_everywhere(model, world)

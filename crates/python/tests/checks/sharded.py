@@ -117,6 +117,14 @@ def check_sharded_mistakes(rank, world):
     raises(unisono.InvalidCall, step.load_state_dict, {"steps": 1})
 
 
+def check_ddp_after_sharded_step(rank, world):
+    model = network()
+    step = unisono.torch.ShardedStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    replica = DistributedDataParallel(model)
+    error = raises(unisono.InvalidCall, step, [torch.ones(1, 16)] * len(step.shards), replica)
+    assert "do not wrap the model" in str(error), error
+
+
 def check_synchronizer_refuses(rank, world):
     """What the library would panic about, or wait for, is refused."""
     step = unisono.torch.ShardedStep(nn.Linear(3, 2), None)
@@ -148,7 +156,7 @@ def check_synchronizer_refuses(rank, world):
         native.begin_backward(2.0)
         native.end_shard()
     refused("finish it", native.begin_shard)
-    refused("1 places", native.finish, [(address, 6)], 9.0)
+    refused("1 buffers", native.finish, [(address, 6)], 9.0)
     bias = torch.full((2,), 9.0)
     loss, used, _ = native.finish([(address, 6), (bias.data_ptr(), 2)], 9.0)
     equal(numbers, torch.full((6,), world / 8))

@@ -326,7 +326,7 @@ def check_tensors_with_gradients(rank, world):
 
 
 def check_settled_once(rank, world):
-    """Whoever waits for a call finds it finished, also while another thread finishes it."""
+    """A thread that waits for a call finds it finished, also while another thread finishes it."""
     if on_gloo():
         return
     for _ in range(20):
@@ -387,7 +387,7 @@ def check_messages_of_anybody(rank, world):
         equal(tensor, torch.full((3,), float(sender)))
         senders.append(sender)
     assert sorted(senders) == list(range(1, world)), senders
-    # Named receives, and one of anybody in between, which was submitted before the last.
+    # Named receives, and one from any rank in between, which was submitted before the last.
     buffers = [torch.zeros(2) for _ in range(1, world)]
     works = [dist.irecv(buffers[0], tag=7)]
     works[0].wait()

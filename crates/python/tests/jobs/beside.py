@@ -59,7 +59,7 @@ def _beside_another_device(rank, world):
         dist.barrier(group)
     if is_old_torch():
         _expect_passed_on(rank, world)
-    # Nobody finds a group that is only a part of ours.
+    # Torch does not list a group that is only a part of ours.
     count = len(dist.distributed_c10d._world.pg_map)
     assert count == 3, count
     dist.destroy_process_group(pairs[2])

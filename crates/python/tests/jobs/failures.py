@@ -49,7 +49,7 @@ def _killed_in_backward(rank, world, killed):
         list(model.parameters())[8].register_hook(die)
     error = raises(unisono.PeerLost, lambda: replica(batch).sum().backward())
     elapsed = time.time() - killed.value
-    assert killed.value > 0, "nobody was killed"
+    assert killed.value > 0, "no rank was killed"
     assert (error.rank, error.peer, error.operation) == (rank, world - 1, "all_reduce"), vars(error)
     assert error.bucket is not None and f"rank {world - 1}" in str(error), error
     print(f"     rank {rank} raised {elapsed * 1000:.0f} ms after the kill", flush=True)
@@ -193,7 +193,7 @@ def _mismatch_in_backward(rank, world):
 
 
 def case_timeout() -> None:
-    """A call that nobody answers ends with the group's timeout, waited for or started."""
+    """A call that no other rank makes ends with the group's timeout, waited for or started."""
     for asynchronous in (False, True):
         codes = harness.run(_timeout, 2, asynchronous)
         assert codes == [0, 0], codes
@@ -247,7 +247,7 @@ def _timeout_behind_future(rank, world):
 
 
 def case_timeout_of_message() -> None:
-    """So does a message that nobody sends."""
+    """So does a message that no rank sends."""
     codes = harness.run(_timeout_of_message, 2)
     assert codes == [0, 0], codes
 
@@ -476,10 +476,44 @@ def _never_in_group(rank, world):
     if rank == 0:
         brief = timedelta(seconds=1)
         error = raises(unisono.FormError, dist.new_group, timeout=brief)
-        assert "rank 1" in str(error), error
+        text = "rank 0 in new_group([0, 1]): rank 1 did not come to make the group within 0:00:01"
+        assert text in str(error) and (error.rank, error.peer) == (0, 1), error
         store.set("over", b"yes")
     else:
         store.wait(["over"])
+
+
+def case_group_beside_a_call() -> None:
+    """A rank that makes a group while others make a call waits for no longer than the timeout of the
+    group of all ranks, and says which ranks did not come. That group goes on."""
+    with tempfile.TemporaryDirectory() as directory:
+        codes = harness.run(_group_beside_a_call, 3, os.path.join(directory, "store"))
+    assert codes == [0, 0, 0], codes
+
+
+def _group_beside_a_call(rank, world, path):
+    dist.destroy_process_group()
+    brief = timedelta(seconds=2) if rank == 0 else timedelta(seconds=harness.HUNG)
+    store = dist.FileStore(path, world)
+    dist.init_process_group("unisono", store=store, rank=rank, world_size=world, timeout=brief)
+    if rank == 0:
+        error = raises(unisono.FormError, dist.new_group)
+        text = "rank 0 in new_group([0, 1, 2]): ranks [1, 2] did not come to make the group"
+        assert text in str(error) and "in the same order" in str(error), error
+    _expect_usable(dist.group.WORLD, world)
+
+
+def case_groups_in_opposite_orders() -> None:
+    """Ranks that make groups in opposite orders are told so at once, with both groups."""
+    assert harness.run(_groups_in_opposite_orders, 3) == [0, 0, 0]
+
+
+def _groups_in_opposite_orders(rank, world):
+    own, theirs, other = ([0, 2], [0, 1, 2], 0) if rank == 2 else ([0, 1, 2], [0, 2], 2)
+    error = raises(unisono.FormError, dist.new_group, own)
+    said = f"makes the group of ranks {theirs} in its place"
+    assert f"rank {rank} in new_group({own}): rank {other} {said}" in str(error), error
+    dist.barrier()
 
 
 def _dead_before_group(rank, world):
@@ -559,7 +593,7 @@ def _program(ending: str, rank: int, store: str) -> None:
 
 
 def case_exit_of_several() -> None:
-    """At the end of a program, one that cannot be left keeps nobody from leaving the others."""
+    """At the end of a program, a group that cannot be left does not keep the others open."""
 
     class Stubborn:
         def __init__(self, error):
@@ -597,7 +631,7 @@ class CapturedLog(logging.Handler):
 
 
 def case_profile_of_a_killed_rank() -> None:
-    """What the others measured is reported, and nobody waits for the dead for long."""
+    """What the others measured is reported, and no rank waits for the dead one for long."""
     with tempfile.TemporaryDirectory() as folder:
         codes = harness.run(_profile_of_a_killed_rank, 3, os.path.join(folder, "run"))
         assert codes == [0, -signal.SIGKILL, 0], codes

@@ -63,7 +63,7 @@ _DIFFERENCES = {
 
 
 def case_mismatch_lines() -> None:
-    """Whoever differs, and in whatever: every rank is told every line and every call."""
+    """Whichever rank differs, and in whatever: every rank is told every line and every call."""
     for world in (2, 3):
         for odd in range(world):
             for kind in _DIFFERENCES:
@@ -74,7 +74,7 @@ def case_mismatch_lines() -> None:
 def _mismatch_lines(rank, world, odd, kind):
     def program():
         (kind if rank == odd else _usual)(rank, world)
-        # A rank that waits for nobody in its call learns of it in the next.
+        # A rank whose call waits for no other rank learns of it in the next.
         _next(rank, world)
 
     error = raises(unisono.Mismatch, program)
@@ -245,7 +245,7 @@ def case_missing_before_init() -> None:
     for dead in range(world):
         for kind in ("file", "tcp"):
             with tempfile.TemporaryDirectory() as directory:
-                # The server is nobody's of the job, as that of torchrun.
+                # No rank of the job has the server, as with torchrun.
                 master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
                 where = os.path.join(directory, "store") if kind == "file" else master.port
                 codes = _forked(_missing_before_init, world, dead, where)

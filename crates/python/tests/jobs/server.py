@@ -1,4 +1,4 @@
-"""Jobs with a parameter server in which somebody dies, is interrupted, or is refused.
+"""Jobs with a parameter server in which a process dies, is interrupted, or is refused.
 
 A function `case_server_…` runs a job of its own.  Two need the program `unisono`, which is looked
 for in UNISONO_PROGRAM and in the PATH; without it they say SKIPPED.
@@ -98,7 +98,7 @@ def _interrupt_main_thread() -> None:
 
 
 def case_server_refusals() -> None:
-    """Whoever does not belong to a run is told why."""
+    """A worker that does not belong to a run is told why."""
     codes = harness.run(_refusals, 1)
     assert codes == [0], codes
 
@@ -106,7 +106,7 @@ def case_server_refusals() -> None:
 def _refusals(rank, world):
     model = _model()
     server = ParameterServer(model, "sgd:lr=0.1", "async")
-    there = {"servers": server._place.servers, "token": server._place.token.hex()}
+    there = {"servers": server._servers.addresses, "token": server._servers.token.hex()}
 
     def join(level="async", **changes):
         return ParameterServer(model, "sgd:lr=0.1", level, **(there | {"patience": 1.0} | changes))
@@ -143,7 +143,7 @@ def _program(path: str, rank: int) -> None:
     model = _model()
     server = ParameterServer(model, "sgd:lr=0.1", "async")
     loaded = torch.utils.data.DataLoader(list(range(8)), num_workers=2)
-    equal(torch.cat(list(loaded)), torch.arange(8))  # The ends of forked processes disturb nobody.
+    equal(torch.cat(list(loaded)), torch.arange(8))  # The ends of forked processes disturb no rank.
     if rank == 1:
         store.wait(["done"])
     for step in range(3):
@@ -162,7 +162,7 @@ def _forked(rank, world):
     server = ParameterServer(model, "sgd:lr=0.1", "async")
     child = os.fork()
     if child == 0:
-        # Whoever leaves with a server inside waits until the others have left, too.
+        # A worker that leaves with a server inside waits until the others have left, too.
         server.leave()
         os._exit(0)
     deadline = time.monotonic() + harness.HUNG / 5
@@ -224,7 +224,7 @@ def _with_program(job, journal: bool) -> None:
         try:
             codes = harness.run(job, 2, command, server.pid)
             assert codes == [0, 0], codes
-            assert server.wait(harness.HUNG) == -signal.SIGKILL, "nobody was killed"
+            assert server.wait(harness.HUNG) == -signal.SIGKILL, "no server was killed"
         finally:
             server.kill()
             del os.environ["UNISONO_SERVERS"], os.environ["UNISONO_TOKEN"]

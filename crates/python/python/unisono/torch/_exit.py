@@ -1,6 +1,6 @@
 """Leaves the groups that a program did not destroy before the interpreter ends.
 
-Their threads call back into Python, which lets nobody in once it is ending.
+Their threads call back into Python, which gives no thread its lock once it is ending.
 """
 
 import atexit
@@ -14,7 +14,7 @@ from typing import Protocol
 PATIENCE = 10.0
 
 
-class Leaves(Protocol):
+class Closes(Protocol):
     """A group, or something else with connections of its own."""
 
     def _close(self, seconds: float) -> None:
@@ -24,15 +24,15 @@ class Leaves(Protocol):
         """Bytes that it has moved so far."""
 
 
-_open: "weakref.WeakSet[Leaves]" = weakref.WeakSet()
+_open: "weakref.WeakSet[Closes]" = weakref.WeakSet()
 
 
-def watch(group: Leaves) -> None:
+def watch(group: Closes) -> None:
     """Closes the group at the end of the program, if it is still there."""
     _open.add(group)
 
 
-def watched() -> list[Leaves]:
+def watched() -> list[Closes]:
     """All that is still there."""
     return list(_open)
 
@@ -40,7 +40,7 @@ def watched() -> list[Leaves]:
 def reason() -> str | None:
     """Why this rank leaves, if not because it is done: the exception that ends it."""
     error = sys.exc_info()[1]
-    # The one that nobody caught.  Whoever types at a prompt goes on after it.
+    # The one that the program did not catch.  At a prompt, the session goes on after it.
     if error is None and _ending and not hasattr(sys, "ps1"):
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is None:

@@ -1,4 +1,4 @@
-"""A barrier that says who did not come.
+"""A barrier that says which ranks did not come.
 
 It goes through torch's store, where waiting can end without spoiling the group: rank 0 collects a
 key of every rank and answers with one.  The texts are those that programs written for Gloo look
@@ -52,15 +52,15 @@ def _collect(store, key: str, size: int, timeout: timedelta, wait_for_all: bool)
             text = f"Rank 0 timed out in monitoredBarrier after {milliseconds} ms."
             _refuse(store, key, text, [])
         try:
-            # Whoever was late left no time for the others, but they may be here already.
+            # A rank that was late left no time for the others, but they may be here already.
             store.wait([f"{key}/{rank}"], timedelta(seconds=max(left, 0.001)))
         except RuntimeError:
             missing.append(rank)
             if not wait_for_all:
                 break
     if missing:
-        who = f"Ranks {', '.join(map(str, missing))}" if wait_for_all else f"Rank {missing[0]}"
-        text = f"{who} failed to pass monitoredBarrier in {milliseconds} ms"
+        late = f"Ranks {', '.join(map(str, missing))}" if wait_for_all else f"Rank {missing[0]}"
+        text = f"{late} failed to pass monitoredBarrier in {milliseconds} ms"
         _refuse(store, key, text, missing)
     store.set(f"{key}/answer", _GO)
 

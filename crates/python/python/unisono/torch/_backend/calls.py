@@ -1,6 +1,6 @@
 """What a group does besides collectives: messages, the monitored barrier, timeouts, and its end.
 
-`group` and `mixed` give it the two faces that torch knows.
+`group` makes a `ProcessGroup` of it for torch, and `mixed` a `Backend`.
 """
 
 from datetime import timedelta
@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import Backend, BarrierOptions
 
 from unisono.torch._backend import barrier, rendezvous
 from unisono.torch._backend.collectives import Collectives
-from unisono.torch._backend.tensors import byte_count, only, place_for, source_of
+from unisono.torch._backend.tensors import byte_count, only, source_of, target_for
 from unisono.torch._backend.work import Work, Works
 
 
@@ -38,13 +38,13 @@ class Calls(Collectives):
         return self._receive(tensors, source, tag, "recv")
 
     def recv_anysource(self, tensors, tag=0):
-        """Receives a tensor from whoever sends first; `source_rank` of the work says who did."""
+        """Receives a tensor from the rank that sends first; `source_rank` of the work says which."""
         return self._receive(tensors, None, tag, "recvAnySource")
 
     recvAnysource = recv_anysource
 
     def _receive(self, tensors, source: int | None, tag: int, name: str) -> Work:
-        flat, finish = place_for(only(tensors), keep=False)
+        flat, finish = target_for(only(tensors), keep=False)
         address, length = flat.data_ptr(), byte_count(flat)
         native = self._native.receive(address, length, source, tag, flat.untyped_storage())
         return self._start_message(native, tensors, finish, name)
@@ -62,7 +62,7 @@ class Calls(Collectives):
     _end_coalescing = end_coalescing
 
     def monitored_barrier(self, timeout=None, wait_all_ranks=False, **_):
-        """A barrier that says who did not come, and leaves the group usable if somebody did not."""
+        """A barrier that says which ranks did not come; the group stays usable if some did not."""
         if self._native.has_ended():
             self.barrier(_WAITING)  # Says why.
         if not isinstance(timeout, timedelta):  # Some callers pass the options of a barrier.
@@ -110,7 +110,7 @@ class Calls(Collectives):
         """Leaves the group, after the calls that were started."""
         self._close(self._seconds)
         if self._has_all:
-            rendezvous.part(self._store, self._rank, self._size)
+            rendezvous.leave_store(self._store, self._rank, self._size)
 
     def abort(self, reason: str = "abort() was called"):
         """Ends this group, here and on the other ranks, which are told why. Other groups go on."""

@@ -31,14 +31,14 @@ from unisono.torch._backend.tensors import (
     byte_count,
     check_copy_to,
     expect,
-    place_for,
-    places_for,
     source_of,
     sources_of,
+    target_for,
+    targets_for,
     write,
 )
 
-# What a rank that is not the root has on the root's side.
+# What a rank that is not the root has, where the root has blocks.
 _NOTHING = Blocks(0, ())
 
 
@@ -100,24 +100,24 @@ class Collectives(Core):
     # Data that only moves.
 
     def broadcast(self, tensors, opts):
-        """Gives everybody the root's tensor."""
+        """Gives all ranks the root's tensor."""
         tensors = _listed(tensors)
         root = opts.rootRank
         self._check_rank(root)
         if self._rank == root:
             flat, finish = source_of(tensors[0]), None
         else:
-            flat, finish = place_for(tensors[0], keep=False)
+            flat, finish = target_for(tensors[0], keep=False)
         address = flat.data_ptr()
         call = Call.moving(BROADCAST, address, address, byte_count(flat), root)
         return self._start(Prepared(call, opts, "broadcast", tensors, tensors, (flat,), finish))
 
     def allgather(self, outputs, inputs, opts=None):
-        """Gives everybody everybody's tensor, as a list."""
+        """Gives all ranks the tensors of all ranks, as a list."""
         return self._start(self._gathered_list(outputs[0], inputs[0], opts, "all_gather"))
 
     def all_gather_single(self, output, input, opts=None):
-        """Gives everybody everybody's tensor, one after the other."""
+        """Gives all ranks the tensors of all ranks, one after the other."""
         return self._start(self._gathered(output, input, opts, "_all_gather_base"))
 
     _allgather_base = all_gather_single
@@ -139,7 +139,7 @@ class Collectives(Core):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def gather(self, outputs, inputs, opts):
-        """Gives the root everybody's tensor, as a list."""
+        """Gives the root the tensors of all ranks, as a list."""
         source, root = source_of(inputs[0]), opts.rootRank
         self._check_rank(root)
         blocks, result = _NOTHING, []
@@ -147,17 +147,17 @@ class Collectives(Core):
             if len(outputs) != 1:
                 raise InvalidCall("gather needs one list of outputs at the root")
             result = outputs[0]
-            blocks = places_for(result, source, self._size)
+            blocks = targets_for(result, source, self._size)
         elif len(outputs) and len(outputs[0]):
             raise InvalidCall("gather takes outputs at the root only")
         return self._gather(source, blocks, opts, result, inputs)
 
     def gather_single(self, output, input, opts):
-        """Gives the root everybody's tensor, one after the other."""
+        """Gives the root the tensors of all ranks, one after the other."""
         source = source_of(input)
         self._check_rank(opts.rootRank)
         is_root = self._rank == opts.rootRank
-        blocks = self._place_blocks(output, source) if is_root else _NOTHING
+        blocks = self._target_blocks(output, source) if is_root else _NOTHING
         return self._gather(source, blocks, opts, [output], [input])
 
     gather_into_tensor = gather_single
@@ -166,7 +166,7 @@ class Collectives(Core):
         """Gives each rank one tensor of the root's list."""
         output, root = outputs[0], opts.rootRank
         self._check_rank(root)
-        flat, finish = place_for(output, keep=False)
+        flat, finish = target_for(output, keep=False)
         blocks = _NOTHING
         if self._rank == root:
             if len(inputs) != 1:
@@ -180,9 +180,9 @@ class Collectives(Core):
         return self._start(Prepared(call, opts, "scatter", outputs, shown, keep, finish))
 
     def all_to_all_single(self, output, input, output_splits, input_splits, opts=None):
-        """Gives each rank its rows of everybody's tensor; without splits, equally many."""
+        """Gives each rank its rows of every rank's tensor; without splits, equally many."""
         source = source_of(input)
-        flat, finish = place_for(output, keep=False)
+        flat, finish = target_for(output, keep=False)
         if output_splits or input_splits:
             sent = block_bytes(source, input_splits, self._size)
             received = block_bytes(flat, output_splits, self._size)
@@ -198,7 +198,7 @@ class Collectives(Core):
     alltoall_base = all_to_all_single
 
     def alltoall(self, outputs, inputs, opts=None):
-        """Gives each rank its tensor of everybody's list."""
+        """Gives each rank its tensor of every rank's list."""
         for what, tensors in (("inputs", inputs), ("outputs", outputs)):
             if len(tensors) != self._size:
                 text = f"all_to_all needs {self._size} {what}, one per rank, got {len(tensors)}"
@@ -207,12 +207,12 @@ class Collectives(Core):
         sent = [byte_count(tensor) for tensor in inputs]
         received = [byte_count(tensor) for tensor in outputs]
         flat = torch.empty(sum(received), dtype=torch.uint8)
-        places = tuple(outputs)
-        for place in places:
-            check_copy_to(place)
+        targets = tuple(outputs)
+        for target in targets:
+            check_copy_to(target)
 
         def finish():
-            for tensor, part in zip(places, flat.split(received), strict=True):
+            for tensor, part in zip(targets, flat.split(received), strict=True):
                 write(tensor, part.view(tensor.dtype).view(tensor.shape))
 
         return self._exchange(source, sent, flat, received, finish, opts, outputs, inputs)
@@ -239,12 +239,12 @@ class Collectives(Core):
         return self._start_all(calls, [output], "reduce_scatter", inputs)
 
     def _reduction(self, op, tensors, root, opts, name) -> Prepared:
-        # The input of whoever is not the root stays as it is.
+        # The input of a rank that is not the root stays as it is.
         only_read = op == REDUCE and self._rank != root
         if only_read:
             flat, finish = source_of(tensors[0]), None
         else:
-            flat, finish = place_for(tensors[0], keep=True)
+            flat, finish = target_for(tensors[0], keep=True)
         view, dtype, code = reducible(flat, reduction(opts.reduceOp))
         address = view.data_ptr()
         output = 0 if only_read else address
@@ -257,14 +257,14 @@ class Collectives(Core):
         expect("the input", source, output.numel() * self._size, output.dtype)
         return Blocks(source.data_ptr(), (source,))
 
-    def _place_blocks(self, output, source) -> Blocks:
+    def _target_blocks(self, output, source) -> Blocks:
         """Memory for a tensor with one block per rank, each as long as another tensor."""
         expect("the output", output, source.numel() * self._size, source.dtype)
-        flat, finish = place_for(output, keep=False)
+        flat, finish = target_for(output, keep=False)
         return Blocks(flat.data_ptr(), (flat,), finish)
 
     def _scattered(self, output, blocks, opts, name, shown) -> Prepared:
-        flat, finish = place_for(output, keep=False)
+        flat, finish = target_for(output, keep=False)
         into, dtype, code = reducible(flat, reduction(opts.reduceOp))
         source, count = blocks.address, into.numel()
         call = Call.reducing(REDUCE_SCATTER, dtype, code, source, into.data_ptr(), count)
@@ -272,12 +272,12 @@ class Collectives(Core):
 
     def _gathered_list(self, outputs, input, opts, name) -> Prepared:
         source = source_of(input)
-        blocks = places_for(outputs, source, self._size)
+        blocks = targets_for(outputs, source, self._size)
         return self._gathered_in(blocks, source, opts, name, outputs, input)
 
     def _gathered(self, output, input, opts, name) -> Prepared:
         source = source_of(input)
-        blocks = self._place_blocks(output, source)
+        blocks = self._target_blocks(output, source)
         return self._gathered_in(blocks, source, opts, name, [output], input)
 
     def _gathered_in(self, blocks, source, opts, name, result, input) -> Prepared:

@@ -1,10 +1,10 @@
 """The group, as torch sees it.
 
 Why it is a `ProcessGroup` and not a `Backend`: torch wraps what a Python `Backend` returns, and the
-wrapper knows `wait` and `get_future` only, so that `is_completed` is false for ever and nobody
-learns from whom a message came.  A Python `ProcessGroup` is called without that, and without the
-dispatcher, which saves most of the time.  C++ (the reducer of DDP, the functional collectives)
-reaches it too.
+wrapper knows `wait` and `get_future` only, so that `is_completed` is false for ever and a receiver
+does not learn which rank a message came from.  A Python `ProcessGroup` is called without that, and
+without the dispatcher, which saves most of the time.  C++ (the reducer of DDP, the functional
+collectives) reaches it too.
 
 From the caller to the engine: this file has what torch asks about a group, and other groups;
 `calls` messages and the end; `collectives` the collectives; `core` starts calls; `work` is what
@@ -87,7 +87,8 @@ class Group(Calls, ProcessGroup):
         ranks = list(ranks)
         store = dist.PrefixStore(f"{group_name}/", self._store)
         timeout = timeout or self._timeout
-        native, store = rendezvous.subgroup(self._native, ranks, store, timeout)
+        limit = rendezvous.making_timeout(timeout, self._timeout)
+        native, store = rendezvous.subgroup(self._native, ranks, store, limit)
         group = Group(self._listed_as, native, store, timeout)
         group._group_name, group._group_desc = group_name or "", group_desc or ""
         return group
@@ -99,16 +100,17 @@ def create(listed_as: str, options) -> Group | Backend:
     world = dist.group.WORLD if dist.is_initialized() else None
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     if ranks and isinstance(world, Group):
-        native, store = rendezvous.subgroup(world._native, ranks, options.store, timeout)
+        limit = rendezvous.making_timeout(timeout, world._timeout)
+        native, store = rendezvous.subgroup(world._native, ranks, options.store, limit)
     else:
         store = rendezvous.own_part(options.store, rank)
         native = rendezvous.form(store, rank, size, timeout)
-    group = _face(listed_as, native, store, options)
+    group = _for_torch(listed_as, native, store, options)
     group._has_all = not ranks
     return group
 
 
-def _face(listed_as: str, native: _native.Group, store, options) -> Group | Backend:
+def _for_torch(listed_as: str, native: _native.Group, store, options) -> Group | Backend:
     """What torch is to take the group for: all of it, or a part beside other backends."""
     whole = getattr(options, "process_group", None)
     if whole is None:
@@ -120,5 +122,5 @@ def _face(listed_as: str, native: _native.Group, store, options) -> Group | Back
             return Holding(listed_as, native, store, options.timeout, others)
         return Group(listed_as, native, store, options.timeout)
     # Torch's group is named after the other backend, if there is one beside us.
-    face = Group if whole.name() in ("custom", listed_as) else Backend
-    return face(listed_as, native, store, options.timeout)
+    kind = Group if whole.name() in ("custom", listed_as) else Backend
+    return kind(listed_as, native, store, options.timeout)

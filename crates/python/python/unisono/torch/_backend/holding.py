@@ -129,7 +129,7 @@ def others_beside(listed_as: str) -> ProcessGroup | None:
 
 
 def _made(backends: str, known: dict) -> ProcessGroup:
-    """A group that torch makes and that nobody knows but us."""
+    """A group that torch makes, and that it does not list."""
     name = f"{known['group_name']}/others"
     made, _ = c10d._new_process_group_helper(
         known["group_size"],

@@ -1,6 +1,6 @@
 """From which line of the program a call came.
 
-Ranks that call different operations are told which line of whose program made which call.  Every
+Ranks that call different operations are told which line of which rank made which call.  Every
 call carries its line, and the type of its tensors, into the engine, which tells the other ranks if
 it comes to that.
 """
@@ -41,16 +41,16 @@ def here(dtype: torch.dtype | None, bucket: int | None) -> Origin:
         if len(_origins) >= _KEPT:
             _origins.clear()
         name = None if dtype is None else str(dtype).removeprefix("torch.")
-        known = _origins[key] = (code, Origin(_place(code, line, bucket), name))
+        known = _origins[key] = (code, Origin(_location(code, line, bucket), name))
     return known[1]
 
 
-def _place(code, line: int, bucket: int | None) -> str | None:
-    place = None if code is None else f"{_shortened(code.co_filename)}:{line}"
+def _location(code, line: int, bucket: int | None) -> str | None:
+    location = None if code is None else f"{_shortened(code.co_filename)}:{line}"
     if bucket is None:
-        return place
+        return location
     backward = f"backward, bucket {bucket}"
-    return backward if place is None else f"{place} in {backward}"
+    return backward if location is None else f"{location} in {backward}"
 
 
 def _shortened(path: str) -> str:

@@ -2,8 +2,8 @@
 
 Torch then makes a group of its own, which asks one backend per kind of device.  It wraps what a
 backend written in Python returns, and the wrapper knows `wait` and `get_future` only: there,
-`is_completed` is false for ever, and nobody would learn whose message came.  `holding` is for an
-older torch.
+`is_completed` is false for ever, and a receiver would not learn which rank sent a message.  `holding`
+is for an older torch.
 """
 
 from datetime import timedelta
@@ -27,7 +27,7 @@ class Backend(Calls, C10dBackend):
         Calls.__init__(self, listed_as, native, store, timeout)
 
     def recv_anysource(self, tensors, tag=0):
-        """Refused: torch would not say who sent, once the message is here."""
+        """Refused: torch would not say which rank sent, once the message is here."""
         raise Unsupported(
             "beside another backend unisono cannot receive from any rank; name the one that sends,"
             ' or make a group of its own: new_group(backend="unisono")',

@@ -3,18 +3,16 @@
 import os
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from unisono import _native
 from unisono.errors import FormError
 
 _TOKEN = "token"
-
-# How often a wait for the ranks of a sub-group looks whether the group that they are of has failed.
-# Longer: it is noticed later.  Shorter: more of nothing.
-_LOOK = timedelta(seconds=0.5)
 
 # How often, in seconds, a rank looks whether the others have come.  Longer: the group forms later.
 # Shorter: the store's server has more to answer.
@@ -24,13 +22,13 @@ _PAUSE = 0.1
 _AT_ONCE = 64
 
 # How long to wait for news of a rank that may have died.  Longer: where none comes, the error comes
-# later.  Shorter: on a busy machine, the error does not know who it was.
+# later.  Shorter: on a busy machine, the error does not know which rank it was.
 _NEWS = timedelta(seconds=2)
 
 # How long the ranks wait for each other when they leave the group of all.  Longer: where one stays, the
 # others end later.  Shorter: on a busy machine, one that makes a new group at once may find the old
 # server of the store.
-_FAREWELL = timedelta(seconds=0.5)
+_LEAVING = timedelta(seconds=0.5)
 
 
 def own_part(store, rank: int) -> dist.Store:
@@ -49,52 +47,65 @@ def form(store, rank: int, size: int, timeout: timedelta) -> _native.Group:
     # The token goes through the store, which every rank trusts with the addresses anyway.
     if rank == 0:
         store.set(_TOKEN, _native.new_token())
-    store.set(_address_of(rank), endpoint.address())
-    _await_all(store, size, timeout)
+    store.set(_key_of(rank), endpoint.address())
+    missing = list(range(size))
+    try:
+        _await(store, missing, timeout)
+    except RuntimeError as error:
+        late = _suspects(store, missing)
+        text = f"torch's store is gone ({error}); before, {_have_not_come(late)}"
+        raise FormError(text, peer=late[0]) from error
+    if missing:
+        late = _suspects(store, missing)
+        raise FormError(_have_not_come(late, f" within {timeout}"), peer=late[0])
     token = bytes(store.get(_TOKEN))
-    addresses = [bytes(store.get(_address_of(r))) for r in range(size)]
+    addresses = [bytes(store.get(_key_of(r))) for r in range(size)]
     return endpoint.open(rank, token, addresses)
 
 
-def _await_all(store, size: int, timeout: timedelta) -> None:
-    """Waits until every rank has come to make the group, or says who has not.
+def _await(
+    store,
+    missing: list[int],
+    timeout: timedelta,
+    came: Callable[[int], None] = lambda rank: None,
+    has_ended: Callable[[], bool] = lambda: False,
+) -> None:
+    """Waits until the ranks have set their keys, or it has ended; leaves in `missing` those that
+    have not.
 
     It asks now and then: torch warns, at length, of each wait that runs out.
     """
-    missing = list(range(size))
     deadline = time.monotonic() + timeout.total_seconds()
     pause = 0.001
-    while True:
-        try:
-            # A few at a time: the store's server has all ranks to answer.
-            for rank in missing[:_AT_ONCE]:
-                if store.check([_address_of(rank)]):
-                    missing.remove(rank)
-        except RuntimeError as error:
-            who = _suspects(store, missing)
-            text = f"torch's store is gone ({error}); before, {_have_not_come(who)}"
-            raise FormError(text, peer=who[0]) from error
-        if not missing:
+    while not has_ended():
+        # A few at a time: the store's server has all ranks to answer.
+        for rank in missing[:_AT_ONCE]:
+            if store.check([_key_of(rank)]):
+                missing.remove(rank)
+                came(rank)
+        if not missing or time.monotonic() > deadline:
             return
-        if time.monotonic() > deadline:
-            who = _suspects(store, missing)
-            raise FormError(_have_not_come(who, f" within {timeout}"), peer=who[0])
         time.sleep(pause)
         pause = min(2 * pause, _PAUSE)
 
 
 def _suspects(store, missing: list[int]) -> list[int]:
-    """Who keeps the others waiting: rank 0, where it serves the store, waits for the rest first."""
+    """The ranks that keep the others waiting: rank 0, if it serves the store, itself waits for the
+    rest."""
     serves = _server_of(store) is not None and not _has_agent()
     return [rank for rank in missing if rank] if serves and missing != [0] else missing
 
 
 def _have_not_come(ranks: list[int], within: str = "") -> str:
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
+    late = _listed(ranks)
     return (
-        f"{who} did not call init_process_group{within}; see what {who} printed, check that every"
+        f"{late} did not call init_process_group{within}; see what {late} printed, check that every"
         " rank is started, and start the job again"
     )
+
+
+def _listed(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
 
 
 def subgroup(
@@ -109,8 +120,10 @@ def subgroup(
     try:
         if not parent.has_ended():
             store = _meet(parent, ranks, store, timeout)
-    except dist.DistNetworkError as error:
-        # Whoever served the store is gone, and if it was a rank, the parent learns which.
+    except FormError:
+        raise
+    except RuntimeError as error:
+        # The process that served the store is gone, and if it was a rank, the parent learns which.
         deadline = time.monotonic() + _NEWS.total_seconds()
         while not parent.has_ended() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -121,33 +134,46 @@ def subgroup(
 
 
 def _meet(parent: _native.Group, ranks: list[int], store, timeout: timedelta) -> dist.Store:
-    store = own_part(store, ranks.index(parent.rank))
-    store.set(_here(ranks.index(parent.rank)), b"yes")
-    deadline = time.monotonic() + timeout.total_seconds()
-    for other in range(len(ranks)):
-        while not parent.has_ended():
-            try:
-                store.wait([_here(other)], _LOOK)
-                break
-            except dist.DistNetworkError:
-                raise
-            except RuntimeError as error:  # Not yet.
-                if time.monotonic() > deadline:
-                    text = (
-                        f"rank {ranks[other]} did not make the group within {timeout}; let all of"
-                        " its ranks make the same groups in the same order"
-                    )
-                    fields = {"rank": parent.rank, "operation": "new_group"}
-                    raise FormError(text, peer=ranks[other], **fields) from error
+    """Waits until all ranks have come to make this very group; the part of the store that it has."""
+    store = own_part(store, parent.rank)
+    members = str(ranks)
+    store.set(_key_of(parent.rank), members)
+
+    def failed(peer: int, text: str) -> FormError:
+        text = (
+            f"rank {parent.rank} in new_group({ranks}): {text}; let all ranks make the same groups and"
+            " calls in the same order"
+        )
+        return FormError(text, rank=parent.rank, operation="new_group", peer=peer)
+
+    def came(rank: int) -> None:
+        theirs = bytes(store.get(_key_of(rank))).decode(errors="replace")
+        if theirs != members:
+            raise failed(rank, f"rank {rank} makes the group of ranks {theirs} in its place")
+
+    missing = list(ranks)
+    _await(store, missing, timeout, came, parent.has_ended)
+    if missing and not parent.has_ended():
+        text = f"{_listed(missing)} did not come to make the group within {timeout}"
+        raise failed(missing[0], text)
     return store
 
 
-def part(store, rank: int, size: int) -> None:
-    """Lets rank 0 be the last to use the store, and the first to be gone.
+def making_timeout(timeout: timedelta, parent: timedelta) -> timedelta:
+    """How long the ranks of a new group wait for each other.
+
+    Where the program gives no timeout torch passes its default, which is not what the program may
+    have given for the group of all ranks: that holds then.
+    """
+    return parent if timeout == default_pg_timeout else timeout
+
+
+def leave_store(store, rank: int, size: int) -> None:
+    """Lets rank 0 be the last to use the store, and the first to leave.
 
     The store's server is in its process, unless torchrun has it, and ends with its group.  A program
     that makes a new group at once would find the old server if it came back before; and torch
-    complains at length about a server that ends while somebody waits for an answer.
+    complains at length about a server that ends while a rank waits for an answer.
     """
     server = _server_of(store)
     if server is None or _has_agent():
@@ -155,14 +181,14 @@ def part(store, rank: int, size: int) -> None:
     try:
         if rank == 0:
             store.set("left", b"yes")
-            store.wait([f"left/{other}" for other in range(1, size)], _FAREWELL)
+            store.wait([f"left/{other}" for other in range(1, size)], _LEAVING)
         elif _listens(server):
-            store.wait(["left"], _FAREWELL)
+            store.wait(["left"], _LEAVING)
             store.set(f"left/{rank}", b"yes")
-            deadline = time.monotonic() + _FAREWELL.total_seconds() / 5
+            deadline = time.monotonic() + _LEAVING.total_seconds() / 5
             while _listens(server) and time.monotonic() < deadline:
                 time.sleep(0.01)
-    except RuntimeError:  # Somebody stays, or is gone already.
+    except RuntimeError:  # A rank stays, or is gone already.
         pass
 
 
@@ -173,18 +199,14 @@ def _has_agent() -> bool:
 
 def _listens(server: tuple[str, int]) -> bool:
     try:
-        socket.create_connection(server, timeout=_FAREWELL.total_seconds()).close()
+        socket.create_connection(server, timeout=_LEAVING.total_seconds()).close()
     except OSError:
         return False
     return True
 
 
-def _here(rank: int) -> str:
-    return f"here/{rank}"
-
-
-def _address_of(rank: int) -> str:
-    return f"address/{rank}"
+def _key_of(rank: int) -> str:
+    return f"rank/{rank}"
 
 
 def own_address(store) -> str:

@@ -1,7 +1,7 @@
 """The sum of sparse tensors, for DDP with sparse gradients.
 
 The ranks have different numbers of entries.  They tell each other how many, then each in turn sends
-its entries to all, and everybody adds them up in the order of the ranks: equal bits everywhere.
+its entries to all, and every rank adds them up in the order of the ranks: equal bits on all.
 """
 
 import torch
@@ -12,7 +12,7 @@ from unisono.torch._backend.tensors import write
 from unisono.torch._backend.work import Work
 
 
-class _Waiting:
+class _SyncOptions:
     """Options of a call that is waited for."""
 
     asyncOp = False
@@ -28,7 +28,7 @@ def all_reduce(group, tensor: torch.Tensor, op) -> Work:
     own = tensor.coalesce()
     indices, values = own.indices().contiguous(), own.values().contiguous()
     counts = torch.empty(group.size(), dtype=torch.int64)
-    _wait(group.all_gather_single(counts, torch.tensor([values.shape[0]]), _Waiting()))
+    _wait(group.all_gather_single(counts, torch.tensor([values.shape[0]]), _SyncOptions()))
     total = None
     for rank, entries in enumerate(counts.tolist()):
         where, what = indices, values
@@ -36,7 +36,7 @@ def all_reduce(group, tensor: torch.Tensor, op) -> Work:
             where = indices.new_empty(indices.shape[0], entries)
             what = values.new_empty(entries, *values.shape[1:])
         for part in (where, what):
-            _wait(group.broadcast([part], _Waiting(rank)))
+            _wait(group.broadcast([part], _SyncOptions(rank)))
         part = torch.sparse_coo_tensor(where, what, own.shape, check_invariants=False)
         total = part if total is None else total + part
     total = total.coalesce()

@@ -32,13 +32,13 @@ def only(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def source_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's data, to be read."""
-    _check_place(tensor)
+    _check_host_memory(tensor)
     return _plain(tensor.detach()).contiguous()
 
 
-def place_for(tensor: torch.Tensor, keep: bool) -> tuple[torch.Tensor, Finish]:
+def target_for(tensor: torch.Tensor, keep: bool) -> tuple[torch.Tensor, Finish]:
     """Memory to be written, and how it gets to the tensor; it begins with its data if `keep`."""
-    _check_place(tensor)
+    _check_host_memory(tensor)
     flat = _plain(tensor)
     if flat is tensor and tensor.is_contiguous():
         return tensor, None
@@ -75,7 +75,7 @@ def sources_of(tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int) -
     return Blocks(flat.data_ptr(), (flat,))
 
 
-def places_for(tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int) -> Blocks:
+def targets_for(tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int) -> Blocks:
     """Memory to be written for tensors, one per rank."""
     _check_list(tensors, like, size)
     if _can_lie_apart(tensors):
@@ -83,10 +83,10 @@ def places_for(tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int) -
     for tensor in tensors:
         check_copy_to(tensor)
     flat = torch.empty((size, like.numel()), dtype=like.dtype)
-    places = tuple(tensors)
+    targets = tuple(tensors)
 
     def finish():
-        for tensor, part in zip(places, flat.unbind(0), strict=True):
+        for tensor, part in zip(targets, flat.unbind(0), strict=True):
             write(tensor, part.view(tensor.shape))
 
     return Blocks(flat.data_ptr(), (flat,), finish)
@@ -97,7 +97,7 @@ def _check_list(tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int) 
         raise InvalidCall(f"expected {size} tensors, one per rank, got {len(tensors)}")
     for tensor in tensors:
         expect("a tensor of the list", tensor, like.numel(), like.dtype)
-        _check_place(tensor)
+        _check_host_memory(tensor)
 
 
 def _can_lie_apart(tensors: Sequence[torch.Tensor]) -> bool:
@@ -114,7 +114,7 @@ def _can_lie_apart(tensors: Sequence[torch.Tensor]) -> bool:
 
 def check_copy_to(tensor: torch.Tensor) -> None:
     """Refuses a tensor that nothing can be copied to: after the call, that would be too late."""
-    _check_place(tensor)
+    _check_host_memory(tensor)
     if torch._debug_has_internal_overlap(tensor) == 1:
         text = "elements of the tensor share memory, as of expand(): it cannot be filled; clone() it"
         raise InvalidCall(text)
@@ -142,8 +142,8 @@ def block_bytes(tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[
     return [count * row for count in splits]
 
 
-def _check_place(tensor: torch.Tensor) -> None:
-    # The engine takes the address at its word: memory of a GPU would end the process.
+def _check_host_memory(tensor: torch.Tensor) -> None:
+    # The engine reads from the address: with memory of a GPU, the process would crash.
     if not tensor.is_cpu:
         raise Unsupported(f"unisono moves tensors of CPUs, not of {tensor.device}; copy it first")
     if tensor.layout is not torch.strided:

@@ -106,12 +106,12 @@ class Work(C10dWork):
 
         future = ended.then(outcome)
         native.then(lambda: ended.set_result(None))
-        # Whoever waits for a future does not say for how long.
+        # A program that waits for a future does not say for how long.
         native.end_within(self._seconds)
         return future
 
     def _settle(self) -> None:
-        """Finishes the call, once; returns when that is done, whoever does it."""
+        """Finishes the call, once; returns when that is done, on this thread or on another."""
         if self._lock is None:
             return
         with self._lock:

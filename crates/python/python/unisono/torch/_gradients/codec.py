@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from unisono.errors import InvalidCall
 
-# Names of parameters in an error.  More: nobody reads them.  Fewer: the right one is missing.
+# Names of parameters in an error.  More: too long to read.  Fewer: the right one is missing.
 _LISTED = 12
 
 
 @dataclass(frozen=True)
-class Codec:
+class CodecSettings:
     """A codec and its settings. The engine reads the fields by their names."""
 
     codec: str
@@ -29,14 +29,14 @@ def codec_of(
     warm_up: int = 0,
     error_feedback: bool = True,
     seed: int = 0,
-) -> Codec:
+) -> CodecSettings:
     """The codec of parameters that are worth it, and exceptions by the pattern of their names.
 
     Refuses an exception for none of the parameters: it would be no exception at all.
     """
     _refuse_useless(rules or {}, list(names))
     exceptions = [f"{pattern}={_text(exception)}" for pattern, exception in (rules or {}).items()]
-    return Codec(_text(codec), exceptions, warm_up, error_feedback, seed)
+    return CodecSettings(_text(codec), exceptions, warm_up, error_feedback, seed)
 
 
 def _refuse_useless(rules: Mapping[str, str | None], names: list[str]) -> None:

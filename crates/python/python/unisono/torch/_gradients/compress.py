@@ -6,7 +6,7 @@ synchronizer, which encodes and exchanges them in buckets of its own, on a threa
 backward goes on.  The hook of the last bucket, when backward has nothing more to compute, waits for
 the means and completes the futures of all.  Waiting there and not behind a future lets an error
 leave `backward` as the exception that it is; and in the first step of a static graph DDP calls all
-hooks after backward and looks at the futures at once, so that nobody else could complete them.
+hooks after backward and looks at the futures at once, before another thread could complete them.
 """
 
 import logging
@@ -100,7 +100,7 @@ class Compression(Member):
         )
         shapes = [(name, list(parameter.shape)) for name, parameter in named.items()]
         native = _native.Synchronizer(
-            engine.group, shapes, engine.size, settings, None, True, engine.seconds
+            engine.group, shapes, engine.size, settings, None, engine.seconds
         )
         self._world = engine.size
         self._elements = sum(parameter.numel() for parameter in named.values())
@@ -175,7 +175,7 @@ class Compression(Member):
     def _finish(self) -> None:
         """Writes the means to where the gradients were."""
         means = Floats(self._gradients)
-        _, _, choice = self._wait(self._native.finish, means.places)
+        _, _, choice = self._wait(self._native.finish, means.buffers)
         means.write_back()
         if self._choice is None:
             self._undecided += 1
@@ -185,7 +185,6 @@ class Compression(Member):
         for future, buffer in self._pending:
             future.set_result(buffer)
         self._pending.clear()
-
 
     def _note_choice(self, codec: str, reason: str) -> None:
         # The choice is made at the end of a step that sends what the one before it has sent.

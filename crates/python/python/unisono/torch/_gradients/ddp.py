@@ -11,20 +11,24 @@ from unisono.errors import InvalidCall, Unsupported
 from unisono.torch._backend.core import Core
 
 
-def refuse_ddp(parameters: Iterable[torch.Tensor], what: str) -> None:
-    """Refuses parameters of which DDP averages the gradients in every step."""
+def refuse_ddp(parameters: Iterable[torch.Tensor], consequence: str) -> None:
+    """Refuses parameters of which DDP averages the gradients in every step.
+
+    Its reducer hangs C++ hooks on the parameters, which Python cannot list.  But the reducer lives as
+    long as the DDP module that has it, and Python knows all modules (but those that the program hid
+    by `gc.freeze`).
+    """
     own = {id(parameter) for parameter in parameters}
     if _is_in_ddp(own):
-        gc.collect()  # One that nobody uses any more may still be there.
+        gc.collect()  # A module to which the program has no reference any more may still be there.
         if _is_in_ddp(own):
             raise InvalidCall(
                 "the parameters are those of a DistributedDataParallel, which averages gradients"
-                f" in every step, so that {what} would save nothing; do not wrap the model"
+                f" in every step, so that {consequence}; do not wrap the model"
             )
 
 
 def _is_in_ddp(parameters: set[int]) -> bool:
-    # Neither a parameter nor an optimizer knows who has hooks on it.
     replicas = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
     return any(id(parameter) in parameters for one in replicas for parameter in one.parameters())
 

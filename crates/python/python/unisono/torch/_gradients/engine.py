@@ -11,10 +11,10 @@ from unisono import _native
 from unisono.torch._backend import lines, rendezvous
 from unisono.torch._backend.codes import BROADCAST
 from unisono.torch._backend.core import Core
-from unisono.torch._backend.tensors import byte_count, place_for
+from unisono.torch._backend.tensors import byte_count, target_for
 
 
-class Engine(NamedTuple):
+class EngineGroup(NamedTuple):
     """This rank among those it synchronizes with."""
 
     #: None for a process by itself.
@@ -29,7 +29,7 @@ class Engine(NamedTuple):
         if self.group is None:
             return
         for tensor in tensors:
-            flat, finish = place_for(tensor.detach(), keep=True)
+            flat, finish = target_for(tensor.detach(), keep=True)
             address = flat.data_ptr()
             call = _native.Call.moving(BROADCAST, address, address, byte_count(flat), root=0)
             self.group.run(call, lines.here(tensor.dtype, None), self.seconds)
@@ -37,7 +37,7 @@ class Engine(NamedTuple):
                 finish()
 
 
-def engine_of(group: dist.ProcessGroup | None = None) -> Engine:
+def engine_of(group: dist.ProcessGroup | None = None) -> EngineGroup:
     """The engine's group of the same ranks; by default those of the whole job.
 
     Where the group is another backend's, the ranks form one of the engine's through torch's store:
@@ -46,16 +46,16 @@ def engine_of(group: dist.ProcessGroup | None = None) -> Engine:
     """
     if group is None:
         if not dist.is_initialized():
-            return Engine(None, 0, 1, default_pg_timeout.total_seconds())
+            return EngineGroup(None, 0, 1, default_pg_timeout.total_seconds())
         group = dist.group.WORLD
     if isinstance(group, Core):
         # One of its own: the calls of the program are numbered, and these are not among them.
         store = dist.PrefixStore("engine", group._store)
         ranks = list(range(group._size))
         native, _ = rendezvous.subgroup(group._native, ranks, store, group._timeout)
-        return Engine(native, group._rank, group._size, group._seconds)
+        return EngineGroup(native, group._rank, group._size, group._seconds)
     rank, size, name = dist.get_rank(group), dist.get_world_size(group), group.group_name
     store = dist.PrefixStore(f"unisono/{name}", dist.distributed_c10d._get_default_store())
     own = rendezvous.own_part(store, rank)
     native = rendezvous.form(own, rank, size, default_pg_timeout)
-    return Engine(native, rank, size, default_pg_timeout.total_seconds())
+    return EngineGroup(native, rank, size, default_pg_timeout.total_seconds())

@@ -28,8 +28,8 @@ def floats(tensor: torch.Tensor) -> torch.Tensor:
 def refuse_doubles(weights: Mapping[str, torch.Tensor]) -> None:
     """Refuses weights that would come back with fewer digits than they had.
 
-    A gradient may lose some on its way, as with any codec.  Weights must not: whoever chose float64
-    counts on them from step to step.
+    A gradient may lose some on its way, as with any codec.  Weights must not: a program
+    that chose float64 counts on them from step to step.
     """
     for name, tensor in weights.items():
         if tensor.dtype == torch.float64:
@@ -46,7 +46,7 @@ class Floats:
         self._tensors = tensors
         self._floats = [floats(tensor) for tensor in tensors]
         #: Address and count of each.
-        self.places = [(numbers.data_ptr(), numbers.numel()) for numbers in self._floats]
+        self.buffers = [(numbers.data_ptr(), numbers.numel()) for numbers in self._floats]
 
     def write_back(self) -> None:
         """Brings what the engine wrote to the tensors."""

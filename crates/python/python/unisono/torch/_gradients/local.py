@@ -42,13 +42,14 @@ class _LocalSteps(Member, torch.optim.Optimizer):
         named = _named_parameters(inner)
         refuse_doubles(named)
         self._parameters = list(named.values())
-        refuse_ddp(self._parameters, type(self).__name__)
+        self._has_stepped = False
+        self._refuse_ddp()
         settings = codec_of(codec, rules, named)
         engine = engine_of(group)
         shapes = [(name, list(parameter.shape)) for name, parameter in named.items()]
         weights = Floats(self._parameters)
         native = _native.LocalSteps(
-            engine.group, shapes, strategy, settings, weights.places, engine.seconds
+            engine.group, shapes, strategy, settings, weights.buffers, engine.seconds
         )
         weights.write_back()
         self._join(native, engine.seconds)
@@ -82,6 +83,9 @@ class _LocalSteps(Member, torch.optim.Optimizer):
 
         All ranks make the same number of steps.
         """
+        if not self._has_stepped:
+            self._refuse_ddp()  # The program may have wrapped the model since.
+            self._has_stepped = True
         loss = self._inner.step(closure)
         if self._native.is_due():
             self._agree(self._native.step)
@@ -133,9 +137,12 @@ class _LocalSteps(Member, torch.optim.Optimizer):
             for parameter, saved in zip(self._parameters, weights, strict=True):
                 parameter.copy_(saved)
 
+    def _refuse_ddp(self) -> None:
+        refuse_ddp(self._parameters, f"{type(self).__name__} would save nothing")
+
     def _agree(self, call: Callable[..., Any]) -> None:
         weights = Floats(self._parameters)
-        self._wait(call, weights.places)
+        self._wait(call, weights.buffers)
         weights.write_back()
 
 

@@ -28,16 +28,16 @@ class Member:
         """Steps so far."""
         return self._native.steps
 
-    def _wait(self, call: Callable[..., Any], places: list[tuple[int, int]]) -> Any:
+    def _wait(self, call: Callable[..., Any], buffers: list[tuple[int, int]]) -> Any:
         """Makes a call that waits for the others. A profile looks at it."""
-        return call(places, self._seconds)
+        return call(buffers, self._seconds)
 
     def _sent(self) -> int:
         return self.sent_bytes
 
-    def _exchanges(self) -> list[tuple[int, int, int]]:
+    def _transfers(self) -> list[tuple[int, int, int]]:
         """Bytes, begin and end of what the last call waited for."""
-        return self._native.exchanges
+        return self._native.transfers
 
     def _close(self, seconds: float) -> None:
         self._native.close(seconds)

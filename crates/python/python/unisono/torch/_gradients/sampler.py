@@ -1,4 +1,4 @@
-"""Which samples belong to which shard of which step, whoever computes it."""
+"""Which samples belong to which shard of which step, whichever process computes it."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -31,7 +31,7 @@ class ShardedSampler(Sampler[list[int]]):
                 step(batches, loss)
 
     The samples of a shard follow from seed, epoch, step and the number of the shard alone.  How
-    many processes there are only decides who computes which shards: a contiguous range for each, in
+    many processes there are only decides which shards each computes: a contiguous range for each, in
     order of the ranks.  `batch_size` counts the samples of one step of all processes, and is a
     multiple of `shards`; samples that do not fill a step are left out of the epoch.
 

@@ -1,7 +1,7 @@
 """What the engine remembers from step to step, as a `state_dict`.
 
-The engine gathers it at rank 0, in a form that does not know who held which part, and spreads it
-from there.  So the dictionaries of the other ranks hold only the number of steps, and a checkpoint
+The engine gathers it at rank 0, in a form that does not depend on which rank held which part, and
+spreads it from there.  So the dictionaries of the other ranks hold only the number of steps, and a checkpoint
 that rank 0 wrote can be loaded by all, or each rank loads its own.
 """
 
@@ -12,8 +12,8 @@ import torch
 from unisono.errors import InvalidCall
 
 
-class Remembers(Protocol):
-    """A native object with something to remember."""
+class HasState(Protocol):
+    """A native object whose state a checkpoint holds."""
 
     @property
     def steps(self) -> int: ...
@@ -23,7 +23,7 @@ class Remembers(Protocol):
     def restore(self, steps: int, saved: dict[str, bytes], seconds: float) -> None: ...
 
 
-def saved(native: Remembers, seconds: float) -> dict[str, Any]:
+def saved(native: HasState, seconds: float) -> dict[str, Any]:
     """All ranks call it."""
     tensors = {
         name: torch.frombuffer(bytearray(data), dtype=torch.float32) if data else torch.empty(0)
@@ -32,7 +32,7 @@ def saved(native: Remembers, seconds: float) -> dict[str, Any]:
     return {"steps": native.steps, "tensors": tensors}
 
 
-def restore(native: Remembers, state: dict[str, Any], seconds: float) -> None:
+def restore(native: HasState, state: dict[str, Any], seconds: float) -> None:
     """All ranks call it; rank 0's tensors count, and the steps must be the same."""
     try:
         steps, tensors = int(state["steps"]), dict(state["tensors"])

@@ -2,8 +2,8 @@
 
 The batch of a step is cut into a fixed number of shards.  A process computes the gradient of each
 of its shards by itself and hands every parameter's over as backward produces it; the sum of all
-shards is one fixed tree, whoever computed which.  Nothing may be carried from one shard to the
-next, or the result would depend on who computes both: so every shard begins with no gradients, with
+shards is one fixed tree, whichever process computed which.  Nothing may be carried from one shard to
+the next, or the result would depend on which process computes both: so every shard begins with no gradients, with
 the buffers as they were before the step, and with a random generator of its own.
 """
 
@@ -20,6 +20,7 @@ from unisono import _native
 from unisono.errors import InvalidCall
 from unisono.torch._gradients import saving
 from unisono.torch._gradients.codec import codec_of
+from unisono.torch._gradients.ddp import refuse_ddp
 from unisono.torch._gradients.engine import engine_of
 from unisono.torch._gradients.floats import Floats, floats
 from unisono.torch._gradients.member import Member
@@ -94,7 +95,7 @@ class ShardedStep(Member):
         engine = engine_of(group)
         shapes = [(name, list(tensor.shape)) for name, tensor in named.items()]
         native = _native.Synchronizer(
-            engine.group, shapes, shards, settings, buckets, True, engine.seconds
+            engine.group, shapes, shards, settings, buckets, engine.seconds
         )
         engine.spread([*model.parameters(), *model.buffers()])
         self._optimizer = optimizer
@@ -104,6 +105,7 @@ class ShardedStep(Member):
         self._buffers = list(buffers.values())
         self._kept = self._buffers + others
         self._means = [torch.zeros_like(tensor) for tensor in named.values()]
+        self._has_stepped = False
         self._in_backward = False
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))
@@ -129,12 +131,15 @@ class ShardedStep(Member):
         one.  For what comes between gradients and optimizer, such as clipping.  Parameters that no
         shard used have no gradient.  Returns the mean loss of all shards.
         """
+        if not self._has_stepped:
+            refuse_ddp(self._parameters, "the mean over shards would depend on the processes")
+            self._has_stepped = True
         shards = list(batches)
         if len(shards) != len(self.shards):
             raise InvalidCall(f"{len(shards)} batches for {len(self.shards)} shards; give each one")
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
-                text = f"{name} was frozen before, and nobody would average its gradient"
+                text = f"{name} was frozen before, and its gradient would not be averaged"
                 raise InvalidCall(f"{text}: make another ShardedStep")
         before = [buffer.clone() for buffer in self._kept]
         for parameter in self._parameters:
@@ -186,7 +191,7 @@ class ShardedStep(Member):
 
     def _finish(self, before: list[torch.Tensor]) -> float:
         means = Floats(self._means)
-        mean, used, _ = self._wait(self._native.finish, means.places)
+        mean, used, _ = self._wait(self._native.finish, means.buffers)
         means.write_back()
         first = len(self._parameters)
         with torch.no_grad():

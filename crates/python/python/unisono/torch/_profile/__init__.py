@@ -25,7 +25,7 @@ import torch.distributed as dist
 from unisono import _native
 from unisono.errors import InvalidCall
 from unisono.torch._profile import describe
-from unisono.torch._profile.exchange import Exchange, Offset, Place
+from unisono.torch._profile.exchange import Exchange, Machine, Offset
 from unisono.torch._profile.hooks import Hooks, Note
 from unisono.torch._profile.steps import Step, sent, steps
 from unisono.torch._profile.tracer import Tracer
@@ -72,9 +72,9 @@ class Profile:
         """
         if self._hooks is not None:
             loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
-            self._hooks.say(loss, samples)
+            self._hooks.declare(loss, samples)
             self._find_group()
-            if self._hooks.words >= self._limit:
+            if self._hooks.declared >= self._limit:
                 self._stop()
 
     def __enter__(self) -> "Profile":
@@ -103,8 +103,8 @@ class Profile:
 
     def _update_ended(self) -> None:
         self._find_group()
-        # If the program says where its steps end, those are counted.
-        if self._hooks is not None and not self._hooks.words:
+        # If the program calls `step`, those steps are counted.
+        if self._hooks is not None and not self._hooks.declared:
             if self._hooks.updates >= self._limit:
                 self._stop()
 
@@ -125,17 +125,17 @@ class Profile:
             self._lost = True
             return
         self._steps = steps(marks + calls, self._start)
-        spoken = hooks.words > 0
-        counted = hooks.sent_after_word if spoken else hooks.sent_after_update
+        declared = hooks.declared > 0
+        counted = hooks.sent_after_declared if declared else hooks.sent_after_update
         world = self._group[2] if self._group else 1
         for step in self._steps:
             first, last = step.counted
-            noted = [n for n in hooks.notes if first <= (n.words if spoken else n.updates) < last]
+            noted = [n for n in hooks.notes if first <= (n.declared if declared else n.updates) < last]
             total = counted[last] - counted[first]
             self._notes.append(
                 {
-                    "loss": _loss(noted, spoken),
-                    "samples": _samples(noted, spoken),
+                    "loss": _loss(noted, declared),
+                    "samples": _samples(noted, declared),
                     "sent": total if total > 0 else sent(step.calls, world),
                     # Without a call, nothing was sent.
                     "counted": total > 0 or not step.calls,
@@ -145,13 +145,13 @@ class Profile:
     def _write(self, failed: bool) -> None:
         store, rank, world, backend = self._group or (None, 0, 1, "none")
         patience = _PATIENCE_AFTER_FAILURE if failed else _PATIENCE
-        place = Place.here()
-        places, offset, exchange = {0: place}, Offset(), None
+        machine = Machine.here()
+        machines, offset, exchange = {0: machine}, Offset(), None
         if world > 1:
             prefix = f"unisono-profile/{_number()}"
             exchange = Exchange(dist.PrefixStore(prefix, store), rank, world, patience)
-            places = exchange.meet(place)
-            offset = exchange.compare_clocks(places)
+            machines = exchange.meet(machine)
+            offset = exchange.compare_clocks(machines)
         records = {
             "lost": self._lost,
             "error": offset.error,
@@ -161,23 +161,22 @@ class Profile:
                 for step, note in zip(self._steps, self._notes, strict=True)
             ],
         }
-        everyone = exchange.hand_in(records) if exchange else {0: records}
-        if everyone is None:
-            return
-        self._report(everyone, places, world, backend)
+        collected = exchange.hand_in(records) if exchange else {0: records}
+        if collected is not None:
+            self._report(collected, machines, world, backend)
 
-    def _report(self, everyone: dict, places: dict, world: int, backend: str) -> None:
-        """Writes the folder; rank 0 does."""
-        ranks = sorted(everyone)
-        lost = [rank for rank in ranks if everyone[rank]["lost"]]
+    def _report(self, collected: dict, machines: dict, world: int, backend: str) -> None:
+        """Writes the folder, at rank 0, from the records of the ranks that handed some in."""
+        ranks = sorted(collected)
+        lost = [rank for rank in ranks if collected[rank]["lost"]]
         if lost:
             raise InvalidCall(
                 f"no report was written: on ranks {lost} another profiler of torch ran inside of "
                 "the block, and ended this one; use one at a time"
             )
         missing = sorted(set(range(world)) - set(ranks))
-        complete = min(len(everyone[rank]["steps"]) for rank in ranks)
-        labels = _labels({rank: places.get(rank, Place("", "")) for rank in ranks})
+        complete = min(len(collected[rank]["steps"]) for rank in ranks)
+        labels = _labels({rank: machines.get(rank, Machine("", "")) for rank in ranks})
         hosts = [labels[rank] for rank in ranks]
         if missing:
             warnings.warn(
@@ -193,10 +192,10 @@ class Profile:
                 stacklevel=4,
             )
         info = describe.describe(self._run_dir, backend, len(ranks), hosts)
-        info["clock_error"] = max(everyone[rank]["error"] for rank in ranks)
-        first = everyone[0]["steps"]
+        info["clock_error"] = max(collected[rank]["error"] for rank in ranks)
+        first = collected[0]["steps"]
         was_counted = bool(first) and all(step["counted"] for step in first)
-        overlaps = any(everyone[rank]["overlap"] for rank in ranks)
+        overlaps = any(collected[rank]["overlap"] for rank in ranks)
         info["settings"].setdefault("overlap", overlaps)
         info["settings"] |= {
             "recorded_steps": complete,
@@ -206,11 +205,11 @@ class Profile:
         if missing:
             info["settings"]["missing_ranks"] = missing
         lines = [
-            json.dumps(_record(number, [everyone[rank]["steps"][number] for rank in ranks]))
+            json.dumps(_record(number, [collected[rank]["steps"][number] for rank in ranks]))
             for number in range(complete)
         ]
         written = _native.write_report(str(self._run_dir), json.dumps(info), lines)
-        self.verdict, _, self.report = written
+        self.verdict, self.report = written
         print(f"{self.verdict}\nreport: {self.report}", flush=True)
 
 
@@ -252,38 +251,38 @@ def _record(number: int, ranks: list[dict]) -> dict:
     }
 
 
-def _loss(notes: list[Note], spoken: bool) -> float | None:
+def _loss(notes: list[Note], declared: bool) -> float | None:
     """What the program said, or what the only backward pass of the step began with.
 
-    Of several, nobody knows whether to add them up or to take their mean.
+    Of several it is unknown whether the program means their sum or their mean.
     """
     losses = [note.loss for note in notes if note.loss is not None]
-    if not losses or (len(losses) > 1 and not spoken):
+    if not losses or (len(losses) > 1 and not declared):
         return None
-    # The program speaks last.
+    # What the program passes to `step` comes last.
     loss = float(losses[-1])
     return loss if math.isfinite(loss) else None
 
 
-def _samples(notes: list[Note], spoken: bool) -> int:
-    said = notes[-1].samples if spoken and notes else 0
-    return said or sum(note.samples for note in notes)
+def _samples(notes: list[Note], declared: bool) -> int:
+    given = notes[-1].samples if declared and notes else 0
+    return given or sum(note.samples for note in notes)
 
 
-def _labels(places: dict[int, Place]) -> dict[int, str]:
+def _labels(machines: dict[int, Machine]) -> dict[int, str]:
     """The hosts' names. Namesakes, as containers are apt to be, are told apart by a number."""
     kernels: dict[str, list[str]] = {}
-    for place in places.values():
-        namesakes = kernels.setdefault(place.host, [])
-        if place.kernel not in namesakes:
-            namesakes.append(place.kernel)
+    for machine in machines.values():
+        namesakes = kernels.setdefault(machine.host, [])
+        if machine.kernel not in namesakes:
+            namesakes.append(machine.kernel)
 
-    def label(place: Place) -> str:
-        namesakes = kernels[place.host]
-        number = namesakes.index(place.kernel)
-        return f"{place.host} {number}" if len(namesakes) > 1 else place.host
+    def label(machine: Machine) -> str:
+        namesakes = kernels[machine.host]
+        number = namesakes.index(machine.kernel)
+        return f"{machine.host} {number}" if len(namesakes) > 1 else machine.host
 
-    return {rank: label(place) for rank, place in places.items()}
+    return {rank: label(machine) for rank, machine in machines.items()}
 
 
 _profiles = 0

@@ -3,7 +3,7 @@
 The Store is there with every backend and for tensors of every device, and still works when a group
 has failed.  All of it happens after the program: nothing travels while steps are measured.
 
-1. Every rank says where it is.  Ranks of one running kernel have one clock.
+1. Every rank names its machine.  Ranks of one running kernel have one clock.
 2. Rank 0 names those whose clock is another, and they ask it what time it is, one after the other.
    The exchange with the shortest round trip decides, and half of it bounds the error: see
    `clock.rs` of Insight.
@@ -32,18 +32,18 @@ UNKNOWN_CLOCK_ERROR = 0.1
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank is."""
+class Machine:
+    """The machine of a rank."""
 
     host: str
     #: What makes its clock one: the running kernel.
     kernel: str
 
     @staticmethod
-    def here() -> "Place":
+    def here() -> "Machine":
         boot = Path("/proc/sys/kernel/random/boot_id")
         kernel = boot.read_text().strip() if boot.exists() else ""
-        return Place(socket.gethostname(), kernel or socket.gethostname())
+        return Machine(socket.gethostname(), kernel or socket.gethostname())
 
 
 @dataclass(frozen=True)
@@ -64,21 +64,21 @@ class Exchange:
         self._world = world
         self._patience = patience
 
-    def meet(self, place: Place) -> dict[int, Place]:
-        """Where the ranks are; at rank 0, all that came, elsewhere only this one."""
-        self._set(f"place/{self._rank}", asdict(place))
+    def meet(self, machine: Machine) -> dict[int, Machine]:
+        """The machines of the ranks; at rank 0, of all that came, elsewhere only of this one."""
+        self._set(f"machine/{self._rank}", asdict(machine))
         if self._rank != 0:
-            return {self._rank: place}
-        found = {rank: self._get(f"place/{rank}") for rank in range(self._world)}
-        return {rank: Place(**there) for rank, there in found.items() if there is not None}
+            return {self._rank: machine}
+        found = {rank: self._get(f"machine/{rank}") for rank in range(self._world)}
+        return {rank: Machine(**there) for rank, there in found.items() if there is not None}
 
     def compare_clocks(
-        self, places: dict[int, Place], now: Callable[[], float] = time.time
+        self, machines: dict[int, Machine], now: Callable[[], float] = time.time
     ) -> Offset:
         """This rank's clock against rank 0's."""
         if self._rank == 0:
-            own = places[0].kernel
-            far = [rank for rank, place in places.items() if place.kernel != own]
+            own = machines[0].kernel
+            far = [rank for rank, machine in machines.items() if machine.kernel != own]
             self._set("far", far)
             for rank in far:
                 self._answer(rank, now)

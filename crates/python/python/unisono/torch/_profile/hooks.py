@@ -36,10 +36,10 @@ _now = time.time_ns
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What was learnt about the step under way, when this many updates and words were counted."""
+    """What was learnt about the step under way, when this many updates and declared steps were counted."""
 
     updates: int
-    words: int
+    declared: int
     loss: object = None
     samples: int = 0
 
@@ -51,10 +51,11 @@ class Hooks:
         """Calls `update_ended` after every update of an optimizer."""
         self.notes: list[Note] = []
         self.updates = 0
-        self.words = 0
-        #: What Unisono had sent after each update, and after each word of the program.
+        #: Steps of which the program declared the end, by `Profile.step`.
+        self.declared = 0
+        #: What Unisono had sent after each update, and after each declared step.
         self.sent_after_update = [_sent()]
-        self.sent_after_word = [_sent()]
+        self.sent_after_declared = [_sent()]
         self._update_ended = update_ended
         self._spans: list[Span] = []
         self._stamped: list[tuple[int, str, int, _native.Stamp]] = []
@@ -69,13 +70,13 @@ class Hooks:
         self._hooked: set[int] = set()
         self._install()
 
-    def say(self, loss, samples: int) -> None:
-        """The program says that a step has ended."""
+    def declare(self, loss, samples: int) -> None:
+        """The program declares that a step has ended."""
         self._note(loss, samples)
-        self.words += 1
+        self.declared += 1
         self._mark(Kind.STEP)
         self._step_began = _now()
-        self.sent_after_word.append(_sent())
+        self.sent_after_declared.append(_sent())
 
     def stop(self) -> list[Span]:
         """Marks nothing any more; what was seen.
@@ -128,7 +129,7 @@ class Hooks:
         self._spans.append(Span(kind, now if begin is None else begin, now, what))
 
     def _note(self, loss=None, samples: int = 0) -> None:
-        self.notes.append(Note(self.updates, self.words, loss, samples))
+        self.notes.append(Note(self.updates, self.declared, loss, samples))
 
     # Forward.
 
@@ -240,11 +241,11 @@ class Hooks:
         def wait(member, *args):
             asked = _now()
             outcome = original(member, *args)
-            for size, begin, end in member._exchanges():
+            for size, begin, end in member._transfers():
                 if begin < self._step_began < end:
                     begin = self._step_began  # What was waited for belongs to this step.
                 self._spans.append(Span(Kind.COMMUNICATION, begin, end, "synchronize", size))
-                if asked < end:  # After the last has arrived, it waits for nobody.
+                if asked < end:  # After the last has arrived, it waits for no rank.
                     self._spans.append(Span(Kind.WAIT, asked, end))
             return outcome
 

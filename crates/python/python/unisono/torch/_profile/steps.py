@@ -43,8 +43,8 @@ class Step:
     buckets: list[tuple[int, int, int, int]]
     #: Operation and bytes of its calls.
     calls: list[tuple[str, int]]
-    #: Which ends of an optimizer's step, or which words of the program, it holds, of all that were
-    #: counted: from, and up to but without.
+    #: Which ends of an optimizer's step, or which ends that the program declared, it holds, of all
+    #: that were counted: from, and up to but without.
     counted: tuple[int, int]
     #: Whether a call began before all was computed.
     overlaps: bool

@@ -12,7 +12,7 @@ _SUPPORTED = (
 
 
 def text_of(optimizer: str | torch.optim.Optimizer, parameters: list[torch.Tensor]) -> str:
-    """The optimizer as a text that servers understand; one that is a text already, as it is."""
+    """The optimizer as the text that servers parse; a text is returned as it is."""
     if isinstance(optimizer, str):
         return optimizer
     groups = optimizer.param_groups
@@ -28,11 +28,11 @@ def text_of(optimizer: str | torch.optim.Optimizer, parameters: list[torch.Tenso
         raise InvalidCall("the optimizer was used before, and servers begin without its state")
     if settings.get("maximize"):
         raise InvalidCall("servers minimize: negate the loss instead of maximize=True")
-    words = _words(optimizer, settings)
-    if words is None:
+    spec = _spec(optimizer, settings)
+    if spec is None:
         kind = type(optimizer).__name__
         raise InvalidCall(f"servers do not compute what this {kind} does; {_SUPPORTED}")
-    return words
+    return spec
 
 
 def rates_of(optimizer: torch.optim.Optimizer | None) -> list[float]:
@@ -41,7 +41,7 @@ def rates_of(optimizer: torch.optim.Optimizer | None) -> list[float]:
 
 
 def expect_rates(optimizer: torch.optim.Optimizer | None, rates: list[float]) -> None:
-    """Fails if the learning rates are not these any more: nobody has told the servers."""
+    """Fails if the learning rates are not these any more: the servers would not learn of it."""
     if rates_of(optimizer) != rates:
         raise InvalidCall(
             "the learning rate of the optimizer has changed, and servers do not see schedulers; "
@@ -49,7 +49,7 @@ def expect_rates(optimizer: torch.optim.Optimizer | None, rates: list[float]) ->
         )
 
 
-def _words(optimizer: torch.optim.Optimizer, settings: dict) -> str | None:
+def _spec(optimizer: torch.optim.Optimizer, settings: dict) -> str | None:
     def text(name: str, **keys: float) -> str:
         # The shortest text that stands for exactly this number.
         return f"{name}:" + ",".join(f"{key}={float(value)!r}" for key, value in keys.items())

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from unisono import _native
 from unisono.errors import InvalidCall
 from unisono.torch import _exit
+from unisono.torch._gradients.ddp import refuse_ddp
 from unisono.torch._gradients.floats import refuse_doubles
-from unisono.torch._servers import places
+from unisono.torch._servers import locate
 from unisono.torch._servers.optimizer import expect_rates, rates_of, text_of
 
 # How long to look for a server that is not there, in seconds.  Longer: its death is noticed later.
@@ -23,8 +24,8 @@ from unisono.torch._servers.optimizer import expect_rates, rates_of, text_of
 _RESTART = 60.0
 _FOR_GOOD = 5.0
 
-# Those who have not left.  A worker is present until it leaves, or its program ends, and not only
-# until nobody refers to it any more: others may need the server in its process.
+# The workers that have not left.  A worker is present until it leaves, or its program ends, and not
+# only until the program drops its last reference: others may need the server in its process.
 _present: "set[ParameterServer]" = set()
 
 
@@ -114,7 +115,7 @@ class ParameterServer:
     gets its share of it.  Servers do not see schedulers of `torch.optim`: a step after one has
     changed the rate is refused.
 
-    `level` says how far workers may drift apart: ``bsp`` (lock-step), ``ssp:S`` (nobody is more
+    `level` says how far workers may drift apart: ``bsp`` (lock-step), ``ssp:S`` (no worker is more
     than S clocks ahead of the slowest), ``ssp:auto``, ``async``, or ``downpour:PUSH,FETCH``
     (``downpour`` alone: every 5 steps).
     `stale` is what becomes of gradients of old weights: ``keep``, ``scale``, ``drop:T`` or
@@ -130,9 +131,9 @@ class ParameterServer:
     servers and workers of a job have in common, 64 hexadecimal digits; by default
     ``UNISONO_TOKEN``.
 
-    With `steps` the servers end the run, see `finished`, after so many steps of every worker,
-    whoever makes them.  `patience` is for how many seconds a server that is gone is looked for: 60
-    by default, and 5 if it is inside a worker.  All settings but that must be equal for all
+    With `steps` the servers end the run, see `finished`, after so many steps times the number of
+    workers, whichever worker makes them.  `patience` is for how many seconds a server that is gone is
+    looked for: 60 by default, and 5 if it is inside a worker.  All settings but that must be equal for all
     workers.
     """
 
@@ -166,15 +167,16 @@ class ParameterServer:
         self._rates = rates_of(self._optimizer)
         # A child of fork has the connections of its parent, and must not leave in its place.
         self._process = os.getpid()
+        self._has_stepped = False
         self._left = False
         self._finished = False
         self._tally = _Tally()
         # The clock, and bytes moved, when they were last looked at.
         self._last = (0, 0)
 
-        self._place = place = places.find(servers, token)
+        self._servers = found = locate.find(servers, token)
         if patience is None:
-            patience = _FOR_GOOD if place.is_inside else _RESTART
+            patience = _FOR_GOOD if found.is_inside else _RESTART
         settings: _native.ServerSettings = {
             "names": list(named),
             "shapes": [list(parameter.shape) for parameter in self._parameters],
@@ -187,10 +189,10 @@ class ParameterServer:
             "error_feedback": error_feedback,
             "steps": steps,
             "seed": seed,
-            "workers": place.world,
-            "worker": place.rank,
-            "servers": place.servers,
-            "token": place.token,
+            "workers": found.world,
+            "worker": found.rank,
+            "servers": found.addresses,
+            "token": found.token,
             "patience": patience,
         }
         # Held until the end of the call, which gets addresses only.
@@ -198,13 +200,13 @@ class ParameterServer:
         try:
             self._native = _native.ServerClient(settings, _addresses(weights))
         except BaseException:
-            place.close()
+            found.close()
             raise
         _present.add(self)
         _exit.watch(self)
         try:
             self.pull()
-            place.meet()
+            found.meet()
         except BaseException:
             self._leave(0.0)
             raise
@@ -213,7 +215,7 @@ class ParameterServer:
         """Pushes the gradients, and pulls the weights for the next step into the parameters.
 
         Waits as the level says.  The gradients are taken: `.grad` is None after it.  A parameter
-        without a gradient is left out of the push; if nobody has one for it, it stays as it is, and
+        without a gradient is left out of the push; if no worker has one for it, it stays as it is, and
         at `bsp`, where another worker has one, it counts as zero.
 
         The loss is needed at `ssp:auto`, which goes by it.  Elsewhere loss and samples are for the
@@ -225,6 +227,9 @@ class ParameterServer:
         if loss is None and self._needs_loss:
             raise InvalidCall("ssp:auto goes by the loss: call step(loss)")
         expect_rates(self._optimizer, self._rates)
+        if not self._has_stepped:
+            refuse_ddp(self._parameters, "workers would wait for each other at every level")
+            self._has_stepped = True
         loss = 0.0 if loss is None else float(torch.as_tensor(loss).detach())
         if not math.isfinite(loss):
             raise InvalidCall(f"the loss is {loss}; nothing was pushed: lower the learning rate")
@@ -259,7 +264,7 @@ class ParameterServer:
         self._take_over(weights)
 
     def leave(self) -> None:
-        """Leaves the run, so that nobody waits for this worker.
+        """Leaves the run, so that the other workers do not wait for this one.
 
         If there is a server in this process, waits until the others have left as well, since they
         need it.
@@ -301,7 +306,7 @@ class ParameterServer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
-        # The others may be waiting for one that has failed, and for longer than anybody would.
+        # The others may be waiting for a worker that has failed, for longer than a user would.
         self._leave(float("inf") if kind is None else 0.0)
 
     def _leave(self, patience: float) -> None:
@@ -312,10 +317,10 @@ class ParameterServer:
         self._state()
         self._native.leave()
         try:
-            if self._place.shard is not None and not self._native.wait_for_others(patience):
-                places.warn_of_end(self._place.rank)
+            if self._servers.own is not None and not self._native.wait_for_others(patience):
+                locate.warn_of_end(self._servers.rank)
         finally:
-            self._place.close()
+            self._servers.close()
 
     def _close(self, seconds: float) -> None:
         """At the end of a program that did not leave."""
@@ -326,7 +331,7 @@ class ParameterServer:
         return call(*arguments)
 
     def _sent(self) -> int:
-        """What servers sent counts here too: nobody else counts it."""
+        """What servers sent counts here too: no other rank counts it."""
         return self._state()[1]
 
     def _state(self) -> tuple[int, int]:
@@ -353,7 +358,7 @@ def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not named:
         raise InvalidCall("the model has no parameter that needs a gradient")
-    places: dict[int, str] = {}
+    names: dict[int, str] = {}
     for name, parameter in named.items():
         if not parameter.is_floating_point():
             kind = str(parameter.dtype).removeprefix("torch.")
@@ -363,7 +368,7 @@ def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
             kind = type(parameter).__name__
             text = f"parameter {name!r} is a {kind}, and servers want whole tensors"
             raise InvalidCall(f"{text}: do not shard the model")
-        other = places.setdefault(parameter.data_ptr(), name)
+        other = names.setdefault(parameter.data_ptr(), name)
         if other != name and parameter.numel():
             text = f"parameters {other!r} and {name!r} share memory: make them one Parameter"
             raise InvalidCall(text)

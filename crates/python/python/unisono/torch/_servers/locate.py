@@ -1,7 +1,7 @@
-"""Where the servers of a run are, and who its workers are.
+"""Where the servers of a run are, and which of its workers this process is.
 
-Servers are processes that somebody has started, here or elsewhere, and whose addresses are known;
-or they are threads inside workers, which tell each other their addresses through torch's store.
+Servers are processes that were started before, here or elsewhere, and whose addresses are known; or
+they are threads inside workers, which tell each other their addresses through torch's store.
 """
 
 import itertools
@@ -21,34 +21,35 @@ _numbers = itertools.count()
 
 
 @dataclass
-class Place:
-    """Where a worker is in its run."""
+class Servers:
+    """The servers of a run, as one of its workers reaches them."""
 
+    #: The worker's rank, and how many workers there are.
     rank: int
     world: int
-    servers: list[str]
+    addresses: list[str]
     token: bytes
     #: Whether the servers are inside workers.
     is_inside: bool = False
     #: The one inside this worker.
-    shard: _native.ServerShard | None = None
+    own: _native.InProcessServer | None = None
     #: By which the workers find each other, where there are others and servers are inside.
     store: dist.Store | None = None
 
     def meet(self) -> None:
-        """Waits until all have joined and read, if servers are inside workers: such a worker would
-        else take the others for gone, and end, before they have come."""
+        """Waits until all workers have joined and read, if servers are inside workers: such a worker
+        would else take the others for gone, and end, before they have come."""
         if self.store is not None:
             self.store.set(f"joined/{self.rank}", b"yes")
             _get_all(self.store, "joined", self.world)
 
     def close(self) -> None:
         """Ends the server inside this worker."""
-        if self.shard is not None:
-            self.shard.close()
+        if self.own is not None:
+            self.own.close()
 
 
-def find(servers: Sequence[str] | int | None, token: str | None) -> Place:
+def find(servers: Sequence[str] | int | None, token: str | None) -> Servers:
     """Finds the servers, or starts the one that belongs into this worker."""
     rank, world, named, secret = _native.worker_from_env()
     if dist.is_available() and dist.is_initialized():
@@ -60,7 +61,7 @@ def find(servers: Sequence[str] | int | None, token: str | None) -> Place:
     if servers is not None and not isinstance(servers, int):
         if not servers:
             raise InvalidCall('servers is empty: name them, ["host:port", …], or leave it out')
-        return Place(rank, world, list(servers), _token(token, secret))
+        return Servers(rank, world, list(servers), _token(token, secret))
     return _inside(rank, world, 1 if servers is None else servers)
 
 
@@ -73,25 +74,25 @@ def warn_of_end(rank: int) -> None:
     )
 
 
-def _inside(rank: int, world: int, hosts: int) -> Place:
+def _inside(rank: int, world: int, hosts: int) -> Servers:
     """Servers inside the first so many workers."""
     if not 1 <= hosts <= world:
         text = f"{hosts} servers cannot be inside {world} workers: give a number from 1 to {world}"
         raise InvalidCall(text)
     if world == 1:
         token = _native.new_token()
-        shard = _native.ServerShard("127.0.0.1", 0, token)
-        return Place(rank, world, [shard.address], token, True, shard)
+        own = _native.InProcessServer("127.0.0.1", 0, token)
+        return Servers(rank, world, [own.address], token, True, own)
     store = dist.PrefixStore(f"unisono/server/{next(_numbers)}", _store(world))
     if rank == 0:
         store.set("token", _native.new_token())
-    token = _get(store, "token")
-    shard = None
+    token = _get(store, "token", 0)
+    own = None
     if rank < hosts:
-        shard = _native.ServerShard(own_address(store), rank, token)
-        store.set(f"address/{rank}", shard.address)
-    servers = [address.decode() for address in _get_all(store, "address", hosts)]
-    return Place(rank, world, servers, token, True, shard, store)
+        own = _native.InProcessServer(own_address(store), rank, token)
+        store.set(f"address/{rank}", own.address)
+    addresses = [address.decode() for address in _get_all(store, "address", hosts)]
+    return Servers(rank, world, addresses, token, True, own, store)
 
 
 def _token(text: str | None, secret: bytes | None) -> bytes:
@@ -124,12 +125,13 @@ def _store(world: int) -> dist.Store:
         ) from error
 
 
-def _get(store: dist.Store, key: str) -> bytes:
+def _get(store: dist.Store, key: str, rank: int) -> bytes:
     try:
         return bytes(store.get(key))
     except RuntimeError as error:
-        raise FormError(f"waited in vain for {key} of another worker: {error}") from error
+        text = f"rank {rank} did not make its ParameterServer in time: {error}"
+        raise FormError(f"{text}; let all workers make it", peer=rank) from error
 
 
 def _get_all(store: dist.Store, what: str, count: int) -> list[bytes]:
-    return [_get(store, f"{what}/{rank}") for rank in range(count)]
+    return [_get(store, f"{what}/{rank}", rank) for rank in range(count)]

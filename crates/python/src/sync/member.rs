@@ -1,4 +1,4 @@
-//! A replica's place among the others.
+//! A replica as a member of its group.
 //!
 //! While a call waits, its thread lets Python handle signals (see [`signals`]). What a handler asks
 //! then is asked on a thread that is in the middle of a call: to wait for that would be to wait for
@@ -10,7 +10,7 @@ use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 use pyo3::prelude::*;
-use unisono_collective::{AbortHandle, Group as Engine, Options};
+use unisono_collective::{AbortHandle, Group as EngineGroup, Options};
 use unisono_sync::SyncError;
 
 use crate::deadline::{self, Deadlines};
@@ -19,23 +19,25 @@ use crate::group::Group;
 use crate::signals;
 
 thread_local! {
-    /// The seat in whose call this thread waits.
-    static WAITING: Cell<*const Seat> = const { Cell::new(std::ptr::null()) };
+    /// The member in whose call this thread waits.
+    static WAITING: Cell<*const Member> = const { Cell::new(std::ptr::null()) };
 }
 
 /// A rank in a group, or a process by itself.
-pub struct Seat {
+pub struct Member {
     group: Option<Py<Group>>,
     /// Of the group, and of whatever else a call may wait for.
     deadlines: Vec<Arc<Deadlines>>,
     rank: usize,
 }
 
-impl Seat {
-    /// In a group, if there is one.
-    pub fn new(py: Python<'_>, group: Option<Py<Group>>, rank: usize) -> Seat {
-        let own = group.as_ref().map(|group| group.bind(py).get().deadlines().clone());
-        Seat { group, deadlines: own.into_iter().collect(), rank }
+impl Member {
+    /// Of a group, if there is one.
+    pub fn new(py: Python<'_>, group: Option<Py<Group>>) -> Member {
+        let own = group.as_ref().map(|group| group.bind(py).get());
+        let rank = own.map_or(0, Group::rank);
+        let deadlines = own.map(|own| own.deadlines().clone()).into_iter().collect();
+        Member { group, deadlines, rank }
     }
 
     /// Lets timeouts and Ctrl-C also end the calls that this handle ends.
@@ -51,14 +53,9 @@ impl Seat {
         self.rank
     }
 
-    /// Whether this very thread waits in a call of it. Then a handler of a signal asks.
-    pub fn is_waiting(&self) -> bool {
-        std::ptr::eq(WAITING.get(), self)
-    }
-
-    /// Fails if this very thread waits in a call of it.
+    /// Fails if this very thread waits in a call of it: then a handler of a signal asks.
     pub fn expect_free(&self, py: Python<'_>, site: Site) -> PyResult<()> {
-        if self.is_waiting() {
+        if std::ptr::eq(WAITING.get(), self) {
             let text = "a handler of a signal asks for it in the middle of another call; let the \
                         handler make a note, and ask after the call";
             return Err(site.invalid(py, text));
@@ -72,11 +69,11 @@ impl Seat {
     }
 
     /// The engine's group; a group of one for a process by itself.
-    pub fn engine(&self, py: Python<'_>, site: Site) -> PyResult<Arc<Engine>> {
+    pub fn engine(&self, py: Python<'_>, site: Site) -> PyResult<Arc<EngineGroup>> {
         match &self.group {
             Some(group) => group.bind(py).get().open(py, site),
             None => {
-                let groups = py.detach(|| Engine::local(1, &Options::default()));
+                let groups = py.detach(|| EngineGroup::local(1, &Options::default()));
                 let mut groups = groups.map_err(|error| not_formed(py, &error))?;
                 Ok(Arc::new(groups.remove(0)))
             }
@@ -92,7 +89,7 @@ impl Seat {
         let limit = deadline::limit(seconds);
         let (outcome, interruption) = py.detach(|| {
             let _noted: Vec<_> = self.deadlines.iter().map(|watch| watch.note(limit)).collect();
-            let outer = WAITING.replace(self as *const Seat);
+            let outer = WAITING.replace(self as *const Member);
             let outcome = signals::during(call);
             WAITING.set(outer);
             outcome
@@ -107,7 +104,7 @@ impl Seat {
     pub fn expect_equal(
         &self,
         py: Python<'_>,
-        group: &Engine,
+        group: &EngineGroup,
         settings: &str,
         seconds: f64,
         site: Site,
@@ -127,7 +124,7 @@ impl Seat {
     pub fn expect_equal_steps(
         &self,
         py: Python<'_>,
-        group: &Engine,
+        group: &EngineGroup,
         steps: u64,
         seconds: f64,
         site: Site,
@@ -146,7 +143,7 @@ impl Seat {
     fn expect_agreement(
         &self,
         py: Python<'_>,
-        group: &Engine,
+        group: &EngineGroup,
         own: i64,
         seconds: f64,
         site: Site,

@@ -1,4 +1,4 @@
-//! A server that lives inside a worker.
+//! A server in the process of a worker.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Mutex;
@@ -16,22 +16,22 @@ const QUEUE: i32 = 1024;
 
 /// A server of a part of the weights, on threads of this process.
 #[pyclass(frozen)]
-pub struct ServerShard {
+pub struct InProcessServer {
     /// Where it listens: HOST:PORT.
     #[pyo3(get)]
     address: String,
     /// Until it was closed.
-    shard: Mutex<Option<Server>>,
-    /// Who started it. A child of `fork` has its memory but not its threads.
+    server: Mutex<Option<Server>>,
+    /// The process that started it. A child of `fork` has its memory but not its threads.
     process: u32,
 }
 
 #[pymethods]
-impl ServerShard {
-    /// Serves the part of this number at a free port of this machine's address `ip`, for those who
+impl InProcessServer {
+    /// Serves the part of this number at a free port of this machine's address `ip`, to workers that
     /// know the token.
     #[new]
-    fn new(py: Python<'_>, ip: &str, number: usize, token: [u8; 32]) -> PyResult<ServerShard> {
+    fn new(py: Python<'_>, ip: &str, number: usize, token: [u8; 32]) -> PyResult<InProcessServer> {
         let failed = |reason: String| not_begun(py, format!("cannot serve on {ip}: {reason}"));
         let ip: IpAddr = ip.parse().map_err(|_| failed("not an IP address".into()))?;
         let listener = listener(ip).map_err(|error| failed(error.to_string()))?;
@@ -41,29 +41,29 @@ impl ServerShard {
         let encrypt = environment().map_err(failed)?.encrypt;
         let token = Token::from_bytes(token).with_encryption(encrypt);
         let options = ServerOptions { token, files, recorder: None };
-        let shard = py.detach(|| Server::start(listener, options));
-        let shard = Mutex::new(Some(shard.map_err(|error| failed(error.to_string()))?));
-        Ok(ServerShard { address, shard, process: std::process::id() })
+        let server = py.detach(|| Server::start(listener, options));
+        let server = Mutex::new(Some(server.map_err(|error| failed(error.to_string()))?));
+        Ok(InProcessServer { address, server, process: std::process::id() })
     }
 
-    /// Ends it; whoever needs it has lost it.
+    /// Ends it; workers that still need it lose it.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.end());
     }
 }
 
-impl ServerShard {
+impl InProcessServer {
     fn end(&self) {
-        let shard = self.shard.lock().expect("no panic while locked").take();
+        let server = self.server.lock().expect("no panic while locked").take();
         match std::process::id() == self.process {
-            true => drop(shard),
+            true => drop(server),
             // Its threads are not here, and the connections are those of the parent.
-            false => std::mem::forget(shard),
+            false => std::mem::forget(server),
         }
     }
 }
 
-impl Drop for ServerShard {
+impl Drop for InProcessServer {
     fn drop(&mut self) {
         Python::attach(|py| py.detach(|| self.end()));
     }
