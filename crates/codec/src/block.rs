@@ -29,6 +29,9 @@ pub trait Quantizer: Copy {
     /// Elements of a block: a multiple of 8, at most [`LARGEST`].
     const BLOCK: usize;
 
+    /// How a value between two levels is rounded.
+    fn rounding(self) -> Rounding;
+
     /// Levels on either side of zero.
     fn levels(self) -> u8;
 
@@ -43,16 +46,60 @@ pub trait Quantizer: Copy {
     fn unpack(self, elements: usize, bytes: &[u8], codes: &mut [u8]);
 }
 
-impl Rounding {
-    /// Whether it needs a residual.
-    pub(crate) fn is_biased(self) -> bool {
-        self == Rounding::Nearest
-    }
+/// Makes a codec of a [`Quantizer`]. A blanket implementation would collide with that of casts.
+macro_rules! quantized {
+    ($quantizer:ty) => {
+        impl $crate::Codec for $quantizer {
+            /// Rounded to the nearest, equal gradients have equal errors.
+            fn is_biased(&self) -> bool {
+                self.rounding() == $crate::Rounding::Nearest
+            }
 
-    /// What to dither with, if at all.
-    pub(crate) fn dither(self, key: Key) -> Option<Key> {
-        (self == Rounding::Stochastic).then_some(key)
-    }
+            fn encoded_bytes(&self, shape: &[usize]) -> usize {
+                $crate::block::bytes(*self, $crate::elements(shape))
+            }
+
+            fn passage(&self) -> $crate::Passage<'_> {
+                $crate::Passage::Spans(self)
+            }
+        }
+
+        impl $crate::Spans for $quantizer {
+            fn block(&self) -> usize {
+                <$quantizer>::BLOCK
+            }
+
+            fn bytes(&self, elements: usize) -> usize {
+                $crate::block::bytes(*self, elements)
+            }
+
+            fn encode(&self, key: $crate::Key, first: usize, values: &[f32], into: &mut [u8]) {
+                let dither = $crate::block::dither(*self, key);
+                $crate::block::encode(*self, dither, first, values, into);
+            }
+
+            fn encode_owed(
+                &self,
+                key: $crate::Key,
+                first: usize,
+                owed: &mut [f32],
+                into: &mut [u8],
+            ) {
+                let dither = $crate::block::dither(*self, key);
+                $crate::block::encode_owed(*self, dither, first, owed, into);
+            }
+
+            fn decode(&self, bytes: &[u8], into: &mut [f32]) -> Result<(), $crate::BadEncoding> {
+                $crate::block::decode(*self, bytes, into)
+            }
+        }
+    };
+}
+pub(crate) use quantized;
+
+/// What to dither with, if at all.
+pub fn dither<Q: Quantizer>(quantizer: Q, key: Key) -> Option<Key> {
+    (quantizer.rounding() == Rounding::Stochastic).then_some(key)
 }
 
 /// Elements of the largest possible block. Its codes are on the stack, and should stay in the

@@ -9,8 +9,8 @@
 //! few levels many become zero each time: this is biased, and needs its residual more than
 //! [`int8`](crate::int8). Rounded stochastically it needs none, but is much noisier.
 
-use crate::block::{self, Quantizer};
-use crate::{BadEncoding, Codec, Key, Passage, Rounding, Spans, elements};
+use crate::Rounding;
+use crate::block::{Quantizer, quantized};
 
 /// Gradients in blocks of 4-bit integers: 7.76 times less bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -25,47 +25,17 @@ impl Int4 {
     }
 }
 
-impl Codec for Int4 {
-    fn is_biased(&self) -> bool {
-        self.rounding.is_biased()
-    }
-
-    fn encoded_bytes(&self, shape: &[usize]) -> usize {
-        self.bytes(elements(shape))
-    }
-
-    fn passage(&self) -> Passage<'_> {
-        Passage::Spans(self)
-    }
-}
-
-impl Spans for Int4 {
-    fn block(&self) -> usize {
-        Self::BLOCK
-    }
-
-    fn bytes(&self, elements: usize) -> usize {
-        block::bytes(*self, elements)
-    }
-
-    fn encode(&self, key: Key, first: usize, values: &[f32], into: &mut [u8]) {
-        block::encode(*self, self.rounding.dither(key), first, values, into);
-    }
-
-    fn encode_owed(&self, key: Key, first: usize, owed: &mut [f32], into: &mut [u8]) {
-        block::encode_owed(*self, self.rounding.dither(key), first, owed, into);
-    }
-
-    fn decode(&self, bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding> {
-        block::decode(*self, bytes, into)
-    }
-}
+quantized!(Int4);
 
 impl Quantizer for Int4 {
     const NAME: &'static str = "int4";
     /// Longer blocks are coarser, with outliers in more of them; shorter ones are larger: with 64
     /// elements the scales would be 6 % of the bytes.
     const BLOCK: usize = 128;
+
+    fn rounding(self) -> Rounding {
+        self.rounding
+    }
 
     #[inline(always)]
     fn levels(self) -> u8 {
@@ -101,6 +71,7 @@ impl Quantizer for Int4 {
 mod tests {
     use super::*;
     use crate::block::tests::{assert_near, assert_right_on_average};
+    use crate::{Codec, Key, Spans};
     use proptest::prelude::*;
 
     #[test]

@@ -10,8 +10,8 @@
 //! residual is to be remembered. Rounded stochastically, the error is up to a whole scale, but zero
 //! on average.
 
-use crate::block::{self, Quantizer};
-use crate::{BadEncoding, Codec, Key, Passage, Rounding, Spans, elements};
+use crate::Rounding;
+use crate::block::{Quantizer, quantized};
 
 /// Gradients in blocks of 8-bit integers: 3.97 times less bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -26,47 +26,17 @@ impl Int8 {
     }
 }
 
-impl Codec for Int8 {
-    fn is_biased(&self) -> bool {
-        self.rounding.is_biased()
-    }
-
-    fn encoded_bytes(&self, shape: &[usize]) -> usize {
-        self.bytes(elements(shape))
-    }
-
-    fn passage(&self) -> Passage<'_> {
-        Passage::Spans(self)
-    }
-}
-
-impl Spans for Int8 {
-    fn block(&self) -> usize {
-        Self::BLOCK
-    }
-
-    fn bytes(&self, elements: usize) -> usize {
-        block::bytes(*self, elements)
-    }
-
-    fn encode(&self, key: Key, first: usize, values: &[f32], into: &mut [u8]) {
-        block::encode(*self, self.rounding.dither(key), first, values, into);
-    }
-
-    fn encode_owed(&self, key: Key, first: usize, owed: &mut [f32], into: &mut [u8]) {
-        block::encode_owed(*self, self.rounding.dither(key), first, owed, into);
-    }
-
-    fn decode(&self, bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding> {
-        block::decode(*self, bytes, into)
-    }
-}
+quantized!(Int8);
 
 impl Quantizer for Int8 {
     const NAME: &'static str = "int8";
     /// Longer blocks are coarser, with outliers in more of them; shorter ones are larger: with 128
     /// elements the scales would be 1.5 % of the bytes.
     const BLOCK: usize = 256;
+
+    fn rounding(self) -> Rounding {
+        self.rounding
+    }
 
     #[inline(always)]
     fn levels(self) -> u8 {
@@ -93,6 +63,7 @@ impl Quantizer for Int8 {
 mod tests {
     use super::*;
     use crate::block::tests::{assert_near, assert_right_on_average};
+    use crate::{Codec, Key, Spans};
     use proptest::prelude::*;
 
     #[test]

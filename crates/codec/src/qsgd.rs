@@ -15,8 +15,8 @@
 //! has bit `p` of all codes, and bit `k` of its byte `j` is of the element that is `j` into the `k`-th
 //! eighth of the block. So packing shifts and merges whole vectors, whatever the number of bits.
 
-use crate::block::{self, Quantizer};
-use crate::{BadEncoding, Codec, Key, Passage, Spans, elements};
+use crate::Rounding;
+use crate::block::{Quantizer, quantized};
 
 /// Gradients in stochastic levels, of a choice of bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,47 +44,17 @@ impl Default for Qsgd {
     }
 }
 
-impl Codec for Qsgd {
-    fn is_biased(&self) -> bool {
-        false
-    }
-
-    fn encoded_bytes(&self, shape: &[usize]) -> usize {
-        self.bytes(elements(shape))
-    }
-
-    fn passage(&self) -> Passage<'_> {
-        Passage::Spans(self)
-    }
-}
-
-impl Spans for Qsgd {
-    fn block(&self) -> usize {
-        Self::BLOCK
-    }
-
-    fn bytes(&self, elements: usize) -> usize {
-        block::bytes(*self, elements)
-    }
-
-    fn encode(&self, key: Key, first: usize, values: &[f32], into: &mut [u8]) {
-        block::encode(*self, Some(key), first, values, into);
-    }
-
-    fn encode_owed(&self, key: Key, first: usize, owed: &mut [f32], into: &mut [u8]) {
-        block::encode_owed(*self, Some(key), first, owed, into);
-    }
-
-    fn decode(&self, bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding> {
-        block::decode(*self, bytes, into)
-    }
-}
+quantized!(Qsgd);
 
 impl Quantizer for Qsgd {
     const NAME: &'static str = "qsgd";
     /// The paper's bucket. Longer ones are noisier, with outliers in more of them; shorter ones are
     /// larger: with 64 elements of 2 bits the scales would be 11 % of the bytes.
     const BLOCK: usize = 512;
+
+    fn rounding(self) -> Rounding {
+        Rounding::Stochastic
+    }
 
     #[inline(always)]
     fn levels(self) -> u8 {
@@ -129,6 +99,7 @@ impl Quantizer for Qsgd {
 mod tests {
     use super::*;
     use crate::block::tests::{assert_near, assert_right_on_average, there_and_back};
+    use crate::{Codec, Key, Spans};
     use proptest::prelude::*;
 
     #[test]

@@ -28,6 +28,8 @@
 //! length is cut to the interval it lies in. Thus every part is finite and not negative, and they add
 //! up to `end - begin` of the repaired step, which for a record in order is the step as measured.
 
+use serde::Serialize;
+
 use crate::record::{RankStep, RunInfo, StepRecord};
 
 /// Steps at the start of a run that are not representative: connections warm up, memory is touched for
@@ -56,7 +58,7 @@ pub const STRAGGLER_COST_SHARE: f64 = 0.05;
 const ABSURD: f64 = 1e11;
 
 /// A stretch of time, by what it was spent on. Seconds.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Parts {
     /// Forward and backward.
     pub compute: f64,

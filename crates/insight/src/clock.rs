@@ -43,11 +43,6 @@ impl Offset {
             .filter(|offset| offset.seconds.is_finite() && offset.error >= 0.0)
             .min_by(|a, b| a.error.total_cmp(&b.error))
     }
-
-    /// A time of the other clock, on ours.
-    pub fn to_ours(self, remote: f64) -> f64 {
-        remote - self.seconds
-    }
 }
 
 #[cfg(test)]
@@ -63,7 +58,6 @@ mod tests {
         let offset = Offset::from_samples(&[slow, fast]).unwrap();
         assert!((offset.seconds - 100.0).abs() < 1e-9);
         assert!((offset.error - 0.01).abs() < 1e-9);
-        assert!((offset.to_ours(105.0) - 5.0).abs() < 1e-9);
     }
 
     #[test]

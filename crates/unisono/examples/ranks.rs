@@ -44,9 +44,10 @@ fn measure(ranks: usize, transport: &str) -> Outcome<()> {
             Command::new(std::env::current_exe()?)
                 .arg("as-rank")
                 .envs([("MASTER_ADDR", "127.0.0.1"), ("UNISONO_TRANSPORT", transport)])
-                .envs([("RANK", rank), ("WORLD_SIZE", ranks), ("MASTER_PORT", port.into())].map(
-                    |(name, number): (_, usize)| (name, number.to_string()),
-                ))
+                .envs(
+                    [("RANK", rank), ("WORLD_SIZE", ranks), ("MASTER_PORT", port.into())]
+                        .map(|(name, number): (_, usize)| (name, number.to_string())),
+                )
                 .envs([("UNISONO_TOKEN", token.as_str()), ("UNISONO_TIMEOUT", "120")])
                 .stdin(Stdio::null())
                 .stdout(PipeWriter::try_clone(&writer)?)
@@ -74,7 +75,9 @@ fn measure(ranks: usize, transport: &str) -> Outcome<()> {
     }
     let killed = killed.ok_or("no rank came as far as being killed")?;
     if said.len() != ranks || heard.len() != ranks - 1 {
-        return Err(format!("{} ranks formed, {} heard of the kill", said.len(), heard.len()).into());
+        return Err(
+            format!("{} ranks formed, {} heard of the kill", said.len(), heard.len()).into()
+        );
     }
     let column = |at: usize| {
         let mut column: Vec<f64> = said.iter().map(|figures| figures[at]).collect();

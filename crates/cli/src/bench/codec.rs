@@ -15,11 +15,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use clap::Args;
 use serde::Serialize;
-use unisono::collective::fabric::available_memory;
+
 use unisono_codec::topk::Selection;
 use unisono_codec::{BadCodec, Codec, CodecSpec, Key, Rounding, Task};
 
-use super::sizes;
+use super::{FEWEST, expect_memory, expect_seconds, median, print, sizes};
 use crate::exit::Wrong;
 use products::Products;
 use trip::Trip;
@@ -30,9 +30,6 @@ const CODECS: &str = "fp16,bf16,int8,int8:stochastic,int4,qsgd:4,sign,topk:1%,to
 
 /// Rows of the parameter. Its columns follow from its size.
 const ROWS: usize = 4096;
-
-/// Fewer repetitions have no median to speak of.
-const FEWEST: usize = 5;
 
 /// Options of `unisono bench codec`.
 #[derive(Args, Clone)]
@@ -81,11 +78,14 @@ pub fn run(args: CodecArgs) -> anyhow::Result<ExitCode> {
         args.size,
         sizes::format(4 * ROWS)
     );
-    demand!((0.0..=3600.0).contains(&args.seconds), "--seconds {}: use 0 to 3600", args.seconds);
+    expect_seconds(args.seconds)?;
     let shape = [ROWS, bytes / 4 / ROWS];
     let codecs: Vec<(CodecSpec, Arc<dyn Codec>)> =
         specs.into_iter().map(|spec| (spec.clone(), spec.build())).collect();
-    check_memory(&codecs, &shape)?;
+    // The gradient, the copy that is encoded, what is decoded, and the momentum of one codec.
+    let encodings: usize = codecs.iter().map(|(_, codec)| codec.encoded_bytes(&shape)).sum();
+    let needed = bytes.saturating_mul(4).saturating_add(encodings);
+    expect_memory("--size: this needs", needed, "a smaller size")?;
     for (spec, codec) in &codecs {
         demand!(
             codec.suits(&shape),
@@ -114,22 +114,6 @@ fn parse_codecs(list: &str) -> Result<Vec<CodecSpec>, BadCodec> {
         }
     }
     texts.iter().map(|text| text.parse()).collect()
-}
-
-/// Refuses a gradient for which this machine has no memory: the system would kill a process.
-fn check_memory(codecs: &[(CodecSpec, Arc<dyn Codec>)], shape: &[usize; 2]) -> anyhow::Result<()> {
-    let Some(available) = available_memory() else { return Ok(()) };
-    // The gradient, the copy that is encoded, what is decoded, and the momentum of one codec.
-    let gradients = 4 * 4 * shape[0].saturating_mul(shape[1]);
-    let encodings: usize = codecs.iter().map(|(_, codec)| codec.encoded_bytes(shape)).sum();
-    let needed = gradients.saturating_add(encodings);
-    demand!(
-        needed as u64 <= available,
-        "--size: this needs {} of memory, where {} are available; choose a smaller size",
-        sizes::about(needed),
-        sizes::about(available as usize)
-    );
-    Ok(())
 }
 
 /// Times all entries and, in between, a copy of the gradient, of which the times are returned.
@@ -195,28 +179,16 @@ fn report(entries: &[Entry], bytes: usize, memcpy: &Times, json: bool) -> anyhow
             products_gbs: products.map(gbs),
             of_products: products.map(|products| products / (encode + decode)),
         };
-        print(&row, json)?;
+        print(&row, json, || {
+            let Row { codec, ratio, encode_gbs, decode_gbs, gbs, of_memcpy, error, .. } = &row;
+            let of_products = row.of_products.map_or(String::new(), |share| format!("{share:.3}"));
+            format!(
+                "{codec:<18} {ratio:>8.2} {encode_gbs:>12.2} {decode_gbs:>12.2} {gbs:>10.2} \
+                 {of_memcpy:>10.3} {error:>9.6} {of_products:>12}"
+            )
+        })?;
     }
     Ok(ExitCode::SUCCESS)
-}
-
-fn print(row: &Row, json: bool) -> anyhow::Result<()> {
-    if json {
-        result_line!("{}", serde_json::to_string(row)?)?;
-    } else {
-        let of_products = row.of_products.map_or(String::new(), |share| format!("{share:.3}"));
-        result_line!(
-            "{:<18} {:>8.2} {:>12.2} {:>12.2} {:>10.2} {:>10.3} {:>9.6} {of_products:>12}",
-            row.codec,
-            row.ratio,
-            row.encode_gbs,
-            row.decode_gbs,
-            row.gbs,
-            row.of_memcpy,
-            row.error
-        )?;
-    }
-    Ok(())
 }
 
 /// A codec that is measured.
@@ -277,9 +249,7 @@ impl Times {
     }
 
     fn median(&self) -> f64 {
-        let mut sorted = self.0.clone();
-        sorted.sort_by(f64::total_cmp);
-        sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
+        median(self.0.iter().copied())
     }
 }
 

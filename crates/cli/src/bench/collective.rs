@@ -7,12 +7,10 @@ use anyhow::Context;
 use clap::Args;
 use serde::Serialize;
 use unisono::collective::cost::Prediction;
-use unisono::collective::fabric::available_memory;
 use unisono::{Algorithm, Dtype, Group, Job, Options, Reduction, Transport};
 
-use super::limit;
-use super::sizes;
 use super::workload::{self, Operation, Workload, verify_step};
+use super::{expect_memory, limit, sizes};
 use crate::exit::Wrong;
 use unisono::insight::units::counted;
 
@@ -103,19 +101,11 @@ impl CollectiveArgs {
 
 /// Refuses buffers for which this machine has no memory: the system would kill a process.
 fn check_memory(op: Operation, sizes: &[usize], ranks: usize) -> anyhow::Result<()> {
-    let Some(available) = available_memory() else { return Ok(()) };
-    for &bytes in sizes {
+    sizes.iter().try_for_each(|&bytes| {
         let needed = bytes.saturating_mul(op.buffers()).saturating_mul(ranks);
-        demand!(
-            needed as u64 <= available,
-            "--sizes: {ranks} ranks with buffers of {} need {} of memory, where {} are available; \
-             choose smaller sizes or fewer ranks",
-            sizes::format(bytes),
-            sizes::about(needed),
-            sizes::about(available as usize)
-        );
-    }
-    Ok(())
+        let who = format!("--sizes: {ranks} ranks with buffers of {} need", sizes::format(bytes));
+        expect_memory(&who, needed, "smaller sizes or fewer ranks")
+    })
 }
 
 fn be_rank(args: &CollectiveArgs) -> anyhow::Result<ExitCode> {

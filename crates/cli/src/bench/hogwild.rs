@@ -19,16 +19,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use clap::Args;
 use serde::Serialize;
-use unisono::collective::fabric::available_memory;
+
 use unisono_codec::Key;
 use unisono_relaxed::hogwild::{Clocks, SharedWeights};
 
-use super::sizes;
+use super::{FEWEST, expect_memory, expect_seconds, median, print, sizes};
 use crate::exit::Wrong;
 use unisono::insight::units::counted;
-
-/// Fewer rounds have no median to speak of.
-const FEWEST: usize = 5;
 
 /// One round. In a shorter one, starting the threads shows; longer ones leave fewer for the median.
 const ROUND: Duration = Duration::from_millis(200);
@@ -88,19 +85,12 @@ pub fn run(args: HogwildArgs) -> anyhow::Result<ExitCode> {
         args.size
     );
     demand!((1..=1 << 20).contains(&args.touched), "--touched {}: use 1 to 2^20", args.touched);
-    demand!((0.0..=3600.0).contains(&args.seconds), "--seconds {}: use 0 to 3600", args.seconds);
+    expect_seconds(args.seconds)?;
     for threads in &args.threads {
         demand!((1..=1024).contains(threads), "--threads {threads}: use 1 to 1024");
     }
     // The weights, and the copy that is added up.
-    let needed = 2 * bytes as u64;
-    let available = available_memory().unwrap_or(u64::MAX);
-    demand!(
-        needed <= available,
-        "--size: this needs {} of memory, where {} are available; choose a smaller size",
-        sizes::about(needed as usize),
-        sizes::about(available as usize)
-    );
+    expect_memory("--size: this needs", 2 * bytes, "a smaller size")?;
 
     let mut bench = Bench::new(bytes / 4, args.touched);
     let rates = measure(&mut bench, &args.threads, args.seconds)?;
@@ -141,9 +131,9 @@ fn report(args: &HogwildArgs, bytes: usize, rates: &[Rates]) -> anyhow::Result<E
             "delay"
         )?;
     }
-    let first = median(&rates[0].updates_per_second);
+    let first = median(rates[0].updates_per_second.iter().copied());
     for (threads, rates) in args.threads.iter().copied().zip(rates) {
-        let updates_per_second = median(&rates.updates_per_second);
+        let updates_per_second = median(rates.updates_per_second.iter().copied());
         let speedup = updates_per_second / first;
         let row = Row {
             threads,
@@ -155,28 +145,17 @@ fn report(args: &HogwildArgs, bytes: usize, rates: &[Rates]) -> anyhow::Result<E
             elements_per_second: updates_per_second * args.touched as f64,
             speedup,
             of_linear: speedup * args.threads[0] as f64 / threads as f64,
-            delay: median(&rates.delays),
+            delay: median(rates.delays.iter().copied()),
         };
-        print(&row, args.json)?;
+        print(&row, args.json, || {
+            let Row { updates_per_second, elements_per_second, of_linear, delay, .. } = row;
+            format!(
+                "{threads:>8} {updates_per_second:>14.0} {elements_per_second:>14.0} {speedup:>9.2} \
+                 {of_linear:>10.3} {delay:>8.1}"
+            )
+        })?;
     }
     Ok(ExitCode::SUCCESS)
-}
-
-fn print(row: &Row, json: bool) -> anyhow::Result<()> {
-    if json {
-        result_line!("{}", serde_json::to_string(row)?)?;
-    } else {
-        result_line!(
-            "{:>8} {:>14.0} {:>14.0} {:>9.2} {:>10.3} {:>8.1}",
-            row.threads,
-            row.updates_per_second,
-            row.elements_per_second,
-            row.speedup,
-            row.of_linear,
-            row.delay
-        )?;
-    }
-    Ok(())
 }
 
 /// What was measured of one number of threads, in every round.
@@ -184,12 +163,6 @@ fn print(row: &Row, json: bool) -> anyhow::Result<()> {
 struct Rates {
     updates_per_second: Vec<f64>,
     delays: Vec<f64>,
-}
-
-fn median(values: &[f64]) -> f64 {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 /// The weights, and what must have become of them.

@@ -21,7 +21,7 @@ use anyhow::{Context, bail, ensure};
 use clap::{Args, ValueEnum};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use unisono::collective::fabric::available_memory;
+
 use unisono::net::Token;
 use unisono::optimizer::{LearningRate, OptimizerSpec};
 use unisono_relaxed::server::wire::Measured;
@@ -30,12 +30,9 @@ use unisono_relaxed::server::{
 };
 use unisono_relaxed::spec::Level;
 
-use super::sizes;
+use super::{FEWEST, expect_memory, expect_seconds, median, print, sizes};
 use crate::exit::Wrong;
 use unisono::insight::units::counted;
-
-/// Fewer rounds have no median to speak of.
-const FEWEST: usize = 5;
 
 /// How long a transport's turn is. In a shorter one, the time in which only some of the workers have
 /// begun or ended shows; longer ones leave fewer for the median.
@@ -149,26 +146,15 @@ impl ServerArgs {
         );
         demand!((1..=1024).contains(&self.workers), "--workers {}: use 1 to 1024", self.workers);
         demand!((1..=4096).contains(&self.tensors), "--tensors {}: use 1 to 4096", self.tensors);
-        demand!(
-            (0.0..=3600.0).contains(&self.seconds),
-            "--seconds {}: use 0 to 3600",
-            self.seconds
-        );
+        expect_seconds(self.seconds)?;
         let model = Model { elements: bytes / 4, tensors: self.tensors, workers: self.workers };
         // Of every worker: gradient, weights, common memory, and what it and the others have received;
         // on the servers, versions of the weights for as many readers.
         let copies = 10 * self.workers as usize + 6;
         let needed = model.bytes().saturating_mul(copies);
-        let available = available_memory().unwrap_or(u64::MAX);
-        demand!(
-            needed as u64 <= available,
-            "--size: {} workers with {} need {} of memory, where {} are available; choose a smaller \
-             size or fewer workers",
-            self.workers,
-            sizes::format(model.bytes()),
-            sizes::about(needed),
-            sizes::about(available as usize)
-        );
+        let bytes = sizes::format(model.bytes());
+        let who = format!("--size: {} workers with {bytes} need", self.workers);
+        expect_memory(&who, needed, "a smaller size or fewer workers")?;
         Ok(model)
     }
 }
@@ -586,38 +572,22 @@ fn report(
             // A wrong result ends the measurement with an error.
             verified: true,
         };
-        print(&row, args.json)?;
+        print(&row, args.json, || {
+            let Row { median_us, p99_us, gbs, of_loopback, of_tcp, .. } = row;
+            let of_tcp = of_tcp.map_or(String::new(), |ratio| format!("{ratio:.3}"));
+            format!(
+                "{:<9} {push_pulls_per_second:>12.1} {median_us:>11.1} {p99_us:>11.1} {gbs:>10.3} \
+                 {of_loopback:>12.3} {of_tcp:>8}",
+                way.name()
+            )
+        })?;
     }
     Ok(ExitCode::SUCCESS)
-}
-
-fn print(row: &Row, json: bool) -> anyhow::Result<()> {
-    if json {
-        result_line!("{}", serde_json::to_string(row)?)?;
-    } else {
-        result_line!(
-            "{:<9} {:>12.1} {:>11.1} {:>11.1} {:>10.3} {:>12.3} {:>8}",
-            row.transport.name(),
-            row.push_pulls_per_second,
-            row.median_us,
-            row.p99_us,
-            row.gbs,
-            row.of_loopback,
-            row.of_tcp.map_or(String::new(), |ratio| format!("{ratio:.3}")),
-        )?;
-    }
-    Ok(())
 }
 
 /// The median over the rounds of one rate relative to another.
 fn ratio(rates: &[f64], others: &[f64]) -> f64 {
     median(rates.iter().zip(others).map(|(rate, other)| rate / other))
-}
-
-fn median(values: impl Iterator<Item = f64>) -> f64 {
-    let mut sorted: Vec<f64> = values.collect();
-    sorted.sort_by(f64::total_cmp);
-    sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 #[cfg(test)]

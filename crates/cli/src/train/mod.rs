@@ -10,8 +10,12 @@ mod relaxed;
 mod worker;
 
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
+use anyhow::Context;
+use signal_hook::consts::{SIGINT, SIGTERM};
 use unisono::cluster::launch::{Ending, Launch, Outcome};
 use unisono::cluster::place::{Launcher, Place};
 use unisono::{Group, Options};
@@ -129,6 +133,15 @@ fn announce(args: &TrainArgs) -> anyhow::Result<()> {
 fn is_launched() -> bool {
     // Of variables that make no sense, the worker will tell the user.
     !Place::from_env().is_ok_and(|place| place.launcher == Launcher::None)
+}
+
+/// Whether this process was told to stop, by SIGINT or SIGTERM, from now on.
+fn stop_flag() -> anyhow::Result<Arc<AtomicBool>> {
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        signal_hook::flag::register(signal, stop.clone()).context("listening for signals")?;
+    }
+    Ok(stop)
 }
 
 /// Computes with as many threads. Their number may decide about the last bits of a sum.

@@ -9,7 +9,7 @@ use unisono::insight::{Outcome, RunInfo, Scaling, units};
 use unisono::recording::steps::{Recorded, StepRecorder, run_info};
 use unisono::sync::advice::{Advice, Cost};
 
-use super::args::{RunPlan, TrainArgs, Workload};
+use super::args::{ComputationSpec, RunPlan, TrainArgs, number};
 use super::checkpoint::Saver;
 use super::computation::Computation;
 use super::progress::Reporter;
@@ -128,11 +128,10 @@ impl RankZero {
 /// The run, for its report.
 fn describe(plan: &RunPlan, group: &Group, computation: &dyn Computation) -> RunInfo {
     let (model, data) = plan.names();
-    let name = model.split([' ', ':', '/']).next().unwrap_or("run").to_owned();
+
     let mut settings = toml::Table::new();
     let mut set = |key: &str, value: toml::Value| settings.insert(key.to_owned(), value);
-    // What TOML cannot count, it can spell.
-    let number = |n: u64| i64::try_from(n).map_or_else(|_| n.to_string().into(), toml::Value::from);
+
     set("version", env!("CARGO_PKG_VERSION").into());
     set("model", model.clone().into());
     set("data", data.clone().into());
@@ -151,7 +150,7 @@ fn describe(plan: &RunPlan, group: &Group, computation: &dyn Computation) -> Run
     set("codec", plan.describe_codec().into());
     set("bucket", plan.buckets.map_or("tuned".into(), |sizes| number(sizes.others as u64)));
     set("check_every", number(plan.check_every));
-    if let Workload::Replay { compute_ms: Some(ms), .. } = plan.workload {
+    if let ComputationSpec::Replay { compute_ms: Some(ms), .. } = plan.computation {
         set("compute_ms", ms.into());
     }
     set("measure_scaling", plan.measure_scaling.into());
@@ -170,7 +169,7 @@ fn describe(plan: &RunPlan, group: &Group, computation: &dyn Computation) -> Run
     if let Some((rank, factor)) = plan.slow {
         set("slow", format!("{rank}:{factor}").into());
     }
-    let codec = plan.codec_name();
+    let (name, codec) = (plan.short_name(), plan.codec_name());
     let info = run_info(group, computation.synchronizer(), &plan.settings());
     RunInfo { name, model, data, codec, settings, ..info }
 }

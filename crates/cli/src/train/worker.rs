@@ -1,12 +1,11 @@
 //! One worker of a training run.
 
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use anyhow::{Context, bail};
-use signal_hook::consts::{SIGINT, SIGTERM};
+
 use unisono::candle::ReplicaError;
 use unisono::insight::Scaling;
 use unisono::recording::RecordError;
@@ -19,6 +18,7 @@ use super::args::{RunPlan, TrainArgs};
 use super::checkpoint::{resume, save};
 use super::computation;
 use super::rank_zero::RankZero;
+use super::stop_flag;
 use crate::exit::Wrong;
 
 /// Steps that one worker alone is measured for, after as many that do not count.
@@ -28,10 +28,7 @@ const SCALING_STEPS: u64 = 10;
 pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let job = Job::join_with(args.options()?).context("joining the job")?;
     // Only now: before workers have met there is nothing to finish, and a signal may end them at once.
-    let stop = Arc::new(AtomicBool::new(false));
-    for signal in [SIGINT, SIGTERM] {
-        signal_hook::flag::register(signal, stop.clone()).context("listening for signals")?;
-    }
+    let stop = stop_flag()?;
     let group = job.world();
     let plan = args.plan(group.size())?;
     expect_equal_plans(&plan, group)?;
@@ -78,7 +75,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         }
         (recorder, _) => recorder?,
     };
-    let slowness = plan.slow.filter(|(rank, _)| *rank == group.rank()).map_or(1.0, |(_, s)| s);
+    let slowness = plan.slowness(group.rank());
 
     let (mut interrupted, mut diverged) = (false, false);
     // The step since which this worker's loss, as far as it knows it, is no number.

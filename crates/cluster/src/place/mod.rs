@@ -264,6 +264,27 @@ impl Reader<'_> {
         PlaceError::Invalid { launcher: self.launcher, variable, value, meaning }
     }
 
+    /// What no launcher but `torchrun` sets, and a user has to: host and ports of rank 0.
+    fn required_master(&self) -> Result<(String, Vec<u16>), PlaceError> {
+        let host = self.master_addr();
+        let host = self.required(host, "MASTER_ADDR", "the name or address of rank 0's machine")?;
+        let ports = self.ports_beside_master_port()?;
+        let meaning = "a port of rank 0's machine; the 16 after it should be free";
+        Ok((host, self.required(ports, "MASTER_PORT", meaning)?))
+    }
+
+    /// Host and ports of rank 0, of a job that has a name: what the user has set, or `usual` and ports that
+    /// follow from the name.
+    fn named_master(
+        &self,
+        job_name: &str,
+        usual: impl FnOnce() -> Result<String, PlaceError>,
+    ) -> Result<Rendezvous, PlaceError> {
+        let host = self.master_addr().map_or_else(usual, Ok)?;
+        let ports = self.ports_beside_master_port()?.unwrap_or_else(|| ports_of(job_name));
+        Ok(Rendezvous::RankZero { host, ports })
+    }
+
     fn master_addr(&self) -> Option<String> {
         self.text("MASTER_ADDR").map(str::to_owned)
     }

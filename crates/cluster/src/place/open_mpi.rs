@@ -1,6 +1,6 @@
 //! Open MPI's `mpirun`.
 
-use super::{LOOPBACK, Launcher, Place, PlaceError, Reader, Rendezvous, Vars, ports_of, token};
+use super::{LOOPBACK, Launcher, Place, PlaceError, Reader, Rendezvous, Vars, token};
 
 pub(super) fn place(vars: &Vars) -> Result<Option<Place>, PlaceError> {
     let launcher = Launcher::OpenMpi;
@@ -20,19 +20,14 @@ pub(super) fn place(vars: &Vars) -> Result<Option<Place>, PlaceError> {
     };
     let rendezvous = match world {
         1 => Rendezvous::Alone,
-        _ => {
-            let host = match reader.master_addr() {
-                Some(host) => host,
-                None if local_world == world => LOOPBACK.into(),
-                None => reader.required(
-                    reader.text("OMPI_MCA_orte_hnp_uri").and_then(address_in_uri),
-                    "MASTER_ADDR",
-                    "the name or address of rank 0's machine (mpirun -x MASTER_ADDR=…)",
-                )?,
-            };
-            let ports = reader.ports_beside_master_port()?;
-            Rendezvous::RankZero { host, ports: ports.unwrap_or_else(|| ports_of(&job_name)) }
-        }
+        _ => reader.named_master(&job_name, || match local_world == world {
+            true => Ok(LOOPBACK.into()),
+            false => reader.required(
+                reader.text("OMPI_MCA_orte_hnp_uri").and_then(address_in_uri),
+                "MASTER_ADDR",
+                "the name or address of rank 0's machine (mpirun -x MASTER_ADDR=…)",
+            ),
+        })?,
     };
     Ok(Some(Place {
         rank: reader.count("OMPI_COMM_WORLD_RANK", "the rank of this process")?,

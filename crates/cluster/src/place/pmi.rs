@@ -22,17 +22,7 @@ pub(super) fn place(vars: &Vars) -> Result<Option<Place>, PlaceError> {
     let (rendezvous, job_name) = match world {
         1 => (Rendezvous::Alone, "pmi".to_owned()),
         _ => {
-            let host = reader.required(
-                reader.master_addr(),
-                "MASTER_ADDR",
-                "the name or address of rank 0's machine",
-            )?;
-            let ports = reader.ports_beside_master_port()?;
-            let ports = reader.required(
-                ports,
-                "MASTER_PORT",
-                "a port of rank 0's machine; the 16 after it should be free",
-            )?;
+            let (host, ports) = reader.required_master()?;
             let job_name = format!("pmi:{host}:{}", ports[0]);
             (Rendezvous::RankZero { host, ports }, job_name)
         }

@@ -1,6 +1,6 @@
 //! Slurm's `srun`.
 
-use super::{LOOPBACK, Launcher, Place, PlaceError, Reader, Rendezvous, Vars, ports_of, token};
+use super::{LOOPBACK, Launcher, Place, PlaceError, Reader, Rendezvous, Vars, token};
 
 pub(super) fn place(vars: &Vars) -> Result<Option<Place>, PlaceError> {
     let launcher = Launcher::Slurm;
@@ -19,14 +19,7 @@ pub(super) fn place(vars: &Vars) -> Result<Option<Place>, PlaceError> {
     let node: u32 = reader.count("SLURM_NODEID", "the number of this node")?;
     let rendezvous = match world {
         1 => Rendezvous::Alone,
-        _ => {
-            let host = match reader.master_addr() {
-                Some(host) => host,
-                None => first_node(&reader)?,
-            };
-            let ports = reader.ports_beside_master_port()?;
-            Rendezvous::RankZero { host, ports: ports.unwrap_or_else(|| ports_of(&job_name)) }
-        }
+        _ => reader.named_master(&job_name, || first_node(&reader))?,
     };
     Ok(Some(Place {
         rank: reader.count("SLURM_PROCID", "the rank of this process")?,

@@ -14,13 +14,7 @@ pub(super) fn place(vars: &Vars) -> Result<Option<Place>, PlaceError> {
     let (rendezvous, address) = match world {
         1 => (Rendezvous::Alone, String::new()),
         _ => {
-            let host = reader.required(
-                reader.master_addr(),
-                "MASTER_ADDR",
-                "the name or address of rank 0's machine",
-            )?;
-            let ports = reader.ports_beside_master_port()?;
-            let ports = reader.required(ports, "MASTER_PORT", "a port of rank 0's machine")?;
+            let (host, ports) = reader.required_master()?;
             let address = format!("{host}:{}", reader.text("MASTER_PORT").unwrap_or_default());
             (Rendezvous::RankZero { host, ports }, address)
         }

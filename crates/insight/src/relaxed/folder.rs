@@ -150,15 +150,6 @@ impl SavedRun {
     }
 }
 
-impl UpdateLog {
-    /// Goes on after a crash whose server remembers everything up to `last_update`: updates beyond
-    /// were not acknowledged, or will be replayed, and are dropped. Where pushes that were dropped for
-    /// staleness are replayed as well, [`Log::reopen_keeping`] can tell those apart.
-    pub fn reopen(path: impl Into<PathBuf>, last_update: u64) -> Result<UpdateLog, FolderError> {
-        Log::reopen_keeping(path, |record: &UpdateRecord| record.update <= last_update)
-    }
-}
-
 /// One more than the largest K for which there is an `updates-K.jsonl`.
 fn files_of_updates(dir: &Path) -> Result<usize, FolderError> {
     let read_error = |source| FolderError::Read { path: dir.into(), source };

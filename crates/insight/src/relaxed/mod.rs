@@ -30,7 +30,7 @@ pub use summary::RelaxedSummary;
 pub const SMOOTHING: usize = 32;
 
 /// A relaxed run, analysed.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct RelaxedRun {
     /// What was run.
     pub info: RunInfo,
@@ -112,26 +112,7 @@ pub struct WorkerStats {
 impl RelaxedRun {
     /// Analyses what each server shard, or without servers each worker, wrote down.
     pub fn of(info: RunInfo, shards: Vec<Vec<UpdateRecord>>, moves: Vec<Move>) -> RelaxedRun {
-        let mut run = RelaxedRun {
-            info,
-            moves,
-            workers: Vec::new(),
-            seconds: 0.0,
-            updates: 0,
-            pushes: 0,
-            dropped: 0,
-            updates_per_s: 0.0,
-            pushes_per_s: 0.0,
-            samples_per_s: 0.0,
-            blocked_share: 0.0,
-            mean_staleness: None,
-            max_lead: 0,
-            staleness: Vec::new(),
-            leads: Vec::new(),
-            losses: Vec::new(),
-            diverged: None,
-            shards,
-        };
+        let mut run = RelaxedRun { info, moves, shards, ..RelaxedRun::default() };
         run.analyse();
         run
     }

@@ -51,7 +51,7 @@ struct Page<'a> {
     verdict: &'a Verdict,
     tiles: Vec<Tile>,
     measured: usize,
-    step: Split,
+    step: Parts,
     communication: Option<Communication>,
     choice: Option<&'a Choice>,
     scaling: Option<Scaling>,
@@ -65,18 +65,15 @@ struct Page<'a> {
 /// A figure that stands out.
 #[derive(Serialize)]
 pub(super) struct Tile {
-    pub label: &'static str,
-    pub value: String,
-    pub note: String,
+    label: &'static str,
+    value: String,
+    note: String,
 }
 
-/// [`Parts`] by name.
-#[derive(Serialize)]
-struct Split {
-    compute: f64,
-    exposed: f64,
-    straggler: f64,
-    rest: f64,
+impl Tile {
+    pub fn new(label: &'static str, value: String, note: impl Into<String>) -> Tile {
+        Tile { label, value, note: note.into() }
+    }
 }
 
 #[derive(Serialize)]
@@ -99,7 +96,7 @@ struct Scaling {
 struct Rank<'a> {
     rank: usize,
     host: &'a str,
-    step: Split,
+    step: Parts,
     lateness: f64,
     last_share: f64,
 }
@@ -110,7 +107,7 @@ impl Page<'_> {
         let rank = |rank: usize| Rank {
             rank,
             host: report.info.host(rank).unwrap_or(""),
-            step: run.ranks[rank].parts.into(),
+            step: run.ranks[rank].parts,
             lateness: run.ranks[rank].lateness,
             last_share: run.ranks[rank].last_share,
         };
@@ -120,7 +117,7 @@ impl Page<'_> {
             verdict: &report.verdict,
             tiles: tiles(report),
             measured: run.measured(),
-            step: run.parts.into(),
+            step: run.parts,
             communication: (run.comm > 0.0).then_some(Communication {
                 total: run.comm,
                 hidden: run.hidden,
@@ -138,97 +135,53 @@ impl Page<'_> {
     }
 }
 
-impl From<Parts> for Split {
-    fn from(parts: Parts) -> Split {
-        let Parts { compute, straggler, exposed, rest } = parts;
-        Split { compute, exposed, straggler, rest }
-    }
-}
-
 fn tiles(report: &Report) -> Vec<Tile> {
     let run = &report.run;
     let parts = &run.parts;
+    let of_each = |seconds: f64| format!("{} of each step", duration(seconds));
+    let waiting = match &run.straggler {
+        Some(straggler) => format!("mostly for rank {}", straggler.rank),
+        None => of_each(parts.straggler),
+    };
+    let (exposed, straggler) = (parts.share(parts.exposed), parts.share(parts.straggler));
+    let p99 = format!("99 % within {}", duration(run.p99));
     let mut tiles = vec![
-        Tile {
-            label: "Step time",
-            value: duration(parts.total()),
-            note: format!("99 % within {}", duration(run.p99)),
-        },
-        Tile {
-            label: "Throughput",
-            value: count(run.samples_per_s),
-            note: "samples per second".into(),
-        },
-        Tile {
-            label: "Exposed communication",
-            value: percent(parts.share(parts.exposed)),
-            note: format!("{} of each step", duration(parts.exposed)),
-        },
-        Tile {
-            label: "Waiting for a straggler",
-            value: percent(parts.share(parts.straggler)),
-            note: match &run.straggler {
-                Some(straggler) => format!("mostly for rank {}", straggler.rank),
-                None => format!("{} of each step", duration(parts.straggler)),
-            },
-        },
+        Tile::new("Step time", duration(parts.total()), p99),
+        Tile::new("Throughput", count(run.samples_per_s), "samples per second"),
+        Tile::new("Exposed communication", percent(exposed), of_each(parts.exposed)),
+        Tile::new("Waiting for a straggler", percent(straggler), waiting),
     ];
     if let Some(hidden) = run.hidden_of_hideable() {
-        tiles.push(Tile {
-            label: "Overlap",
-            value: percent(hidden),
-            note: format!("of the {} that can hide", duration(run.hideable)),
-        });
+        let of = format!("of the {} that can hide", duration(run.hideable));
+        tiles.push(Tile::new("Overlap", percent(hidden), of));
     }
     if let Some(scaling) = scaling(report) {
-        tiles.push(Tile {
-            label: "Scaling efficiency",
-            value: percent(scaling.efficiency),
-            note: format!("{} workers against one", scaling.workers),
-        });
+        let workers = format!("{} workers against one", scaling.workers);
+        tiles.push(Tile::new("Scaling efficiency", percent(scaling.efficiency), workers));
     }
     if let Some(sent) = run.sent.per_step().filter(|sent| *sent > 0.0) {
-        tiles.push(Tile {
-            label: "Sent per step",
-            value: bytes(sent),
-            note: report.saving().unwrap_or("by all ranks together".into()),
-        });
+        let saving = report.saving().unwrap_or("by all ranks together".into());
+        tiles.push(Tile::new("Sent per step", bytes(sent), saving));
     }
     if let (Some(by), Some((with, before))) = (run.by_codec, report.sent_by_codec()) {
         let amount = |sent: Option<f64>| sent.map_or("-".into(), bytes);
-        tiles.push(Tile {
-            label: "Sent with the codec",
-            value: amount(by.encoded.per_step()),
-            note: with,
-        });
-        tiles.push(Tile {
-            label: "Sent before it",
-            value: amount(by.plain.per_step()),
-            note: before,
-        });
+        tiles.push(Tile::new("Sent with the codec", amount(by.encoded.per_step()), with));
+        tiles.push(Tile::new("Sent before it", amount(by.plain.per_step()), before));
     }
     if run.has_local_steps() {
-        tiles.push(Tile {
-            label: "Agreed",
-            value: count(run.agreed as f64),
-            note: format!("in {} of {} steps", run.agreed, run.recorded),
-        });
+        let steps = format!("in {} of {} steps", run.agreed, run.recorded);
+        tiles.push(Tile::new("Agreed", count(run.agreed as f64), steps));
     }
     if let Some(value) = report.final_loss() {
         let accuracy = report.summary.as_ref().and_then(|summary| summary.accuracy);
-        let accuracy = accuracy.filter(|_| run.diverged.is_none());
-        tiles.push(Tile {
-            label: "Final loss",
-            value,
-            note: match accuracy {
-                Some(accuracy) => format!("held-out accuracy {:.2} %", accuracy * 100.0),
-                None => format!(
-                    "after {} {}",
-                    count(run.recorded as f64),
-                    if run.recorded == 1 { "step" } else { "steps" }
-                ),
-            },
-        });
+        let note = match accuracy.filter(|_| run.diverged.is_none()) {
+            Some(accuracy) => format!("held-out accuracy {:.2} %", accuracy * 100.0),
+            None => {
+                let steps = if run.recorded == 1 { "step" } else { "steps" };
+                format!("after {} {steps}", count(run.recorded as f64))
+            }
+        };
+        tiles.push(Tile::new("Final loss", value, note));
     }
     tiles
 }

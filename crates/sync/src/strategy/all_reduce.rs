@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use unisono_collective::{AbortHandle, Group};
+use unisono_collective::Group;
 
 use super::{Gradients, Strategy};
 use crate::combine::Combiner;
@@ -42,9 +42,5 @@ impl Strategy for AllReduce {
 
     fn sent(&self) -> u64 {
         self.combiner.sent()
-    }
-
-    fn abort_handle(&self) -> Option<AbortHandle> {
-        Some(self.combiner.group().abort_handle())
     }
 }

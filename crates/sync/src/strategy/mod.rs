@@ -67,7 +67,7 @@ pub trait Strategy: Send {
     /// What ends its exchanges, for a caller that does not want to wait any longer; `None` if it does not
     /// wait for other ranks.
     fn abort_handle(&self) -> Option<AbortHandle> {
-        None
+        self.group().map(|group| group.abort_handle())
     }
 
     /// Whether it has made up its mind how gradients travel. Until then the buckets should stay as
@@ -148,6 +148,18 @@ pub trait Weights {
 
     /// Calls `with` once, with the weights of a parameter, and takes over what it makes of them.
     fn change(&mut self, parameter: usize, with: &mut dyn FnMut(&mut [f32]));
+
+    /// Makes the weights of a parameter these.
+    fn set(&mut self, parameter: usize, values: &[f32]) {
+        self.change(parameter, &mut |own| own.copy_from_slice(values));
+    }
+
+    /// Makes the weights of all parameters these.
+    fn set_all(&mut self, values: &[Vec<f32>]) {
+        for (parameter, values) in values.iter().enumerate() {
+            self.set(parameter, values);
+        }
+    }
 
     /// A copy of the weights of so many parameters.
     fn to_vecs(&self, parameters: usize) -> Vec<Vec<f32>> {

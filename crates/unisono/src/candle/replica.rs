@@ -57,11 +57,7 @@ impl<'a> Replica<'a> {
         let mut weights = ModelWeights::of(parameters);
         let list = weights.parameters();
         let worker = Worker::agreeing(group, list, settings, &optimizer, &mut weights)?;
-        for entry in weights.frozen() {
-            let mut outcome = Ok(());
-            entry.change(|weights| outcome = group.broadcast(weights, 0))?;
-            outcome?;
-        }
+        weights.broadcast_frozen(group)?;
         Replica::made(parameters, weights, worker)
     }
 
@@ -145,11 +141,7 @@ impl<'a> Replica<'a> {
     /// Makes weights, optimizer state and number of steps equal on all ranks, to those of rank 0.
     /// All ranks must call it.
     pub fn broadcast(&mut self, group: &Group) -> Result<(), ReplicaError> {
-        for entry in self.weights.frozen() {
-            let mut outcome = Ok(());
-            entry.change(|weights| outcome = group.broadcast(weights, 0))?;
-            outcome?;
-        }
+        self.weights.broadcast_frozen(group)?;
         let (agreeing, weights) = self.agreeing_mut()?;
         Ok(agreeing.broadcast(group, weights)?)
     }
@@ -203,17 +195,13 @@ impl<'a> Replica<'a> {
         steps: u64,
         find: impl Fn(&str) -> Option<Vec<f32>>,
     ) -> Result<(), ReplicaError> {
-        for entry in self.weights.frozen() {
-            if group.rank() == 0 {
-                let name = format!("weights.{}", entry.name);
-                let values = find(&name).filter(|values| values.len() == entry.live.elem_count());
-                let values = values.ok_or(WorkerError::Missing { name })?;
-                entry.change(|weights| weights.copy_from_slice(&values))?;
-            }
-            let mut outcome = Ok(());
-            entry.change(|weights| outcome = group.broadcast(weights, 0))?;
-            outcome?;
+        for entry in self.weights.frozen().filter(|_| group.rank() == 0) {
+            let name = format!("weights.{}", entry.name);
+            let values = find(&name).filter(|values| values.len() == entry.live.elem_count());
+            let values = values.ok_or(WorkerError::Missing { name })?;
+            entry.change(|weights| weights.copy_from_slice(&values))?;
         }
+        self.weights.broadcast_frozen(group)?;
         let (agreeing, weights) = self.agreeing_mut()?;
         Ok(agreeing.restore(group, weights, steps, &find)?)
     }

@@ -1,9 +1,11 @@
 //! The weights of a candle model, wherever they come from.
 
+use unisono_collective::Group;
 use unisono_sync::strategy::Weights;
 use unisono_sync::{Parameter, divergence};
 
 use super::parameters::{Entry, Parameters};
+use super::replica::ReplicaError;
 
 /// The weights of the model that was built from [`Parameters`], by the numbers of those that are trained.
 #[derive(Clone)]
@@ -40,6 +42,16 @@ impl ModelWeights {
             });
         }
         hasher.finalize()
+    }
+
+    /// Makes those that are not trained equal on all ranks, to those of rank 0. All ranks must call it.
+    pub(super) fn broadcast_frozen(&self, group: &Group) -> Result<(), ReplicaError> {
+        for entry in self.frozen() {
+            let mut outcome = Ok(());
+            entry.change(|weights| outcome = group.broadcast(weights, 0))?;
+            outcome?;
+        }
+        Ok(())
     }
 
     /// Those that are not trained.

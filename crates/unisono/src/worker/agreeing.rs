@@ -2,12 +2,26 @@
 
 use std::sync::Arc;
 
-use unisono_collective::Group;
+use unisono_collective::{Error, Group};
 use unisono_optimizer::{Optimizer, OptimizerSpec};
 use unisono_sync::strategy::{Weights, spread};
 use unisono_sync::{Parameter, Settings, StepOutcome, SyncError, Synchronizer, divergence};
 
 use super::WorkerError;
+
+/// Makes the weights of so many parameters those of rank 0. All ranks must call it.
+pub(super) fn broadcast(
+    group: &Group,
+    weights: &mut dyn Weights,
+    parameters: usize,
+) -> Result<(), Error> {
+    for parameter in 0..parameters {
+        let mut outcome = Ok(());
+        weights.change(parameter, &mut |own| outcome = group.broadcast(own, 0));
+        outcome?;
+    }
+    Ok(())
+}
 
 /// Keeps the weights of a worker in step with those of a group.
 pub struct Agreeing {
@@ -61,11 +75,7 @@ impl Agreeing {
         let mut steps = [self.steps as i64];
         group.broadcast(&mut steps, 0)?;
         self.steps = steps[0] as u64;
-        for parameter in 0..self.parameters().len() {
-            let mut outcome = Ok(());
-            weights.change(parameter, &mut |weights| outcome = group.broadcast(weights, 0));
-            outcome?;
-        }
+        broadcast(group, weights, self.parameters().len())?;
         for parameter in 0..self.parameters().len() {
             let mut states: Vec<Vec<f32>> =
                 self.optimizer.state(parameter).into_iter().map(<[f32]>::to_vec).collect();
@@ -165,7 +175,7 @@ impl Agreeing {
                 let name = format!("weights.{}", parameter.name);
                 let values = find(&name).filter(|values| values.len() == parameter.elements());
                 let values = values.ok_or_else(|| missing(name))?;
-                weights.change(number, &mut |weights| weights.copy_from_slice(&values));
+                weights.set(number, &values);
             }
             for number in 0..self.parameters().len() {
                 let mut states = Vec::new();
@@ -262,7 +272,7 @@ impl Agreeing {
             for (number, parameter) in self.parameters().iter().enumerate() {
                 let values = of(&format!("weights.{}", parameter.name), parameter.elements())?;
                 if ours {
-                    weights.change(number, &mut |weights| weights.copy_from_slice(&values));
+                    weights.set(number, &values);
                 }
             }
             for number in 0..self.parameters().len() {

@@ -18,30 +18,37 @@ pub struct Gossiping {
     /// The step that comes next, from 0, and after how many the run is over.
     step: u64,
     steps: u64,
-    /// Memory for a parameter's weights.
-    buffer: Vec<f32>,
-    lengths: Vec<usize>,
+    parameters: usize,
     log: Option<GossipLog>,
 }
 
 /// Where a worker writes down its steps, since there is no server to do it.
 pub struct GossipLog {
-    /// The file.
-    pub log: UpdateLog,
-    /// When the run began.
-    pub began: SystemTime,
-    /// Updates that are in the file.
-    pub updates: u64,
-    /// This worker, which of its lives this is, and how many workers there are.
-    pub worker: u32,
-    /// As above.
-    pub life: u64,
-    /// As above.
-    pub workers: u32,
+    log: UpdateLog,
+    updates: u64,
+    began: SystemTime,
+    worker: u32,
+    life: u64,
+    workers: u32,
     /// Pushes of this life.
-    pub pushes: u64,
+    pushes: u64,
     /// Bytes that were moved before the step under way.
-    pub bytes: u64,
+    bytes: u64,
+}
+
+impl GossipLog {
+    /// A file that has so many updates, of a run that began then; of this worker, in this of its lives,
+    /// among so many workers.
+    pub fn new(
+        log: UpdateLog,
+        updates: u64,
+        began: SystemTime,
+        worker: u32,
+        life: u64,
+        workers: u32,
+    ) -> GossipLog {
+        GossipLog { log, updates, began, worker, life, workers, pushes: 0, bytes: 0 }
+    }
 }
 
 impl Gossiping {
@@ -49,12 +56,12 @@ impl Gossiping {
     pub fn new(
         gossip: Gossip,
         optimizer: Box<dyn Optimizer>,
-        lengths: Vec<usize>,
+        parameters: usize,
         step: u64,
         steps: u64,
         log: Option<GossipLog>,
     ) -> Gossiping {
-        Gossiping { gossip, optimizer, step, steps, buffer: Vec::new(), lengths, log }
+        Gossiping { gossip, optimizer, step, steps, parameters, log }
     }
 }
 
@@ -63,10 +70,10 @@ impl Relaxed for Gossiping {
         if self.step >= self.steps {
             return Ok(None);
         }
-        for (parameter, length) in self.lengths.iter().enumerate() {
-            self.buffer.resize(*length, 0.0);
-            self.gossip.weights(parameter, &mut self.buffer)?;
-            weights.change(parameter, &mut |own| own.copy_from_slice(&self.buffer));
+        for parameter in 0..self.parameters {
+            let mut read = Ok(());
+            weights.change(parameter, &mut |own| read = self.gossip.weights(parameter, own));
+            read?;
         }
         Ok(Some(self.step))
     }
@@ -124,9 +131,7 @@ impl Relaxed for Gossiping {
     }
 
     fn leave(self: Box<Self>, weights: &mut dyn Weights) -> Result<(), WorkerError> {
-        for (parameter, last) in self.gossip.leave().into_iter().enumerate() {
-            weights.change(parameter, &mut |own| own.copy_from_slice(&last));
-        }
+        weights.set_all(&self.gossip.leave());
         Ok(())
     }
 }

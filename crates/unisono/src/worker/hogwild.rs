@@ -39,8 +39,7 @@ pub struct Hogwild<'a> {
     model: &'a SharedModel,
     rate: LearningRate,
     threads: usize,
-    lengths: Vec<usize>,
-    buffer: Vec<f32>,
+    parameters: usize,
     /// Of the step under way.
     clock: u64,
     is_over: bool,
@@ -65,7 +64,7 @@ impl<'a> Hogwild<'a> {
         model: &'a SharedModel,
         threads: usize,
         optimizer: &OptimizerSpec,
-        lengths: Vec<usize>,
+        parameters: usize,
         weights: &dyn Weights,
     ) -> Result<Hogwild<'a>, WorkerError> {
         let part = Part { thread, model };
@@ -74,26 +73,19 @@ impl<'a> Hogwild<'a> {
             other => return Err(WorkerError::NotLockFree { optimizer: other.name() }),
         };
         if part.thread.number() == 0 {
-            let mut own = Vec::with_capacity(lengths.len());
-            for parameter in 0..lengths.len() {
-                weights.read(parameter, &mut |weights| own.push(weights.to_vec()));
-            }
-            model.weights.get_or_init(|| SharedWeights::new(own));
+            model.weights.get_or_init(|| SharedWeights::new(weights.to_vecs(parameters)));
         }
         while model.weights.get().is_none() && !part.thread.is_over() {
             std::thread::sleep(LOOK_EVERY);
         }
-        let (buffer, part) = (Vec::new(), Some(part));
-        Ok(Hogwild { part, model, rate, threads, lengths, buffer, clock: 0, is_over: false })
+        Ok(Hogwild { part: Some(part), model, rate, threads, parameters, clock: 0, is_over: false })
     }
 
     /// Reads the weights as they are.
     fn read(&mut self, weights: &mut dyn Weights) {
         let Some(shared) = self.model.weights.get() else { return };
-        for (parameter, length) in self.lengths.iter().enumerate() {
-            self.buffer.resize(*length, 0.0);
-            shared.read(parameter, &mut self.buffer);
-            weights.change(parameter, &mut |own| own.copy_from_slice(&self.buffer));
+        for parameter in 0..self.parameters {
+            weights.change(parameter, &mut |own| shared.read(parameter, own));
         }
     }
 }

@@ -11,13 +11,14 @@ use unisono_net::Token;
 use unisono_relaxed::Life;
 use unisono_relaxed::gossip::{Gossip, GossipConfig};
 use unisono_relaxed::server::{
-    self, Client, ClientOptions, Files, Server, ServerOptions, has_begun, wait_for_worker_zero,
+    Client, Files, Server, ServerOptions, has_begun, wait_for_worker_zero,
 };
 use unisono_relaxed::spec::Level;
 use unisono_sync::strategy::{StrategySpec, Weights};
 use unisono_sync::{Parameter, Settings};
 
-use super::training::{Ending, PATIENCE, Servers, Training};
+use super::agreeing::broadcast;
+use super::training::{Ending, Servers, Training};
 use super::{GossipLog, Gossiping, Served, Worker, WorkerError};
 use crate::job::{Job, JoinError};
 use crate::recording::relaxed::ServerRecorder;
@@ -55,7 +56,6 @@ pub(super) fn gossip<'a>(
     training: &Training,
     job: Job,
     parameters: Vec<Parameter>,
-    lengths: Vec<usize>,
     weights: &mut dyn Weights,
 ) -> Result<(Worker<'a>, usize, Ending), WorkerError> {
     let group = job.world();
@@ -63,7 +63,9 @@ pub(super) fn gossip<'a>(
     let listener = listener(&job)?;
     let addresses = spread_addresses(group, Some(address(&listener)?))?;
     let token = spread_token(group)?;
-    let initial = broadcast(group, lengths.len(), weights)?;
+    broadcast(group, weights, parameters.len())?;
+    let initial = weights.to_vecs(parameters.len());
+    let lengths: Vec<usize> = parameters.iter().map(Parameter::elements).collect();
     let optimizer = training.optimizer.build(&lengths)?;
     let began = SystemTime::now();
     if let Some(dir) = training.run_dir.as_ref().filter(|_| rank == 0) {
@@ -84,20 +86,14 @@ pub(super) fn gossip<'a>(
     // No worker steps before all have started, so that all begin with the same weights.
     group.barrier()?;
     let log = match &training.run_dir {
-        Some(dir) => Some(GossipLog {
-            log: UpdateLog::create(RelaxedFolder::updates(dir, rank))?,
-            began,
-            updates: 0,
-            worker: rank as u32,
-            life: 1,
-            workers: workers as u32,
-            pushes: 0,
-            bytes: 0,
-        }),
+        Some(dir) => {
+            let log = UpdateLog::create(RelaxedFolder::updates(dir, rank))?;
+            Some(GossipLog::new(log, 0, began, rank as u32, 1, workers as u32))
+        }
         None => None,
     };
     let collector = training.collector(&parameters, rank, workers)?;
-    let level = Gossiping::new(gossip, optimizer, lengths, 0, training.steps, log);
+    let level = Gossiping::new(gossip, optimizer, parameters.len(), 0, training.steps, log);
     Ok((Worker::relaxed(rank, parameters, collector, level), workers, Ending::Gossiped { job }))
 }
 
@@ -110,7 +106,8 @@ pub(super) fn serve<'a>(
     weights: &mut dyn Weights,
 ) -> Result<(Worker<'a>, usize, Ending), WorkerError> {
     let (rank, workers) = (identity.rank as usize, identity.world as usize);
-    let run = training.run(&parameters, level, workers)?;
+    let environment = Options::from_env().map_err(JoinError::from)?;
+    let run = training.run(&parameters, level, workers, environment.timeout);
     let named = match &training.servers {
         Servers::At(addresses) => Some(addresses.clone()),
         Servers::Found => identity.servers.clone(),
@@ -121,7 +118,6 @@ pub(super) fn serve<'a>(
         (Servers::Inside(count), None) => (*count).clamp(1, workers),
         (_, None) => 1,
     };
-    let environment = Options::from_env().map_err(JoinError::from)?;
     let tcp = environment.transport == Transport::Tcp;
     let make_folder = |servers: &str| match training.run_dir.as_ref().filter(|_| rank == 0) {
         Some(dir) => {
@@ -131,11 +127,8 @@ pub(super) fn serve<'a>(
         None => Ok(()),
     };
     let (mut job, mut server) = (None, None);
-    let (servers, token, initial) = match named {
-        Some(servers) => {
-            let token = identity.token()?.with_encryption(environment.encrypt);
-            (servers, token, weights.to_vecs(parameters.len()))
-        }
+    let (servers, token) = match named {
+        Some(servers) => (servers, identity.token()?.with_encryption(environment.encrypt)),
         None => {
             make_folder("inside")?;
             let joined = Job::join()?;
@@ -155,22 +148,13 @@ pub(super) fn serve<'a>(
             }
             let addresses = spread_addresses(group, own)?.into_iter().flatten();
             let servers = addresses.map(|address| address.to_string()).collect();
-            let initial = broadcast(group, parameters.len(), weights)?;
+            broadcast(group, weights, parameters.len())?;
             job = Some(joined);
-            (servers, token, initial)
+            (servers, token)
         }
     };
-    let compression = training.settings.compression.as_ref();
-    let options = ClientOptions {
-        servers,
-        token,
-        worker: rank as u32,
-        life: None,
-        patience: PATIENCE,
-        transport: if tcp { server::Transport::Tcp } else { server::Transport::Auto },
-        warm_up: compression.map_or(0, |compression| compression.warm_up),
-        error_feedback: compression.is_none_or(|compression| compression.error_feedback),
-    };
+    let initial = weights.to_vecs(parameters.len());
+    let options = training.client_options(servers, token, rank as u32, environment.transport);
     if job.is_none() && rank == 0 {
         let dir = training.run_dir.as_ref();
         // A worker that is started again goes on in the folder that it made before.
@@ -189,20 +173,6 @@ pub(super) fn serve<'a>(
     let level = Served::new(client, &run, &training.optimizer)?;
     let ending = Ending::Served { job, run: Box::new(run), options, server };
     Ok((Worker::relaxed(rank, parameters, collector, level), workers, ending))
-}
-
-/// Makes the weights those of rank 0; what they are.
-fn broadcast(
-    group: &Group,
-    parameters: usize,
-    weights: &mut dyn Weights,
-) -> Result<Vec<Vec<f32>>, WorkerError> {
-    for parameter in 0..parameters {
-        let mut done = Ok(());
-        weights.change(parameter, &mut |own| done = group.broadcast(own, 0));
-        done?;
-    }
-    Ok(weights.to_vecs(parameters))
 }
 
 /// A secret that the ranks of a group have in common.

@@ -10,12 +10,15 @@ use std::time::{Duration, Instant};
 
 use unisono_cluster::worker::Worker as Identity;
 use unisono_collective::shards::Shards;
-use unisono_collective::{Group, Options, Reduction};
+use unisono_collective::{Group, Reduction, Transport};
 use unisono_insight::relaxed::{RelaxedFolder, UpdateLog};
 use unisono_insight::{Outcome, RunInfo};
+use unisono_net::Token;
 use unisono_optimizer::OptimizerSpec;
 use unisono_relaxed::hogwild::{self, Thread};
-use unisono_relaxed::server::{ASK_EVERY, ClientOptions, Run, Server, fetch_weights, reports};
+use unisono_relaxed::server::{
+    self, ASK_EVERY, ClientOptions, Run, Server, fetch_weights, reports,
+};
 use unisono_relaxed::spec::Level;
 use unisono_relaxed::staleness::StalenessPolicy;
 use unisono_sync::strategy::Weights;
@@ -26,7 +29,7 @@ use super::{
     Agreeing, Collector, Consistency, Guarantee, Hogwild, SharedModel, Stepped, Worker,
     WorkerError, weights_hash,
 };
-use crate::job::{Job, JoinError};
+use crate::job::Job;
 use crate::recording::relaxed::{record, run_info};
 use crate::recording::steps::StepRecorder;
 
@@ -140,12 +143,13 @@ impl Training {
     }
 
     /// What servers are told of the run.
-    pub(super) fn run(
+    pub fn run(
         &self,
         parameters: &[Parameter],
         level: Level,
         workers: usize,
-    ) -> Result<Run, WorkerError> {
+        timeout: Duration,
+    ) -> Run {
         let shapes = parameters.iter().map(|parameter| parameter.shape.clone()).collect();
         let (workers, steps) = (workers as u32, Some(self.steps));
         let mut run = Run::of_steps(shapes, &self.optimizer, level, workers, steps);
@@ -156,11 +160,36 @@ impl Training {
         run.stale = self.stale;
         run.shards = self.settings.shards as u32;
         run.seed = self.seed;
-        run.timeout = Options::from_env().map_err(JoinError::from)?.timeout;
-        Ok(run)
+        run.timeout = timeout;
+        run
     }
 
-    pub(super) fn collector(
+    /// How a worker reaches the servers.
+    pub fn client_options(
+        &self,
+        servers: Vec<String>,
+        token: Token,
+        worker: u32,
+        transport: Transport,
+    ) -> ClientOptions {
+        let compression = self.settings.compression.as_ref();
+        ClientOptions {
+            servers,
+            token,
+            worker,
+            life: None,
+            patience: PATIENCE,
+            transport: match transport {
+                Transport::Tcp => server::Transport::Tcp,
+                _ => server::Transport::Auto,
+            },
+            warm_up: compression.map_or(0, |compression| compression.warm_up),
+            error_feedback: compression.is_none_or(|compression| compression.error_feedback),
+        }
+    }
+
+    /// What sums the gradients of a worker's shards, where workers do not agree step by step.
+    pub fn collector(
         &self,
         parameters: &[Parameter],
         rank: usize,
@@ -236,20 +265,20 @@ impl<'a> Seat<'a> {
         weights: &mut dyn Weights,
     ) -> Result<Worker<'a>, WorkerError> {
         let Seat { training, kind } = self;
-        let lengths: Vec<usize> = parameters.iter().map(Parameter::elements).collect();
         let (mut worker, workers, ending) = match (kind, training.consistency) {
             (Kind::Thread(thread, model), _) => {
                 let (rank, threads) = (thread.number(), training.threads);
                 let collector = training.collector(&parameters, rank, threads)?;
                 let optimizer = &training.optimizer;
-                let level = Hogwild::new(thread, model, threads, optimizer, lengths, weights)?;
+                let count = parameters.len();
+                let level = Hogwild::new(thread, model, threads, optimizer, count, weights)?;
                 (Worker::relaxed(rank, parameters, collector, level), threads, Ending::Thread)
             }
             (Kind::Process, Consistency::Agreeing(spec)) => {
                 agree(training, spec, Job::join()?, parameters, weights)?
             }
             (Kind::Process, Consistency::Relaxed(Level::Gossip)) => {
-                gossip(training, Job::join()?, parameters, lengths, weights)?
+                gossip(training, Job::join()?, parameters, weights)?
             }
             (Kind::Process, Consistency::Relaxed(level)) => {
                 serve(training, level, Identity::from_env()?, parameters, weights)?
@@ -369,9 +398,7 @@ impl Worker<'_> {
                 while reports(&run, &options)?.iter().any(|report| report.present > 0) {
                     std::thread::sleep(ASK_EVERY);
                 }
-                for (parameter, last) in fetch_weights(&run, &options)?.iter().enumerate() {
-                    weights.change(parameter, &mut |own| own.copy_from_slice(last));
-                }
+                weights.set_all(&fetch_weights(&run, &options)?);
                 if let Some(job) = &job {
                     job.world().barrier()?;
                 }

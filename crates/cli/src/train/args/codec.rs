@@ -14,16 +14,6 @@ use unisono::worker::Consistency;
 const WARM_UP: u64 = 300;
 
 impl TrainArgs {
-    /// Whether what encodings leave out is sent later.
-    pub fn error_feedback(&self) -> bool {
-        !self.no_error_feedback
-    }
-
-    /// Steps in which nothing is encoded.
-    pub fn warm_up(&self) -> u64 {
-        self.codec_warmup.unwrap_or(self.usual_warm_up(&self.codec))
-    }
-
     /// Whether anything may be encoded.
     pub(super) fn encodes(&self) -> bool {
         self.codec != CodecChoice::None || !self.codec_rule.is_empty()

@@ -24,7 +24,7 @@ use crate::exit::Wrong;
 use choices::Schedule;
 pub use choices::{CodecChoice, ServersChoice};
 use plan::Given;
-pub use plan::{RelaxedPlan, RunPlan, Workload};
+pub use plan::{ComputationSpec, RelaxedPlan, RunPlan, number};
 use unisono::worker::Consistency;
 
 /// Shards of a run that does not say how many. Every number of workers up to this one can share
@@ -285,13 +285,13 @@ impl TrainArgs {
             "--threads {}: use 1 to {MOST_THREADS}",
             self.threads
         );
-        let workload = self.workload()?;
+        let computation = self.computation()?;
         // Too many for any batch, if they are too many to count.
         let needed = workers.saturating_mul(self.accumulate);
         // Every shard's gradient is encoded by itself: more of them are more to send.
         let encodes = self.encodes() && self.agrees_always();
-        let usual = match workload {
-            Workload::Learn { .. } if !encodes => SHARDS.max(needed),
+        let usual = match computation {
+            ComputationSpec::Learn { .. } if !encodes => SHARDS.max(needed),
             _ => needed,
         };
         let count = self.shards.unwrap_or(usual);
@@ -308,14 +308,14 @@ impl TrainArgs {
         let usual = BATCH.next_multiple_of(count);
         let batch = self.batch.unwrap_or(usual);
         // A replayed model has no samples to speak of.
-        let learns = matches!(workload, Workload::Learn { .. });
+        let learns = matches!(computation, ComputationSpec::Learn { .. });
         let instead_of_batch = (learns && self.batch.is_none() && usual != BATCH).then_some(BATCH);
         ensure!(batch <= MOST, "--batch {batch}: use at most {MOST}");
         ensure!(
             batch > 0 && batch.is_multiple_of(count),
             "--batch {batch} cannot be cut into {count} shards; use a multiple of {count}"
         );
-        let mut optimizer = self.optimizer(&workload);
+        let mut optimizer = self.optimizer(&computation);
         let codec = self.codec(&mut optimizer)?;
         Ok(RunPlan {
             shards: count,
@@ -344,7 +344,7 @@ impl TrainArgs {
                 shards: self.shards.is_some(),
                 instead_of_batch,
             },
-            workload,
+            computation,
         })
     }
 

@@ -7,7 +7,7 @@ use unisono_workload::data::DataSpec;
 use unisono_workload::model::ModelSpec;
 
 use super::choices::Schedule;
-use super::{TrainArgs, Workload};
+use super::{ComputationSpec, TrainArgs};
 
 /// The weight decay of AdamW for the perceptron, which learns small data by heart without. Chosen by
 /// the mean over eight seeds.
@@ -20,7 +20,7 @@ const WIDEST: usize = 1 << 14;
 const MOST_MS: f64 = 3_600_000.0;
 
 impl TrainArgs {
-    pub(super) fn workload(&self) -> anyhow::Result<Workload> {
+    pub(super) fn computation(&self) -> anyhow::Result<ComputationSpec> {
         if let Some(spec) = self.model.strip_prefix("replay:") {
             self.refuse_sizes(&["hidden", "channels", "layers", "width", "heads", "context"])?;
             if let Some(ms) = self.compute_ms {
@@ -32,7 +32,10 @@ impl TrainArgs {
             ensure!(self.data.is_none(), "--data: a replayed model looks at none; leave it out");
             let no_checkpoint = "--checkpoint-dir: a replayed model has no weights; leave it out";
             ensure!(self.checkpoint_dir.is_none(), no_checkpoint);
-            return Ok(Workload::Replay { spec: spec.to_owned(), compute_ms: self.compute_ms });
+            return Ok(ComputationSpec::Replay {
+                spec: spec.to_owned(),
+                compute_ms: self.compute_ms,
+            });
         }
         let one = [self.layers, self.width, self.heads, self.context].into_iter().flatten();
         if let Some(size) = one
@@ -60,7 +63,7 @@ impl TrainArgs {
             }
             (None, _) => DataSpec::Digits,
         };
-        Ok(Workload::Learn { model, data })
+        Ok(ComputationSpec::Learn { model, data })
     }
 
     /// Refuses those of the flags for sizes that were given, for the model has no use for them.
@@ -116,7 +119,7 @@ impl TrainArgs {
         Ok(())
     }
 
-    pub(super) fn optimizer(&self, workload: &Workload) -> OptimizerSpec {
+    pub(super) fn optimizer(&self, computation: &ComputationSpec) -> OptimizerSpec {
         let usual = match self.strategy.level() {
             Some(Level::Downpour(_)) => "adagrad",
             Some(Level::Hogwild) => "sgd",
@@ -134,10 +137,11 @@ impl TrainArgs {
             },
         };
         spec = spec.with_learning_rate(rate);
-        let usual = match (workload, spec) {
-            (Workload::Learn { model: ModelSpec::Mlp { .. }, .. }, OptimizerSpec::AdamW { .. }) => {
-                Some(MLP_DECAY)
-            }
+        let usual = match (computation, spec) {
+            (
+                ComputationSpec::Learn { model: ModelSpec::Mlp { .. }, .. },
+                OptimizerSpec::AdamW { .. },
+            ) => Some(MLP_DECAY),
             _ => None,
         };
         self.weight_decay.or(usual).map_or(spec, |decay| spec.with_weight_decay(decay))
@@ -159,7 +163,7 @@ mod tests {
     fn optimizer(flags: &str) -> String {
         let flags = std::iter::once("unisono").chain(flags.split_whitespace());
         let args = Program::parse_from(flags).args;
-        args.optimizer(&args.workload().unwrap()).to_string()
+        args.optimizer(&args.computation().unwrap()).to_string()
     }
 
     /// The rows of a table of the documentation, after its head.
@@ -206,7 +210,7 @@ mod tests {
                 let flags = format!("unisono --data text:f --model {model} {flags}");
                 format!(
                     "{:?}",
-                    Program::parse_from(flags.split_whitespace()).args.workload().unwrap()
+                    Program::parse_from(flags.split_whitespace()).args.computation().unwrap()
                 )
             };
             assert_eq!(built(""), built(flags), "{model}");

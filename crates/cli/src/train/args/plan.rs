@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use anyhow::Context;
 use unisono::codec::UnusedRule;
 use unisono::optimizer::OptimizerSpec;
 use unisono::relaxed::spec::Level;
@@ -10,6 +11,7 @@ use unisono::sync::Settings;
 use unisono::sync::bucket::BucketSizes;
 use unisono::sync::strategy::Compression;
 use unisono::sync::strategy::StrategySpec;
+use unisono::worker::{Consistency, Training};
 use unisono_workload::data::DataSpec;
 use unisono_workload::model::ModelSpec;
 
@@ -20,7 +22,7 @@ const REPLAY_MS: f64 = 50.0;
 
 /// What there is to compute.
 #[derive(Clone, Debug)]
-pub enum Workload {
+pub enum ComputationSpec {
     /// A model that learns.
     Learn { model: ModelSpec, data: DataSpec },
     /// A model that is replayed.
@@ -30,7 +32,7 @@ pub enum Workload {
 /// A run, with everything decided but the number of workers.
 #[derive(Clone)]
 pub struct RunPlan {
-    pub workload: Workload,
+    pub computation: ComputationSpec,
     pub shards: usize,
     pub batch: usize,
     pub steps: u64,
@@ -86,6 +88,24 @@ impl RunPlan {
         settings.strategy = self.strategy;
         settings.compression = self.compression.clone();
         settings
+    }
+
+    /// A relaxed run, as the library's workers know it.
+    pub fn training(&self) -> anyhow::Result<Training> {
+        let relaxed = self.relaxed.as_ref().context("a relaxed run")?;
+        let consistency = Consistency::Relaxed(relaxed.level);
+        Ok(Training {
+            settings: self.settings(),
+            samples: (self.batch / self.shards) as u64,
+            stale: relaxed.stale,
+            seed: self.seed,
+            ..Training::new(consistency, self.optimizer, self.shards, self.steps)
+        })
+    }
+
+    /// How many times as long as needed a worker is made to compute.
+    pub fn slowness(&self, worker: usize) -> f64 {
+        self.slow.filter(|(slow, _)| *slow == worker).map_or(1.0, |(_, factor)| factor)
     }
 
     /// What decides about the weights: two runs with equal identities have equal weights.
@@ -171,14 +191,27 @@ impl RunPlan {
 
     /// The model and the data, for people.
     pub fn names(&self) -> (String, String) {
-        match &self.workload {
-            Workload::Learn { model, data } => (model.to_string(), data.to_string()),
-            Workload::Replay { spec, .. } => (format!("replay:{spec}"), "nothing".to_owned()),
+        match &self.computation {
+            ComputationSpec::Learn { model, data } => (model.to_string(), data.to_string()),
+            ComputationSpec::Replay { spec, .. } => {
+                (format!("replay:{spec}"), "nothing".to_owned())
+            }
         }
+    }
+
+    /// The model in one word, for the name of a folder.
+    pub fn short_name(&self) -> String {
+        let (model, _) = self.names();
+        model.split([' ', ':', '/']).next().unwrap_or("run").to_owned()
     }
 
     /// Milliseconds that a worker replays for a shard.
     pub fn replay_ms(compute_ms: Option<f64>, of_file: Option<f64>) -> f64 {
         compute_ms.or(of_file).unwrap_or(REPLAY_MS)
     }
+}
+
+/// A number for a table of settings. What TOML cannot count, it can spell.
+pub fn number(n: u64) -> toml::Value {
+    i64::try_from(n).map_or_else(|_| n.to_string().into(), toml::Value::from)
 }

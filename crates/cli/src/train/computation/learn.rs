@@ -14,7 +14,7 @@ use unisono_workload::data::{Dataset, Kind, SampleOrder, Split};
 use unisono_workload::init::initialize;
 use unisono_workload::model::{Model, ModelSpec, accuracy};
 
-use super::super::args::{RunPlan, Workload};
+use super::super::args::{ComputationSpec, RunPlan};
 use super::{Computation, Judgement, slow_down};
 
 /// Samples judged at once. More: more memory. Fewer: slower.
@@ -36,7 +36,7 @@ pub struct Learning {
 impl Learning {
     /// Builds the model of a plan, with its initial weights, and loads the data.
     pub fn load(plan: &RunPlan) -> anyhow::Result<Learning> {
-        let Workload::Learn { model, data } = &plan.workload else {
+        let ComputationSpec::Learn { model, data } = &plan.computation else {
             anyhow::bail!("a replayed model has no weights")
         };
         let data = data.load(context_of(model)).context("--data")?;
@@ -62,11 +62,6 @@ impl Learning {
     /// The weights of the model.
     pub fn weights(&self) -> ModelWeights {
         ModelWeights::of(&self.parameters)
-    }
-
-    /// Samples of a shard.
-    pub fn samples(&self) -> u64 {
-        self.samples
     }
 
     /// How good the model is on held-out data.

@@ -7,7 +7,7 @@ use unisono::Group;
 use unisono::cluster::checkpoint::{Loaded, Snapshot};
 use unisono::sync::{StepOutcome, Synchronizer};
 
-use super::args::{RunPlan, Workload};
+use super::args::{ComputationSpec, RunPlan};
 pub use learn::{Learner, Learning};
 use replay::Replayer;
 
@@ -60,9 +60,9 @@ pub struct Judgement {
 
 /// Makes this worker's part of the run.
 pub fn build(plan: &RunPlan, group: &Group) -> anyhow::Result<Box<dyn Computation>> {
-    Ok(match &plan.workload {
-        Workload::Learn { .. } => Box::new(Learner::agreeing(plan, group)?),
-        Workload::Replay { spec, compute_ms } => {
+    Ok(match &plan.computation {
+        ComputationSpec::Learn { .. } => Box::new(Learner::agreeing(plan, group)?),
+        ComputationSpec::Replay { spec, compute_ms } => {
             Box::new(Replayer::new(plan, spec, *compute_ms, group)?)
         }
     })

@@ -13,16 +13,16 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, bail, ensure};
 use serde_json::json;
 use unisono::insight::folder::FolderError;
-use unisono::insight::relaxed::{RelaxedFolder, RelaxedSummary, SavedRun};
+use unisono::insight::relaxed::{RelaxedFolder, SavedRun};
 use unisono::insight::{Outcome, RunInfo};
 use unisono::recording::create;
 use unisono::recording::relaxed::run_info;
 use unisono::relaxed::server::Run;
 use unisono::relaxed::server::journal::Journal;
 
-use super::super::args::{RelaxedPlan, RunPlan, ServersChoice, TrainArgs};
+use super::super::args::{RelaxedPlan, RunPlan, ServersChoice, TrainArgs, number};
 use super::super::computation::Learning;
-use super::optimizer;
+
 use crate::exit::Wrong;
 use crate::output;
 
@@ -178,9 +178,7 @@ impl Folder {
             held_out_loss: Some(judgement.loss),
             weights_hash: learning.weights().hash().to_hex().to_string(),
         };
-        let mut saved = RelaxedFolder::open(&self.dir)?;
-        saved.summary = Some(RelaxedSummary::new(&saved.run, outcome, exchanges));
-        saved.write()?;
+        let saved = RelaxedFolder::at(&self.dir).finish(outcome, exchanges)?;
         tell(&saved, restarted, json)?;
         expect_balanced(&saved)?;
         Ok(saved.run.pushes)
@@ -268,10 +266,8 @@ pub fn describe(
     args: &TrainArgs,
 ) -> RunInfo {
     let (model, data) = plan.names();
-    let name = model.split([' ', ':', '/']).next().unwrap_or("run").to_owned();
     let mut settings = toml::Table::new();
     let mut set = |key: &str, value: toml::Value| settings.insert(key.to_owned(), value);
-    let number = |n: u64| i64::try_from(n).map_or_else(|_| n.to_string().into(), toml::Value::from);
     set("version", env!("CARGO_PKG_VERSION").into());
     for (key, value) in plan.identity() {
         set(key, value.into());
@@ -286,11 +282,11 @@ pub fn describe(
         ServersChoice::At(addresses) => addresses.join(","),
     };
     let (level, tcp) = (relaxed.level, args.transport() == unisono::Transport::Tcp);
-    let optimizer = optimizer(plan, level, workers);
+    let optimizer = level.optimizer(&plan.optimizer, workers as u32);
     let info = run_info(level, &optimizer, relaxed.stale, &servers, workers, tcp);
     settings.extend(info.settings.clone());
     let (codec, shards) = (plan.codec_name(), plan.shards);
-    RunInfo { name, model, data, codec, shards, settings, ..info }
+    RunInfo { name: plan.short_name(), model, data, codec, shards, settings, ..info }
 }
 
 #[cfg(test)]

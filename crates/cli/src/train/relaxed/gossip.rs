@@ -17,7 +17,7 @@ use super::super::args::{RunPlan, TrainArgs};
 use super::super::computation::{Learner, Learning};
 use super::super::progress::Reporter;
 use super::worker::{WorkerPlace, need_leader, peers};
-use super::{collector, explain, run_dir, train, weights as files};
+use super::{explain, run_dir, train, weights as files};
 use crate::serve;
 
 /// Trains its replica, and exchanges after every step.
@@ -69,19 +69,11 @@ pub fn run(args: &TrainArgs, plan: &RunPlan, place: &WorkerPlace) -> anyhow::Res
     }
     let mut reporter = (place.rank == 0)
         .then(|| Reporter::new(plan.steps, plan.batch / place.workers, args.as_worker));
-    let log = GossipLog {
-        log,
-        began,
-        updates,
-        worker: place.rank as u32,
-        life: place.starts,
-        workers: place.workers as u32,
-        pushes: 0,
-        bytes: 0,
-    };
-    let level = Gossiping::new(gossip, optimizer, lengths, step, plan.steps, Some(log));
-    let collector = collector(plan, &learning, place.rank, place.workers)?;
+    let (rank, workers) = (place.rank as u32, place.workers as u32);
+    let log = GossipLog::new(log, updates, began, rank, place.starts, workers);
     let count = parameters.len();
+    let level = Gossiping::new(gossip, optimizer, count, step, plan.steps, Some(log));
+    let collector = plan.training()?.collector(&parameters, place.rank, place.workers)?;
     let mut learner =
         Learner::of(learning, Worker::relaxed(place.rank, parameters, collector, level))?;
     train(&mut learner, plan, place.rank, &place.stop, &mut reporter)

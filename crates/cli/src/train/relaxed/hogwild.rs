@@ -1,12 +1,11 @@
 //! Workers that are threads of one process, and update shared weights without a lock.
 
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use anyhow::Context;
-use signal_hook::consts::{SIGINT, SIGTERM};
+
 use unisono::candle::ReplicaError;
 use unisono::insight::relaxed::{RelaxedFolder, UpdateLog};
 use unisono::optimizer::OptimizerSpec;
@@ -14,21 +13,20 @@ use unisono::recording::relaxed::record;
 use unisono::relaxed::hogwild;
 use unisono::relaxed::server::wire::Measured;
 use unisono::relaxed::spec::Level;
+use unisono::sync::strategy::Weights as _;
 use unisono::worker::{Hogwild, SharedModel, Worker};
 
 use super::super::args::TrainArgs;
 use super::super::computation::{Learner, Learning};
 use super::super::progress::Reporter;
+use super::super::stop_flag;
 use super::folder::{Folder, describe};
-use super::{collector, explain, put, train};
+use super::{explain, train};
 use crate::exit::Wrong;
 
 /// Trains with as many threads as there are workers.
 pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
-    let stop = Arc::new(AtomicBool::new(false));
-    for signal in [SIGINT, SIGTERM] {
-        signal_hook::flag::register(signal, stop.clone()).context("listening for signals")?;
-    }
+    let stop = stop_flag()?;
     demand!(
         !super::is_launched(),
         "--strategy hogwild: its workers are threads of one process; start `unisono train --workers N` \
@@ -59,11 +57,10 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
             let (number, learning) = (thread.number(), Learning::load(plan_of)?);
             let weights = learning.weights();
             let parameters = weights.parameters();
-            let lengths = parameters.iter().map(|p| p.elements()).collect();
-            let optimizer = &plan_of.optimizer;
-            let level = Hogwild::new(thread, &model, threads, optimizer, lengths, &weights)
+            let (count, optimizer) = (parameters.len(), &plan_of.optimizer);
+            let level = Hogwild::new(thread, &model, threads, optimizer, count, &weights)
                 .map_err(ReplicaError::from)?;
-            let collector = collector(plan_of, &learning, number, threads)?;
+            let collector = plan_of.training()?.collector(&parameters, number, threads)?;
             let worker = Worker::relaxed(number, parameters, collector, level);
             train(&mut Learner::of(learning, worker)?, plan_of, number, &stop, &mut None)
         },
@@ -85,7 +82,8 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     if done < updates {
         say!("unisono: stopped after {done} of {updates} updates");
     }
-    put(&mut learning.weights(), &model.into_parameters().context("thread 0 brings the weights")?);
+    let last = model.into_parameters().context("thread 0 brings the weights")?;
+    learning.weights().set_all(&last);
     folder.finish(&learning, None, 0, args.json)?;
     Ok(ExitCode::SUCCESS)
 }

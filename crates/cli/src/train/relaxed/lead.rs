@@ -14,12 +14,13 @@ use unisono::relaxed::server::{
     ClientOptions, Run, ServerError, Transport, fetch_weights, reports_so_far,
 };
 use unisono::relaxed::spec::Level;
+use unisono::sync::strategy::Weights as _;
 
 use super::super::args::{RelaxedPlan, ServersChoice, TrainArgs};
 use super::super::computation::Learning;
 use super::super::progress::Display;
 use super::folder::{Folder, Found, advise_to_record, describe, tell_complete};
-use super::{described, put, weights};
+use super::weights;
 use crate::exit::Wrong;
 use crate::{output, serve};
 
@@ -42,7 +43,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let parameters = learning.weights().parameters();
     plan.optimizer.build(&[]).wrong_call()?;
     let timeout = args.options()?.timeout;
-    let run = described(&plan, &relaxed, &parameters, workers, timeout);
+    let run = plan.training()?.run(&parameters, relaxed.level, workers, timeout);
     let token = match &relaxed.servers {
         ServersChoice::At(_) => serve::token()?,
         _ => Token::random()?.with_encryption(args.options()?.encrypt),
@@ -129,7 +130,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         _ if inside => (weights::take(&weights::path(&dir, 0), &lengths)?, None),
         _ => (fetched.flatten().context("the servers ended too early")??, None),
     };
-    put(&mut learning.weights(), &weights);
+    learning.weights().set_all(&weights);
     let finished =
         folder.finish(&learning, exchanges, restarted.load(Ordering::Relaxed), args.json);
     let pushes = match finished {

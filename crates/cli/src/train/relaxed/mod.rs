@@ -17,19 +17,14 @@ mod worker;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use unisono::candle::{ModelWeights, ReplicaError};
-use unisono::optimizer::OptimizerSpec;
-use unisono::relaxed::server::Run;
+use unisono::candle::ReplicaError;
 use unisono::relaxed::spec::Level;
-use unisono::sync::Parameter;
-use unisono::sync::shards::Shards;
-use unisono::sync::strategy::Weights;
-use unisono::worker::{Collector, WorkerError};
+use unisono::worker::WorkerError;
 
-use super::args::{RelaxedPlan, RunPlan, TrainArgs};
-use super::computation::{Learner, Learning};
+use super::args::{RunPlan, TrainArgs};
+use super::computation::Learner;
 use super::is_launched;
 use super::progress::{Failure, Reporter};
 use crate::exit;
@@ -52,33 +47,6 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// The run, as servers are told.
-fn described(
-    plan: &RunPlan,
-    relaxed: &RelaxedPlan,
-    parameters: &[Parameter],
-    workers: usize,
-    timeout: Duration,
-) -> Run {
-    let shapes = parameters.iter().map(|parameter| parameter.shape.clone()).collect();
-    let (workers, steps) = (workers as u32, Some(plan.steps));
-    let mut run = Run::of_steps(shapes, &plan.optimizer, relaxed.level, workers, steps);
-    if let Some(compression) = &plan.compression {
-        let codec = |p: &Parameter| compression.rules.codec(&p.name, &p.shape).cloned();
-        run.codecs = parameters.iter().map(codec).collect();
-    }
-    run.stale = relaxed.stale;
-    run.shards = plan.shards as u32;
-    run.seed = plan.seed;
-    run.timeout = timeout;
-    run
-}
-
-/// The optimizer of the weights that workers share.
-fn optimizer(plan: &RunPlan, level: Level, workers: usize) -> OptimizerSpec {
-    level.optimizer(&plan.optimizer, workers as u32)
-}
-
 /// Trains until the run is over, or this process is told to stop.
 fn train(
     learner: &mut Learner<'_>,
@@ -87,7 +55,7 @@ fn train(
     stop: &AtomicBool,
     reporter: &mut Option<Reporter>,
 ) -> anyhow::Result<()> {
-    let slowness = plan.slow.filter(|(slow, _)| *slow == rank).map_or(1.0, |(_, factor)| factor);
+    let slowness = plan.slowness(rank);
     while !stop.load(Ordering::Relaxed) {
         let start = Instant::now();
         let Some(step) = learner.replica.next_step()? else { break };
@@ -119,26 +87,6 @@ fn explain(error: anyhow::Error, plan: &RunPlan, folder: Option<&Folder>) -> any
     anyhow::anyhow!(
         "the loss is no longer a number since step {step} of worker {worker}; lower --learning-rate"
     )
-}
-
-/// Gives a model its weights.
-fn put(weights: &mut ModelWeights, values: &[Vec<f32>]) {
-    for (parameter, values) in values.iter().enumerate() {
-        weights.change(parameter, &mut |own| own.copy_from_slice(values));
-    }
-}
-
-/// What sums the gradients of a worker's shards.
-fn collector(
-    plan: &RunPlan,
-    learning: &Learning,
-    rank: usize,
-    workers: usize,
-) -> anyhow::Result<Collector> {
-    let own = Shards::new(plan.shards, workers)?.of(rank, workers);
-    let lockstep = plan.relaxed.as_ref().is_some_and(|relaxed| relaxed.level.is_lockstep());
-    let parameters = learning.weights().parameters();
-    Ok(Collector::new(&parameters, plan.shards, own, lockstep, learning.samples()))
 }
 
 /// The folder of the run, which the leader made.

@@ -6,23 +6,22 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Context;
-use signal_hook::consts::{SIGINT, SIGTERM};
 use unisono::candle::{ModelWeights, ReplicaError};
 use unisono::cluster::worker::Worker as Identity;
 use unisono::relaxed::server::{
-    ASK_EVERY, Client, ClientOptions, Run, ServerError, Stopper, Transport, fetch_weights,
-    has_begun, is_over,
+    ASK_EVERY, Client, ClientOptions, Run, ServerError, Stopper, fetch_weights, has_begun, is_over,
 };
 use unisono::relaxed::spec::Level;
 use unisono::sync::strategy::Weights as _;
-use unisono::worker::{PATIENCE, Served, Worker, WorkerError};
+use unisono::worker::{Served, Worker, WorkerError};
 
 use super::super::args::{RelaxedPlan, ServersChoice, TrainArgs};
 use super::super::computation::{Learner, Learning};
 use super::super::progress::Reporter;
+use super::super::stop_flag;
 use super::folder::{Folder, advise_to_record, describe};
 use super::inside::Inside;
-use super::{collector, described, explain, gossip, put, train};
+use super::{explain, gossip, train};
 use crate::serve;
 
 /// Where a worker is in its job.
@@ -37,10 +36,7 @@ pub struct WorkerPlace {
 
 impl WorkerPlace {
     fn find() -> anyhow::Result<WorkerPlace> {
-        let stop = Arc::new(AtomicBool::new(false));
-        for signal in [SIGINT, SIGTERM] {
-            signal_hook::flag::register(signal, stop.clone()).context("listening for signals")?;
-        }
+        let stop = stop_flag()?;
         let Identity { rank, world, starts, .. } = Identity::from_env()?;
         Ok(WorkerPlace { rank: rank as usize, workers: world as usize, starts, stop })
     }
@@ -69,8 +65,11 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let mut weights = learning.weights();
     let parameters = weights.parameters();
     let timeout = args.options()?.timeout;
-    let run = described(&plan, &relaxed, &parameters, place.workers, timeout);
-    let options = options(args, &relaxed, &place)?;
+    let training = plan.training()?;
+    let run = training.run(&parameters, relaxed.level, place.workers, timeout);
+    let servers = servers(&relaxed)?;
+    let options =
+        training.client_options(servers, serve::token()?, place.rank as u32, args.transport());
     let mut goes_on = place.starts > 1;
     if !args.as_worker || matches!(relaxed.servers, ServersChoice::At(_)) {
         goes_on |= has_begun(&run, &options)?;
@@ -98,7 +97,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         }
     };
     let level = Served::new(client, &run, &plan.optimizer)?;
-    let collector = collector(&plan, &learning, place.rank, place.workers)?;
+    let collector = training.collector(&parameters, place.rank, place.workers)?;
     let mut learner =
         Learner::of(learning, Worker::relaxed(place.rank, parameters, collector, level))?;
     let mut reporter = (place.rank == 0)
@@ -153,7 +152,7 @@ fn sum_up(
         }
         std::thread::sleep(ASK_EVERY);
     }
-    put(weights, &fetch_weights(run, options)?);
+    weights.set_all(&fetch_weights(run, options)?);
     let pushes = folder.finish(learning, None, 0, args.json)?;
     advise_to_record(pushes, run);
     Ok(())
@@ -166,33 +165,16 @@ fn is_stop(error: &anyhow::Error) -> bool {
     )
 }
 
-/// How this worker reaches the servers.
-pub fn options(
-    args: &TrainArgs,
-    relaxed: &RelaxedPlan,
-    place: &WorkerPlace,
-) -> anyhow::Result<ClientOptions> {
-    let servers = match &relaxed.servers {
-        ServersChoice::At(addresses) => addresses.clone(),
-        ServersChoice::Inside => peers()?.iter().map(ToString::to_string).collect(),
+/// The addresses of the servers.
+fn servers(relaxed: &RelaxedPlan) -> anyhow::Result<Vec<String>> {
+    match &relaxed.servers {
+        ServersChoice::At(addresses) => Ok(addresses.clone()),
+        ServersChoice::Inside => Ok(peers()?.iter().map(ToString::to_string).collect()),
         ServersChoice::Started(_) => Identity::from_env()?.servers.context(
             "there are no servers: start workers by `unisono run --servers S`, or name servers \
-                 by --servers HOST:PORT",
-        )?,
-    };
-    Ok(ClientOptions {
-        servers,
-        token: serve::token()?,
-        worker: place.rank as u32,
-        life: None,
-        patience: PATIENCE,
-        transport: match args.transport() {
-            unisono::Transport::Tcp => Transport::Tcp,
-            _ => Transport::Auto,
-        },
-        warm_up: args.warm_up(),
-        error_feedback: args.error_feedback(),
-    })
+             by --servers HOST:PORT",
+        ),
+    }
 }
 
 /// Where peers listen.

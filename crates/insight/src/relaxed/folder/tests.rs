@@ -28,6 +28,11 @@ fn lines(path: &Path) -> Vec<UpdateRecord> {
     read_lines(path, "record").unwrap()
 }
 
+/// Goes on after a crash whose server remembers everything up to this update.
+fn reopen(path: &Path, last_update: u64) -> Result<UpdateLog, FolderError> {
+    Log::reopen_keeping(path, |record: &UpdateRecord| record.update <= last_update)
+}
+
 #[test]
 fn what_was_written_is_read_back() {
     let (_dir, folder, records) = run_of(5.0);
@@ -67,7 +72,7 @@ fn a_killed_server_costs_at_most_the_line_it_was_writing() {
     add_to(&path, &whole);
     assert_eq!(lines(&path), records);
 
-    let mut log = UpdateLog::reopen(&path, u64::MAX).unwrap();
+    let mut log = reopen(&path, u64::MAX).unwrap();
     log.append(&records[3]).unwrap();
     let read = lines(&path);
     assert_eq!((&read[..records.len()], &read[records.len()..]), (&records[..], &records[3..4]));
@@ -78,8 +83,8 @@ fn reopening_forgets_updates_that_will_be_replayed() {
     let (_dir, folder, mut records) = run_of(2.0);
     let path = RelaxedFolder::updates(folder.path(), 0);
     let dropped = UpdateRecord { update: 0, push: 99, ..records[0].clone() };
-    UpdateLog::reopen(&path, u64::MAX).unwrap().append(&dropped).unwrap();
-    let mut log = UpdateLog::reopen(&path, 7).unwrap();
+    reopen(&path, u64::MAX).unwrap().append(&dropped).unwrap();
+    let mut log = reopen(&path, 7).unwrap();
     let mut expected = records[..7].to_vec();
     expected.push(dropped);
     assert_eq!(lines(&path), expected);
@@ -101,7 +106,7 @@ fn reopening_forgets_updates_that_will_be_replayed() {
 fn a_log_that_does_not_exist_is_begun() {
     let dir = TempDir::new().unwrap();
     let path = dir.path().join("updates-0.jsonl");
-    UpdateLog::reopen(&path, 0).unwrap();
+    reopen(&path, 0).unwrap();
     assert_eq!(lines(&path), []);
     let text = UpdateLog::create(&path).unwrap_err().to_string();
     assert!(text.contains("updates-0.jsonl"), "{text}");
@@ -147,7 +152,7 @@ fn an_earlier_run_is_never_overwritten() {
 fn a_full_disk_says_so() {
     let (_dir, folder, records) = run_of(1.0);
     let path = RelaxedFolder::updates(folder.path(), 0);
-    let mut log = UpdateLog::reopen(&path, u64::MAX).unwrap();
+    let mut log = reopen(&path, u64::MAX).unwrap();
     log.file = File::options().append(true).open("/dev/full").unwrap();
     let text = log.append(&records[0]).unwrap_err().to_string();
     assert!(text.contains("updates-0.jsonl") && text.contains("free some space"), "{text}");

@@ -124,73 +124,35 @@ fn curve(losses: &[(f64, f64)]) -> Vec<(f64, f64)> {
 
 fn tiles(report: &RelaxedReport<'_>) -> Vec<Tile> {
     let run = report.run;
+    let (staleness, of) = match run.mean_staleness {
+        Some(mean) => (clocks(mean), "clocks, mean over all pushes"),
+        None => ("not known".into(), "there are no common weights"),
+    };
+    let bound = run.bound().map_or("no bound".into(), |bound| format!("{bound} allowed"));
+    let gradients = format!("{} in {}", plural(run.pushes, "push"), duration(run.seconds));
     let mut tiles = vec![
-        Tile {
-            label: "Gradients per second",
-            value: count(run.gradients_per_s()),
-            note: format!("{} in {}", plural(run.pushes, "push"), duration(run.seconds)),
-        },
-        Tile {
-            label: "Updates per second",
-            value: count(run.updates_per_s),
-            note: plural(run.updates, "update"),
-        },
-        Tile {
-            label: "Throughput",
-            value: count(run.samples_per_s),
-            note: "samples per second".into(),
-        },
-        Tile {
-            label: "Blocked",
-            value: percent(run.blocked_share),
-            note: "of the workers' time".into(),
-        },
-        Tile {
-            label: "Staleness",
-            value: run.mean_staleness.map_or("not known".into(), clocks),
-            note: match run.mean_staleness {
-                Some(_) => "clocks, mean over all pushes",
-                None => "there are no common weights",
-            }
-            .into(),
-        },
-        Tile {
-            label: "Furthest ahead",
-            value: plural(run.max_lead, "clock"),
-            note: run.bound().map_or("no bound".into(), |bound| format!("{bound} allowed")),
-        },
+        Tile::new("Gradients per second", count(run.gradients_per_s()), gradients),
+        Tile::new("Updates per second", count(run.updates_per_s), plural(run.updates, "update")),
+        Tile::new("Throughput", count(run.samples_per_s), "samples per second"),
+        Tile::new("Blocked", percent(run.blocked_share), "of the workers' time"),
+        Tile::new("Staleness", staleness, of),
+        Tile::new("Furthest ahead", plural(run.max_lead, "clock"), bound),
     ];
     if run.dropped > 0 {
-        tiles.push(Tile {
-            label: "Dropped",
-            value: count(run.dropped as f64),
-            note: "pushes that were too stale".into(),
-        });
+        tiles.push(Tile::new("Dropped", count(run.dropped as f64), "pushes that were too stale"));
     }
     if run.restarts() > 0 {
-        tiles.push(Tile {
-            label: "Restarts",
-            value: count(run.restarts() as f64),
-            note: "of workers".into(),
-        });
+        tiles.push(Tile::new("Restarts", count(run.restarts() as f64), "of workers"));
     }
     if let Some(exchanges) = report.summary.and_then(|summary| summary.exchanges) {
-        tiles.push(Tile {
-            label: "Exchanges",
-            value: count(exchanges as f64),
-            note: "between two workers".into(),
-        });
+        tiles.push(Tile::new("Exchanges", count(exchanges as f64), "between two workers"));
     }
     if run.pushes > 0 {
-        let accuracy = report.summary.and_then(|summary| summary.accuracy);
-        tiles.push(Tile {
-            label: "Final loss",
-            value: loss(run.final_loss()),
-            note: match accuracy {
-                Some(accuracy) => format!("held-out accuracy {:.2} %", accuracy * 100.0),
-                None => "mean of the last pushes".into(),
-            },
-        });
+        let note = match report.summary.and_then(|summary| summary.accuracy) {
+            Some(accuracy) => format!("held-out accuracy {:.2} %", accuracy * 100.0),
+            None => "mean of the last pushes".into(),
+        };
+        tiles.push(Tile::new("Final loss", loss(run.final_loss()), note));
     }
     tiles
 }

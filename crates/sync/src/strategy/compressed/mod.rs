@@ -27,7 +27,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use unisono_codec::{Codec, CodecSpec, Passage, Rules, Task};
-use unisono_collective::{AbortHandle, Group};
+use unisono_collective::Group;
 
 use super::{Find, Gradients, Save, Strategy};
 use crate::advice::Advice;
@@ -347,10 +347,6 @@ impl Strategy for Compressed {
 
     fn sent(&self) -> u64 {
         self.combiner.sent()
-    }
-
-    fn abort_handle(&self) -> Option<AbortHandle> {
-        Some(self.combiner.group().abort_handle())
     }
 
     fn is_settled(&self) -> bool {

@@ -316,7 +316,7 @@ impl Strategy for LocalSteps {
                 let agreed = &mut self.agreed[parameter];
                 let mean = &mean[0][self.layout.span(parameter)];
                 agreed.iter_mut().zip(mean).for_each(|(agreed, mean)| *agreed -= mean);
-                weights.change(parameter, &mut |own| own.copy_from_slice(agreed));
+                weights.set(parameter, agreed);
             }
             self.flights[group] = Flight::Idle(mean);
         }
