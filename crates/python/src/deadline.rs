@@ -39,7 +39,7 @@ struct State {
 }
 
 /// A call that is noted until this is dropped.
-pub struct Noted {
+pub struct NotedCall {
     deadlines: Arc<Deadlines>,
     number: u64,
 }
@@ -57,7 +57,7 @@ impl Deadlines {
     }
 
     /// Notes a call that must have ended after `limit`.
-    pub fn note(self: &Arc<Self>, limit: Duration) -> Noted {
+    pub fn note(self: &Arc<Self>, limit: Duration) -> NotedCall {
         let end = Instant::now() + limit.min(UNLIMITED);
         let mut state = self.lock();
         let number = state.noted;
@@ -70,7 +70,7 @@ impl Deadlines {
             self.change.notify_all();
         }
         drop(state);
-        Noted { deadlines: self.clone(), number }
+        NotedCall { deadlines: self.clone(), number }
     }
 
     /// Ends the thread: the group is gone.
@@ -120,7 +120,7 @@ impl Deadlines {
     }
 }
 
-impl Drop for Noted {
+impl Drop for NotedCall {
     fn drop(&mut self) {
         self.deadlines.lock().ends.remove(&self.number);
     }

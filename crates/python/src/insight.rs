@@ -50,32 +50,32 @@ pub fn write_report(
     info: &str,
     steps: Vec<String>,
 ) -> PyResult<(String, String)> {
-    py.detach(|| write(dir, info, &steps)).map_err(|failure| match failure {
-        Failure::Folder(error @ (FolderError::Write { .. } | FolderError::Read { .. })) => {
+    py.detach(|| write(dir, info, &steps)).map_err(|error| match error {
+        ReportError::Folder(error @ (FolderError::Write { .. } | FolderError::Read { .. })) => {
             PyOSError::new_err(error.to_string())
         }
-        Failure::Folder(error) => invalid(py, error.to_string()),
-        Failure::Json(what, error) => {
+        ReportError::Folder(error) => invalid(py, error.to_string()),
+        ReportError::Json(what, error) => {
             invalid(py, format!("{what} cannot be read: {error}; hand in what Insight defines"))
         }
     })
 }
 
 /// Why there is no report.
-enum Failure {
+enum ReportError {
     Folder(FolderError),
     Json(&'static str, JsonError),
 }
 
-fn write(dir: &str, info: &str, steps: &[String]) -> Result<(String, String), Failure> {
+fn write(dir: &str, info: &str, steps: &[String]) -> Result<(String, String), ReportError> {
     let info: RunInfo =
-        serde_json::from_str(info).map_err(|error| Failure::Json("what was run", error))?;
-    let mut folder = RunFolder::create(dir, &info).map_err(Failure::Folder)?;
+        serde_json::from_str(info).map_err(|error| ReportError::Json("what was run", error))?;
+    let mut folder = RunFolder::create(dir, &info).map_err(ReportError::Folder)?;
     for step in steps {
         let step: StepRecord =
-            serde_json::from_str(step).map_err(|error| Failure::Json("a step", error))?;
-        folder.append(&step).map_err(Failure::Folder)?;
+            serde_json::from_str(step).map_err(|error| ReportError::Json("a step", error))?;
+        folder.append(&step).map_err(ReportError::Folder)?;
     }
-    let run = folder.finish(Outcome::default(), None).map_err(Failure::Folder)?;
+    let run = folder.finish(Outcome::default(), None).map_err(ReportError::Folder)?;
     Ok((run.report().verdict.headline.clone(), run.report_path().display().to_string()))
 }

@@ -28,17 +28,17 @@ impl Origin {
 /// codes.
 #[pyclass(frozen)]
 pub struct Call {
-    kind: Kind,
+    kind: CallKind,
 }
 
-enum Kind {
+enum CallKind {
     /// Input, output and count as in [`Request::raw`].
     Plain {
         op: Op,
         dtype: Dtype,
         reduction: Reduction,
-        input: Blocks,
-        output: Blocks,
+        input: Addresses,
+        output: Addresses,
         count: usize,
     },
     /// An all-to-all of blocks of different lengths, in bytes.
@@ -53,7 +53,7 @@ enum Kind {
 
 /// Where an input or output is: one address, or that of each rank's block.
 #[derive(FromPyObject)]
-pub enum Blocks {
+pub enum Addresses {
     Together(usize),
     Apart(Vec<usize>),
 }
@@ -66,8 +66,8 @@ impl Call {
     #[pyo3(signature = (op, input, output, count, root=None))]
     fn moving(
         op: u8,
-        input: Blocks,
-        output: Blocks,
+        input: Addresses,
+        output: Addresses,
         count: usize,
         root: Option<usize>,
     ) -> PyResult<Call> {
@@ -81,8 +81,8 @@ impl Call {
         op: u8,
         dtype: u8,
         reduction: u8,
-        input: Blocks,
-        output: Blocks,
+        input: Addresses,
+        output: Addresses,
         count: usize,
         root: Option<usize>,
     ) -> PyResult<Call> {
@@ -93,19 +93,19 @@ impl Call {
         }
         let dtype = Dtype::from_code(dtype).ok_or_else(invalid)?;
         let reduction = Reduction::from_code(reduction).ok_or_else(invalid)?;
-        Ok(Call { kind: Kind::Plain { op, dtype, reduction, input, output, count } })
+        Ok(Call { kind: CallKind::Plain { op, dtype, reduction, input, output, count } })
     }
 
     /// Gives each rank its block of every rank's input: so many bytes to and from each.
     #[staticmethod]
     fn unequal(input: usize, sent: Vec<usize>, output: usize, received: Vec<usize>) -> Call {
-        Call { kind: Kind::Unequal { input, sent, output, received } }
+        Call { kind: CallKind::Unequal { input, sent, output, received } }
     }
 
     /// Waits for all ranks.
     #[staticmethod]
     fn barrier() -> Call {
-        Call { kind: Kind::Barrier }
+        Call { kind: CallKind::Barrier }
     }
 }
 
@@ -113,9 +113,9 @@ impl Call {
     /// The operation's name, for errors.
     pub fn name(&self) -> &'static str {
         match &self.kind {
-            Kind::Plain { op, .. } => op.function(),
-            Kind::Unequal { .. } => Op::AllToAll.function(),
-            Kind::Barrier => "barrier",
+            CallKind::Plain { op, .. } => op.function(),
+            CallKind::Unequal { .. } => Op::AllToAll.function(),
+            CallKind::Barrier => "barrier",
         }
     }
 
@@ -125,28 +125,28 @@ impl Call {
     /// As of [`Request::raw`].
     pub unsafe fn request<'a>(&self, origin: &Origin) -> Result<Request<'a>, Error> {
         let request = match &self.kind {
-            Kind::Plain { op, dtype, reduction, input, output, count } => {
+            CallKind::Plain { op, dtype, reduction, input, output, count } => {
                 let (input, output) = (input.address(), output.address());
                 // SAFETY: passed on from the caller.
                 unsafe { Request::raw(*op, *dtype, *count, input, output) }?
                     .with_reduction(*reduction)
             }
-            Kind::Unequal { input, sent, output, received } => {
+            CallKind::Unequal { input, sent, output, received } => {
                 let (input, output) = (*input as *const u8, *output as *mut u8);
                 // SAFETY: passed on from the caller.
                 unsafe { Request::raw_all_to_all_unequal(input, sent, output, received) }?
             }
-            Kind::Barrier => Request::barrier(),
+            CallKind::Barrier => Request::barrier(),
         };
         Ok(request.with_place(origin.line.clone()).with_unit(origin.unit))
     }
 }
 
-impl Blocks {
+impl Addresses {
     fn address(&self) -> Address {
         match self {
-            Blocks::Together(address) => Address::Together(*address as *mut u8),
-            Blocks::Apart(all) => Address::Apart(all.iter().map(|at| *at as *mut u8).collect()),
+            Addresses::Together(address) => Address::Together(*address as *mut u8),
+            Addresses::Apart(all) => Address::Apart(all.iter().map(|at| *at as *mut u8).collect()),
         }
     }
 }

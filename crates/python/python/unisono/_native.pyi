@@ -30,8 +30,8 @@ def new_token() -> bytes:
     """A new secret, which the ranks of a job know and no other process."""
 
 def worker_from_env() -> tuple[int, int, list[str] | None, bytes | None]:
-    """Which worker this process is, by its environment: its rank, how many workers there are, where their
-    servers are, and the token of the job."""
+    """Which worker this process is, by its environment: its rank, how many workers there are, where
+    their servers are, and the token of the job."""
 
 def write_report(dir: str, info: str, steps: Sequence[str]) -> tuple[str, str]:
     """Makes the folder of a run from `run.toml` and the lines of `steps.jsonl`, both as JSON.
@@ -210,7 +210,31 @@ class ServerClient:
     def wait_for_others(self, seconds: float) -> bool:
         """Waits until no worker is present; whether that is so after `seconds` at most."""
 
-class LocalSteps:
+class _Replica:
+    """What `LocalSteps` and `Synchronizer` have in common."""
+
+    @property
+    def steps(self) -> int:
+        """Steps that this worker has finished."""
+
+    @property
+    def sent(self) -> int:
+        """Bytes this rank has sent so far."""
+
+    @property
+    def transfers(self) -> list[_Transfer]:
+        """The buckets of the last step, or of the last agreement."""
+
+    def save(self, seconds: float) -> dict[str, bytes]:
+        """What must be remembered besides the weights, at rank 0."""
+
+    def restore(self, steps: int, saved: Mapping[str, bytes], seconds: float) -> None:
+        """Goes on after so many steps, on all ranks the same, from what rank 0 saved."""
+
+    def close(self, seconds: float) -> None:
+        """Leaves the replicas."""
+
+class LocalSteps(_Replica):
     """Synchronizes the weights of workers that train by themselves."""
 
     def __init__(
@@ -224,18 +248,6 @@ class LocalSteps:
     ) -> None:
         """Joins the workers of a group. The weights in `buffers` become rank 0's."""
 
-    @property
-    def steps(self) -> int:
-        """Steps that this worker has finished."""
-
-    @property
-    def sent(self) -> int:
-        """Bytes this rank has sent so far."""
-
-    @property
-    def transfers(self) -> list[_Transfer]:
-        """The buckets that were agreed on last."""
-
     def is_due(self) -> bool:
         """Whether the workers' weights are read or changed after the next step."""
 
@@ -248,16 +260,7 @@ class LocalSteps:
     def settle(self, buffers: Sequence[_Buffer], seconds: float) -> None:
         """Makes the weights of all workers equal, at the end of training."""
 
-    def save(self, seconds: float) -> dict[str, bytes]:
-        """What must be remembered besides the workers' own weights, at rank 0."""
-
-    def restore(self, steps: int, saved: Mapping[str, bytes], seconds: float) -> None:
-        """Goes on after so many steps, on all ranks the same, from what rank 0 saved."""
-
-    def close(self, seconds: float) -> None:
-        """Leaves the workers."""
-
-class Synchronizer:
+class Synchronizer(_Replica):
     """Takes the gradients of a worker's shards, and gives back the mean of all workers'."""
 
     def __init__(
@@ -274,18 +277,6 @@ class Synchronizer:
     @property
     def shards(self) -> tuple[int, int]:
         """The shards of this worker: the first, and the one after the last."""
-
-    @property
-    def steps(self) -> int:
-        """Steps that have ended."""
-
-    @property
-    def sent(self) -> int:
-        """Bytes this rank has sent so far."""
-
-    @property
-    def transfers(self) -> list[_Transfer]:
-        """The buckets of the last step."""
 
     def begin_shard(self) -> int:
         """Begins the next of this worker's shards; which one."""
@@ -307,15 +298,6 @@ class Synchronizer:
         Returns the mean loss; the parameters that had a gradient anywhere; the codec that was
         chosen after this step and why, if one was.
         """
-
-    def save(self, seconds: float) -> dict[str, bytes]:
-        """What must be remembered besides the weights, at rank 0."""
-
-    def restore(self, steps: int, saved: Mapping[str, bytes], seconds: float) -> None:
-        """Goes on after so many steps, on all ranks the same, from what rank 0 saved."""
-
-    def close(self, seconds: float) -> None:
-        """Leaves the replicas."""
 
 class Work:
     """An operation that was started."""

@@ -28,13 +28,13 @@ pub struct ServerClient {
     options: ClientOptions,
     lengths: Vec<usize>,
     stopper: Stopper,
-    state: Mutex<State>,
+    state: Mutex<WorkerState>,
     /// The process that joined. A child of `fork` has the sockets of its parent and must not use them.
     process: u32,
 }
 
 /// What a step changes.
-struct State {
+struct WorkerState {
     /// Until the worker has left.
     client: Option<Client>,
     /// At downpour.
@@ -75,7 +75,7 @@ impl ServerClient {
         };
         Ok(ServerClient {
             stopper: client.stopper(),
-            state: Mutex::new(State { client: Some(client), replica, since: Instant::now() }),
+            state: Mutex::new(WorkerState { client: Some(client), replica, since: Instant::now() }),
             process: std::process::id(),
             lengths,
             run,
@@ -160,7 +160,7 @@ impl ServerClient {
         ServerSite { rank: self.options.worker, operation }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, WorkerState> {
         self.state.lock().expect("no panic while locked")
     }
 
@@ -169,7 +169,7 @@ impl ServerClient {
         &self,
         py: Python<'_>,
         site: ServerSite,
-        wait: impl FnOnce(&mut State) -> Result<T, Unable> + Send,
+        wait: impl FnOnce(&mut WorkerState) -> Result<T, Unable> + Send,
     ) -> PyResult<T> {
         if std::process::id() != self.process {
             return Err(site.unusable(py, "this process was forked from the one that has joined"));
@@ -214,7 +214,7 @@ impl From<ServerError> for Unable {
     }
 }
 
-impl State {
+impl WorkerState {
     fn step(
         &mut self,
         weights: &mut [&mut [f32]],

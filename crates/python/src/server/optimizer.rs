@@ -12,7 +12,7 @@ pub fn parse(text: &str) -> Result<OptimizerSpec, String> {
         ADAM => OptimizerSpec::with_weight_decay(parse("adamw")?, 0.0),
         name => name.parse().map_err(|error| format!("{error}"))?,
     };
-    let mut keys = Keys::read(text, rest)?;
+    let mut keys = OptimizerKeys::read(text, rest)?;
     if name != ADAM
         && let Some(decay) = keys.number("weight_decay")?
     {
@@ -38,15 +38,15 @@ pub fn parse(text: &str) -> Result<OptimizerSpec, String> {
 }
 
 /// The settings that were not taken yet.
-struct Keys<'a> {
+struct OptimizerKeys<'a> {
     text: &'a str,
     left: Vec<(&'a str, &'a str)>,
     /// The keys that were asked for.
     known: Vec<&'static str>,
 }
 
-impl<'a> Keys<'a> {
-    fn read(text: &'a str, rest: &'a str) -> Result<Keys<'a>, String> {
+impl<'a> OptimizerKeys<'a> {
+    fn read(text: &'a str, rest: &'a str) -> Result<OptimizerKeys<'a>, String> {
         let mut left: Vec<(&str, &str)> = Vec::new();
         for pair in rest.split(',').map(str::trim).filter(|pair| !pair.is_empty()) {
             let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
@@ -55,7 +55,7 @@ impl<'a> Keys<'a> {
             }
             left.push((key, value));
         }
-        Ok(Keys { text, left, known: Vec::new() })
+        Ok(OptimizerKeys { text, left, known: Vec::new() })
     }
 
     fn take(&mut self, key: &'static str) -> Option<&'a str> {

@@ -6,10 +6,10 @@ use pyo3::prelude::*;
 use unisono_sync::Parameter;
 use unisono_sync::strategy::{LocalSteps as Library, Strategy, StrategySpec};
 
-use super::buffers::Buffers;
-use super::member::Member;
-use super::record::{Record, Transfer};
-use super::saved::{Restored, Saved, restored, saved_by};
+use super::buffers::ParameterBuffers;
+use super::member::GroupMember;
+use super::record::{BucketTransfer, ReplicaRecord};
+use super::saved::{RestoredState, SavedState, restored, saved_by};
 use super::settings::{self, CodecSettings};
 use crate::closable::Closable;
 use crate::deadline;
@@ -20,14 +20,14 @@ use crate::memory::Buffer;
 /// Synchronizes the weights of workers that train by themselves.
 #[pyclass(frozen)]
 pub struct LocalSteps {
-    member: Member,
+    member: GroupMember,
     parameters: Vec<Parameter>,
-    state: Closable<Mutex<State>>,
-    record: Record,
+    state: Closable<Mutex<LocalState>>,
+    record: ReplicaRecord,
 }
 
 /// Locked only by threads that do not have the interpreter's lock.
-struct State {
+struct LocalState {
     library: Library,
     /// Whether a synchronization failed: nothing is agreed any more.
     failed: bool,
@@ -35,7 +35,7 @@ struct State {
 
 impl LocalSteps {
     /// The state, if it can be looked at now.
-    fn open(&self, py: Python<'_>, site: Site) -> PyResult<Arc<Mutex<State>>> {
+    fn open(&self, py: Python<'_>, site: Site) -> PyResult<Arc<Mutex<LocalState>>> {
         self.member.expect_free(py, site)?;
         self.state.open(py, site, "it")
     }
@@ -48,9 +48,14 @@ impl LocalSteps {
     }
 
     /// The buffers of all parameters, for as long as a call lasts.
-    fn buffers(&self, py: Python<'_>, site: Site, buffers: Vec<Buffer>) -> PyResult<Buffers> {
+    fn buffers(
+        &self,
+        py: Python<'_>,
+        site: Site,
+        buffers: Vec<Buffer>,
+    ) -> PyResult<ParameterBuffers> {
         // SAFETY: the caller keeps the memory valid and to itself until its call returns.
-        let buffers = unsafe { Buffers::new(buffers, &self.parameters) };
+        let buffers = unsafe { ParameterBuffers::new(buffers, &self.parameters) };
         buffers.map_err(|text| site.invalid(py, &text))
     }
 
@@ -60,7 +65,7 @@ impl LocalSteps {
         py: Python<'_>,
         seconds: f64,
         site: Site,
-        call: impl FnOnce(&mut State) -> Result<R, unisono_sync::SyncError> + Send,
+        call: impl FnOnce(&mut LocalState) -> Result<R, unisono_sync::SyncError> + Send,
     ) -> PyResult<R> {
         let state = self.open(py, site)?;
         if py.detach(|| lock(&state).failed) {
@@ -92,7 +97,7 @@ impl LocalSteps {
         buffers: Vec<Buffer>,
         seconds: f64,
     ) -> PyResult<LocalSteps> {
-        let mut member = Member::new(py, group);
+        let mut member = GroupMember::new(py, group);
         let site = member.site("joining the workers");
         let invalid = |text: String| site.invalid(py, &text);
         let parameters = settings::parameters(parameters).map_err(invalid)?;
@@ -106,7 +111,7 @@ impl LocalSteps {
             ));
         }
         // SAFETY: the caller keeps the memory valid and to itself until this returns.
-        let buffers = unsafe { Buffers::new(buffers, &parameters) };
+        let buffers = unsafe { ParameterBuffers::new(buffers, &parameters) };
         let mut buffers = buffers.map_err(invalid)?;
         let engine = member.engine(py, site)?;
         let shapes: Vec<_> = parameters.iter().map(|p| (&p.name, &p.shape)).collect();
@@ -122,9 +127,9 @@ impl LocalSteps {
         })?;
         let ends = library.abort_handle();
         member.watch(ends.clone());
-        let state = Mutex::new(State { library, failed: false });
+        let state = Mutex::new(LocalState { library, failed: false });
         let state = Closable::new(state, ends, member.rank());
-        Ok(LocalSteps { member, parameters, state, record: Record::default() })
+        Ok(LocalSteps { member, parameters, state, record: ReplicaRecord::default() })
     }
 
     /// Steps that this worker has finished.
@@ -145,7 +150,7 @@ impl LocalSteps {
 
     /// When the buckets that were agreed on last were under way.
     #[getter]
-    fn transfers(&self) -> Vec<Transfer> {
+    fn transfers(&self) -> Vec<BucketTransfer> {
         self.record.transfers()
     }
 
@@ -197,7 +202,7 @@ impl LocalSteps {
 
     /// What must be remembered besides the workers' own weights, at rank 0. All ranks call it,
     /// after the same step.
-    fn save(&self, py: Python<'_>, seconds: f64) -> PyResult<Saved> {
+    fn save(&self, py: Python<'_>, seconds: f64) -> PyResult<SavedState> {
         let site = self.member.site("saving");
         let group = self.member.engine(py, site)?;
         self.call(py, seconds, site, |state| saved_by(|each| state.library.save(&group, each)))
@@ -205,7 +210,13 @@ impl LocalSteps {
 
     /// Goes on after so many steps from what was saved, of which rank 0's counts. All ranks call
     /// it, with the same number of steps.
-    fn restore(&self, py: Python<'_>, steps: u64, saved: Restored, seconds: f64) -> PyResult<()> {
+    fn restore(
+        &self,
+        py: Python<'_>,
+        steps: u64,
+        saved: RestoredState,
+        seconds: f64,
+    ) -> PyResult<()> {
         let site = self.member.site("restoring");
         if self.has_begun(py, site)? {
             let text =
@@ -228,6 +239,6 @@ impl LocalSteps {
     }
 }
 
-fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
+fn lock(state: &Mutex<LocalState>) -> MutexGuard<'_, LocalState> {
     state.lock().expect("no panic while weights are synchronized")
 }

@@ -20,24 +20,24 @@ use crate::signals;
 
 thread_local! {
     /// The member in whose call this thread waits.
-    static WAITING: Cell<*const Member> = const { Cell::new(std::ptr::null()) };
+    static WAITING: Cell<*const GroupMember> = const { Cell::new(std::ptr::null()) };
 }
 
 /// A rank in a group, or a process by itself.
-pub struct Member {
+pub struct GroupMember {
     group: Option<Py<Group>>,
     /// Of the group, and of whatever else a call may wait for.
     deadlines: Vec<Arc<Deadlines>>,
     rank: usize,
 }
 
-impl Member {
+impl GroupMember {
     /// Of a group, if there is one.
-    pub fn new(py: Python<'_>, group: Option<Py<Group>>) -> Member {
+    pub fn new(py: Python<'_>, group: Option<Py<Group>>) -> GroupMember {
         let own = group.as_ref().map(|group| group.bind(py).get());
         let rank = own.map_or(0, Group::rank);
         let deadlines = own.map(|own| own.deadlines().clone()).into_iter().collect();
-        Member { group, deadlines, rank }
+        GroupMember { group, deadlines, rank }
     }
 
     /// Lets timeouts and Ctrl-C also end the calls that this handle ends.
@@ -89,7 +89,7 @@ impl Member {
         let limit = deadline::limit(seconds);
         let (outcome, interruption) = py.detach(|| {
             let _noted: Vec<_> = self.deadlines.iter().map(|watch| watch.note(limit)).collect();
-            let outer = WAITING.replace(self as *const Member);
+            let outer = WAITING.replace(self as *const GroupMember);
             let outcome = signals::during(call);
             WAITING.set(outer);
             outcome

@@ -9,18 +9,18 @@ use unisono_sync::BucketTimes;
 
 /// A bucket that travelled: its bytes, and when that began and ended, in nanoseconds of the Unix
 /// clock.
-pub type Transfer = (usize, u64, u64);
+pub type BucketTransfer = (usize, u64, u64);
 
 /// The record of a replica.
 #[derive(Default)]
-pub struct Record {
+pub struct ReplicaRecord {
     steps: AtomicU64,
     /// As it was counted last.
     sent: AtomicU64,
-    transfers: Mutex<Vec<Transfer>>,
+    transfers: Mutex<Vec<BucketTransfer>>,
 }
 
-impl Record {
+impl ReplicaRecord {
     /// Steps that have ended.
     pub fn steps(&self) -> u64 {
         self.steps.load(Ordering::Relaxed)
@@ -43,7 +43,7 @@ impl Record {
     }
 
     /// The buckets of the last call that had some.
-    pub fn transfers(&self) -> Vec<Transfer> {
+    pub fn transfers(&self) -> Vec<BucketTransfer> {
         self.transfers.lock().expect("no panic while locked").clone()
     }
 

@@ -8,16 +8,16 @@ use unisono_sync::SyncError;
 use unisono_sync::strategy::Save;
 
 /// What is handed to Python.
-pub type Saved = BTreeMap<String, Cow<'static, [u8]>>;
+pub type SavedState = BTreeMap<String, Cow<'static, [u8]>>;
 
 /// What Python hands back.
-pub type Restored = HashMap<String, PyBackedBytes>;
+pub type RestoredState = HashMap<String, PyBackedBytes>;
 
 /// What `save` calls its argument with.
 pub fn saved_by(
     save: impl FnOnce(&mut Save<'_>) -> Result<(), SyncError>,
-) -> Result<Saved, SyncError> {
-    let mut saved = Saved::new();
+) -> Result<SavedState, SyncError> {
+    let mut saved = SavedState::new();
     save(&mut |name, _, values| {
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         saved.insert(name, bytes.into());
@@ -27,7 +27,7 @@ pub fn saved_by(
 
 /// The numbers that were saved under a name. Bytes that are left over make one number more than any
 /// parameter has.
-pub fn restored(saved: &Restored, name: &str) -> Option<Vec<f32>> {
+pub fn restored(saved: &RestoredState, name: &str) -> Option<Vec<f32>> {
     let (whole, rest) = saved.get(name)?.as_chunks::<4>();
     let tail = (!rest.is_empty()).then_some(f32::NAN);
     Some(whole.iter().map(|bytes| f32::from_le_bytes(*bytes)).chain(tail).collect())

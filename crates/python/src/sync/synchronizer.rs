@@ -6,10 +6,10 @@ use pyo3::prelude::*;
 use unisono_sync::bucket::BucketSizes;
 use unisono_sync::{Parameter, Settings, Synchronizer as Library};
 
-use super::buffers::Buffers;
-use super::member::Member;
-use super::record::{Record, Transfer};
-use super::saved::{Restored, Saved, restored, saved_by};
+use super::buffers::ParameterBuffers;
+use super::member::GroupMember;
+use super::record::{BucketTransfer, ReplicaRecord};
+use super::saved::{RestoredState, SavedState, restored, saved_by};
 use super::settings::{self, CodecSettings};
 use crate::closable::Closable;
 use crate::deadline;
@@ -20,26 +20,26 @@ use crate::memory::Buffer;
 /// Takes the gradients of a worker's shards, and gives back the mean of all workers'.
 #[pyclass(frozen)]
 pub struct Synchronizer {
-    member: Member,
+    member: GroupMember,
     parameters: Vec<Parameter>,
     own: std::ops::Range<usize>,
     library: Closable<Library>,
     /// Locked only by threads that do not have the interpreter's lock.
-    progress: Mutex<Progress>,
-    record: Record,
+    progress: Mutex<StepProgress>,
+    record: ReplicaRecord,
 }
 
 /// How far a step has come. The library is only called in the order in which it counts on.
-struct Progress {
+struct StepProgress {
     /// Shards of this step that have begun.
     begun: usize,
-    phase: Phase,
+    phase: StepPhase,
     /// Which parameters have had their gradient in this shard.
     seen: Vec<bool>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Phase {
+enum StepPhase {
     /// No shard is under way.
     Between,
     /// The loss is being computed.
@@ -52,10 +52,10 @@ enum Phase {
 
 /// What came of a step: the mean loss; the parameters that had a gradient anywhere; the codec that
 /// was chosen after it and why, if one was.
-type Outcome = (f32, Vec<usize>, Option<(String, String)>);
+type StepOutcome = (f32, Vec<usize>, Option<(String, String)>);
 
 impl Synchronizer {
-    fn lock(&self) -> MutexGuard<'_, Progress> {
+    fn lock(&self) -> MutexGuard<'_, StepProgress> {
         self.progress.lock().expect("no panic while a step goes on")
     }
 
@@ -71,14 +71,14 @@ impl Synchronizer {
         &self,
         py: Python<'_>,
         operation: &'static str,
-        call: impl FnOnce(&Library, &mut Progress) -> Result<R, String> + Send,
+        call: impl FnOnce(&Library, &mut StepProgress) -> Result<R, String> + Send,
     ) -> PyResult<R> {
         let site = self.member.site(operation);
         let library = self.open(py, site)?;
         let outcome = py.detach(|| {
             let mut progress = self.lock();
             match progress.phase {
-                Phase::Failed => {
+                StepPhase::Failed => {
                     Err("an earlier step failed, and the replicas are at none; start \
                                       again from the last checkpoint"
                         .to_owned())
@@ -105,7 +105,7 @@ impl Synchronizer {
         buckets: Option<(usize, usize)>,
         seconds: f64,
     ) -> PyResult<Synchronizer> {
-        let mut member = Member::new(py, group);
+        let mut member = GroupMember::new(py, group);
         let site = member.site("joining the replicas");
         let invalid = |text: String| site.invalid(py, &text);
         let parameters = settings::parameters(parameters).map_err(invalid)?;
@@ -121,13 +121,13 @@ impl Synchronizer {
             member.within(py, seconds, site, || Library::new(Some(&engine), listed, settings))?;
         let ends = library.abort_handle();
         member.watch(ends.clone());
-        let (begun, phase) = (0, Phase::Between);
+        let (begun, phase) = (0, StepPhase::Between);
         let seen = vec![false; parameters.len()];
         Ok(Synchronizer {
             own: library.shards(),
             library: Closable::new(library, ends, member.rank()),
-            progress: Mutex::new(Progress { begun, phase, seen }),
-            record: Record::default(),
+            progress: Mutex::new(StepProgress { begun, phase, seen }),
+            record: ReplicaRecord::default(),
             parameters,
             member,
         })
@@ -157,14 +157,14 @@ impl Synchronizer {
 
     /// When the buckets of the last step were under way.
     #[getter]
-    fn transfers(&self) -> Vec<Transfer> {
+    fn transfers(&self) -> Vec<BucketTransfer> {
         self.record.transfers()
     }
 
     /// Begins the next of this worker's shards; which one.
     fn begin_shard(&self, py: Python<'_>) -> PyResult<usize> {
         self.call(py, "begin_shard", |library, progress| {
-            if progress.phase != Phase::Between {
+            if progress.phase != StepPhase::Between {
                 return Err("the shard before was not ended; a backward pass that raised leaves \
                             its step unfinished, and there is no going on from it"
                     .into());
@@ -173,7 +173,7 @@ impl Synchronizer {
                 return Err("all shards of this step are computed; finish it".into());
             }
             progress.begun += 1;
-            progress.phase = Phase::Forward;
+            progress.phase = StepPhase::Forward;
             progress.seen.fill(false);
             Ok(library.begin_shard())
         })
@@ -182,10 +182,10 @@ impl Synchronizer {
     /// The loss of the shard is known; gradients come next.
     fn begin_backward(&self, py: Python<'_>, loss: f32) -> PyResult<()> {
         self.call(py, "begin_backward", |library, progress| {
-            if progress.phase != Phase::Forward {
+            if progress.phase != StepPhase::Forward {
                 return Err("a backward pass begins once in every shard".into());
             }
-            progress.phase = Phase::Backward;
+            progress.phase = StepPhase::Backward;
             library.begin_backward(loss);
             Ok(())
         })
@@ -203,7 +203,7 @@ impl Synchronizer {
             let Some(of) = self.parameters.get(parameter) else {
                 return Err(format!("there are {} parameters", self.parameters.len()));
             };
-            if progress.phase != Phase::Backward {
+            if progress.phase != StepPhase::Backward {
                 return Err(format!("the gradient of {} came outside of a backward pass", of.name));
             }
             if progress.seen[parameter] {
@@ -220,10 +220,10 @@ impl Synchronizer {
     /// Ends the shard under way. Parameters that got no gradient have none in it.
     fn end_shard(&self, py: Python<'_>) -> PyResult<()> {
         self.call(py, "end_shard", |library, progress| {
-            if progress.phase != Phase::Backward {
+            if progress.phase != StepPhase::Backward {
                 return Err("a shard ends after its backward pass".into());
             }
-            progress.phase = Phase::Between;
+            progress.phase = StepPhase::Between;
             library.end_shard();
             Ok(())
         })
@@ -231,26 +231,26 @@ impl Synchronizer {
 
     /// Ends the step: waits for the means of all parameters, at most `seconds`, and writes each to
     /// its place. The caller keeps the memory alive, and away from others, meanwhile.
-    fn finish(&self, py: Python<'_>, buffers: Vec<Buffer>, seconds: f64) -> PyResult<Outcome> {
+    fn finish(&self, py: Python<'_>, buffers: Vec<Buffer>, seconds: f64) -> PyResult<StepOutcome> {
         let site = self.member.site("the end of a step");
         self.call(py, "finish", |_, progress| match progress.phase {
-            Phase::Between if progress.begun == self.own.len() => Ok(()),
+            StepPhase::Between if progress.begun == self.own.len() => Ok(()),
             _ => Err("a step ends after all shards of this worker".into()),
         })?;
         // SAFETY: the caller keeps the memory valid and to itself until this returns.
-        let buffers = unsafe { Buffers::new(buffers, &self.parameters) };
+        let buffers = unsafe { ParameterBuffers::new(buffers, &self.parameters) };
         let mut buffers = buffers.map_err(|text| site.invalid(py, &text))?;
         let library = self.open(py, site)?;
         self.member.within(py, seconds, site, || {
             let mut progress = self.lock();
             let mut used = Vec::with_capacity(self.parameters.len());
             // Whatever happens now, this step does not happen again.
-            progress.phase = Phase::Failed;
+            progress.phase = StepPhase::Failed;
             let outcome = library.finish(|parameter, mean| {
                 buffers.of(parameter).copy_from_slice(mean);
                 used.push(parameter);
             })?;
-            progress.phase = Phase::Between;
+            progress.phase = StepPhase::Between;
             progress.begun = 0;
             self.record.set_steps(self.record.steps() + 1);
             self.record.note_sent(library.sent());
@@ -264,7 +264,7 @@ impl Synchronizer {
     }
 
     /// What must be remembered besides the weights, at rank 0. All ranks call it, between steps.
-    fn save(&self, py: Python<'_>, seconds: f64) -> PyResult<Saved> {
+    fn save(&self, py: Python<'_>, seconds: f64) -> PyResult<SavedState> {
         self.expect_between(py, "save")?;
         let site = self.member.site("saving");
         let (group, library) = (self.member.engine(py, site)?, self.open(py, site)?);
@@ -273,7 +273,13 @@ impl Synchronizer {
 
     /// Goes on after so many steps from what was saved, of which rank 0's counts. All ranks call
     /// it, between steps, with the same number of steps.
-    fn restore(&self, py: Python<'_>, steps: u64, saved: Restored, seconds: f64) -> PyResult<()> {
+    fn restore(
+        &self,
+        py: Python<'_>,
+        steps: u64,
+        saved: RestoredState,
+        seconds: f64,
+    ) -> PyResult<()> {
         self.expect_between(py, "restore")?;
         let site = self.member.site("restoring");
         let (group, library) = (self.member.engine(py, site)?, self.open(py, site)?);
@@ -296,7 +302,7 @@ impl Synchronizer {
 impl Synchronizer {
     fn expect_between(&self, py: Python<'_>, operation: &'static str) -> PyResult<()> {
         self.call(py, operation, |_, progress| match (progress.phase, progress.begun) {
-            (Phase::Between, 0) => Ok(()),
+            (StepPhase::Between, 0) => Ok(()),
             _ => Err("it is done between two steps".into()),
         })
     }

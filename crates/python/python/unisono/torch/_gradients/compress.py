@@ -12,7 +12,6 @@ hooks after backward and looks at the futures at once, before another thread cou
 import logging
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unisono import _native
 from unisono.errors import InvalidCall
-from unisono.torch._gradients import saving
 from unisono.torch._gradients.codec import codec_of
 from unisono.torch._gradients.engine import engine_of
 from unisono.torch._gradients.floats import Floats, floats
@@ -77,7 +75,7 @@ def compress(
 class Compression(Member):
     """What `compress` returns: counts bytes and steps, and remembers what codecs owe.
 
-    Only those steps count that were synchronized.
+    Only those steps count that were synchronized.  A `state_dict` is for as many ranks as there were.
     """
 
     def __init__(
@@ -140,18 +138,6 @@ class Compression(Member):
     def _dense_bytes(self) -> float:
         """What this rank would have sent so far without a codec."""
         return self.steps * 4 * self._elements * 2 * (self._world - 1) / self._world
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the codecs owe. All ranks call it, between steps; rank 0 gets the tensors."""
-        return saving.saved(self._native, self._seconds)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a `state_dict`, of which rank 0's counts. All ranks call it, between steps.
-
-        The number of ranks must be what it was, and so must the model and the codec.  All give a
-        state of the same step.
-        """
-        saving.restore(self._native, state, self._seconds)
 
     def _take(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Hands a bucket over; its future is completed at the end of the step."""

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from unisono import _native
 from unisono.errors import InvalidCall
-from unisono.torch._gradients import saving
 from unisono.torch._gradients.codec import codec_of
 from unisono.torch._gradients.ddp import refuse_ddp
 from unisono.torch._gradients.engine import engine_of
@@ -55,25 +54,10 @@ class _LocalSteps(Member, torch.optim.Optimizer):
         self._join(native, engine.seconds)
 
     def __getattr__(self, name: str) -> Any:
-        # What the base class would have set, such as the hooks of steps.
+        # What the base class would have set, such as `param_groups` and the hooks of steps.
         if name == "_inner":
             raise AttributeError(name)
         return getattr(self._inner, name)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the inner optimizer."""
-        return self._inner.param_groups
-
-    @property
-    def state(self):
-        """That of the inner optimizer."""
-        return self._inner.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """Those of the inner optimizer."""
-        return self._inner.defaults
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._inner!r})"
@@ -113,7 +97,7 @@ class _LocalSteps(Member, torch.optim.Optimizer):
         All ranks call it after the same step, and each keeps its own.  The weights are those of the
         model, not copies: saved together with it, they take no more room.
         """
-        agreement = saving.saved(self._native, self._seconds)
+        agreement = super().state_dict()
         weights = [parameter.detach() for parameter in self._parameters]
         return {"inner": self._inner.state_dict(), "agreement": agreement, "weights": weights}
 
@@ -132,7 +116,7 @@ class _LocalSteps(Member, torch.optim.Optimizer):
         if [w.shape for w in weights] != [p.shape for p in self._parameters]:
             raise InvalidCall("the state_dict has the weights of another model; load the right one")
         self._inner.load_state_dict(state_dict["inner"])
-        saving.restore(self._native, state_dict["agreement"], self._seconds)
+        super().load_state_dict(state_dict["agreement"])
         with torch.no_grad():
             for parameter, saved in zip(self._parameters, weights, strict=True):
                 parameter.copy_(saved)

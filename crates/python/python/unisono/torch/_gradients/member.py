@@ -3,7 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from unisono import _native
+from unisono.errors import InvalidCall
 from unisono.torch import _exit
 
 
@@ -27,6 +30,30 @@ class Member:
     def steps(self) -> int:
         """Steps so far."""
         return self._native.steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of the step, and what codecs owe. All ranks call it, between steps.
+
+        The engine gathers it at rank 0, in a form that does not depend on which rank held which part.
+        So the dictionaries of the other ranks hold only the number of steps, and a checkpoint that
+        rank 0 wrote can be loaded by all, or each rank loads its own.
+        """
+        tensors = {
+            name: torch.frombuffer(bytearray(data), dtype=torch.float32) if data else torch.empty(0)
+            for name, data in self._native.save(self._seconds).items()
+        }
+        return {"steps": self.steps, "tensors": tensors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a `state_dict`, of which rank 0's tensors count. All ranks call it, between
+        steps, with a state of the same step. The model and the codec must be what they were."""
+        try:
+            steps, tensors = int(state["steps"]), dict(state["tensors"])
+        except (KeyError, TypeError) as error:
+            text = "this is no state_dict of unisono.torch: it has no steps or tensors"
+            raise InvalidCall(text) from error
+        data = {name: t.to(torch.float32).numpy().tobytes() for name, t in tensors.items()}
+        self._native.restore(steps, data, self._seconds)
 
     def _wait(self, call: Callable[..., Any], buffers: list[tuple[int, int]]) -> Any:
         """Makes a call that waits for the others. A profile looks at it."""

@@ -9,7 +9,7 @@ the buffers as they were before the step, and with a random generator of its own
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unisono import _native
 from unisono.errors import InvalidCall
-from unisono.torch._gradients import saving
 from unisono.torch._gradients.codec import codec_of
 from unisono.torch._gradients.ddp import refuse_ddp
 from unisono.torch._gradients.engine import engine_of
@@ -58,7 +57,7 @@ class ShardedStep(Member):
 
     `buckets` are the bytes of the first and of the other buckets, which are otherwise found while
     training; `codec`, `rules`, `warm_up` and `error_feedback` are those of
-    `unisono.torch.compress`.
+    `unisono.torch.compress`.  A `state_dict` is for any number of processes, and the same shards.
     """
 
     def __init__(
@@ -151,18 +150,6 @@ class ShardedStep(Member):
                 self._in_backward = True
                 value.backward()
         return self._finish(before)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The number of the step, and what codecs owe. All ranks call it, between steps."""
-        return saving.saved(self._native, self._seconds)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a `state_dict`, of which rank 0's counts. All ranks call it, between steps.
-
-        The number of processes may be another; that of shards, the model and the codec may not.
-        All give a state of the same step.
-        """
-        saving.restore(self._native, state, self._seconds)
 
     def close(self) -> None:
         """Lets go of the model."""
