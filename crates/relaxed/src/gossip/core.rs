@@ -17,6 +17,7 @@
 use std::time::Duration;
 
 use super::stats::{GossipStats, PartnerStats};
+use super::wire::Reason;
 use crate::{Clock, Life};
 
 /// The bookkeeping of one worker.
@@ -63,17 +64,6 @@ pub struct Meeting {
     pub lead: u64,
     /// The distance of their weights before.
     pub distance: f64,
-}
-
-/// What to do with a partner's offer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Answer {
-    /// Carry it out, now.
-    Accept,
-    /// This worker's own offer to that partner is under way and goes first.
-    Crossed,
-    /// It was heard before, or is older than one that was.
-    Repeated,
 }
 
 /// How long a partner is left alone after a failure.
@@ -175,22 +165,22 @@ impl Core {
         true
     }
 
-    /// Judges an offer of another worker that has arrived whole.
-    #[must_use]
-    pub fn offered(&mut self, from: u32, life: Life, number: u64) -> Answer {
+    /// Judges an offer of another worker that has arrived whole: to be carried out now, or declined for this
+    /// reason.
+    pub fn offered(&mut self, from: u32, life: Life, number: u64) -> Result<(), Reason> {
         let crossed = self.active.is_some_and(|own| own.partner == from) && self.rank < from;
         let peer = &mut self.peers[from as usize];
         peer.lives();
         if (life, number) <= peer.heard {
             peer.stats.declined += 1;
-            return Answer::Repeated;
+            return Err(Reason::Repeated);
         }
         peer.heard = (life, number);
         if crossed {
             peer.stats.declined += 1;
-            return Answer::Crossed;
+            return Err(Reason::Crossed);
         }
-        Answer::Accept
+        Ok(())
     }
 
     /// An accepted offer of `from` was carried out.
@@ -374,7 +364,7 @@ mod tests {
         }
         assert_eq!(core.knock(now), Some(1));
         core.unanswered(1, now);
-        assert_eq!(core.offered(1, Life(1), 1), Answer::Accept);
+        assert_eq!(core.offered(1, Life(1), 1), Ok(()));
         assert_eq!(core.knock(now), Some(1), "an offer is a sign of life");
         core.reached(1);
         assert_eq!(core.knock(now), None);
@@ -394,12 +384,12 @@ mod tests {
     #[test]
     fn offers_count_once_and_in_order() {
         let mut core = Core::new(0, 2, 1, TIMEOUT);
-        assert_eq!(core.offered(1, Life(7), 1), Answer::Accept);
-        assert_eq!(core.offered(1, Life(7), 1), Answer::Repeated);
-        assert_eq!(core.offered(1, Life(7), 3), Answer::Accept);
-        assert_eq!(core.offered(1, Life(7), 2), Answer::Repeated);
-        assert_eq!(core.offered(1, Life(8), 1), Answer::Accept, "a new life counts from 1");
-        assert_eq!(core.offered(1, Life(7), 4), Answer::Repeated, "the old life is over");
+        assert_eq!(core.offered(1, Life(7), 1), Ok(()));
+        assert_eq!(core.offered(1, Life(7), 1), Err(Reason::Repeated));
+        assert_eq!(core.offered(1, Life(7), 3), Ok(()));
+        assert_eq!(core.offered(1, Life(7), 2), Err(Reason::Repeated));
+        assert_eq!(core.offered(1, Life(8), 1), Ok(()), "a new life counts from 1");
+        assert_eq!(core.offered(1, Life(7), 4), Err(Reason::Repeated), "the old life is over");
     }
 
     #[test]
@@ -407,7 +397,7 @@ mod tests {
         let (mut low, mut high) = (connected(0, 2), connected(1, 2));
         let ours = low.begin().unwrap();
         let theirs = high.begin().unwrap();
-        assert_eq!(low.offered(1, Life(1), theirs.number), Answer::Crossed);
-        assert_eq!(high.offered(0, Life(1), ours.number), Answer::Accept);
+        assert_eq!(low.offered(1, Life(1), theirs.number), Err(Reason::Crossed));
+        assert_eq!(high.offered(0, Life(1), ours.number), Ok(()));
     }
 }

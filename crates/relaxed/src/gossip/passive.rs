@@ -8,7 +8,7 @@ use unisono_net::keepalive::keep_alive;
 use unisono_net::{Connection, Introduction, TimedStream};
 
 use super::connect::End;
-use super::core::{Answer, Meeting};
+use super::core::Meeting;
 use super::merge;
 use super::node::Shared;
 use super::wire::{Kind, Message, Reason};
@@ -79,12 +79,7 @@ fn answer_offer(
         node.core().declined(from);
         Some(Reason::NotFinite)
     } else {
-        let answer = node.core().offered(from, offer.life, offer.number);
-        match answer {
-            Answer::Accept => None,
-            Answer::Crossed => Some(Reason::Crossed),
-            Answer::Repeated => Some(Reason::Repeated),
-        }
+        node.core().offered(from, offer.life, offer.number).err()
     };
     if let Some(reason) = decline {
         node.moved(from, 0);

@@ -8,8 +8,9 @@
 use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
 
-use super::core::{Answer, Core, Exchange, Meeting, Outcome, Random};
+use super::core::{Core, Exchange, Meeting, Outcome, Random};
 use super::merge;
+use super::wire::Reason;
 use crate::Life;
 
 const TIMEOUT: Duration = Duration::from_millis(200);
@@ -152,9 +153,9 @@ impl Simulation {
         let ordered = self.world.ordered;
         let worker = self.worker(to);
         let half = match worker.core.offered(from, life, number) {
-            Answer::Repeated => None,
-            Answer::Crossed if ordered => None,
-            Answer::Accept | Answer::Crossed => {
+            Err(Reason::Repeated) => None,
+            Err(_) if ordered => None,
+            Ok(()) | Err(_) => {
                 let squares = merge::meet(&mut worker.weights, &mut message);
                 worker.core.answered(from, Meeting { lead: 0, distance: squares });
                 Some(message)

@@ -14,7 +14,7 @@
 //! their order, and no thread chooses the order: two runs differ in their last bits, and then in all.
 //!
 //! What a gradient missed while it was computed is measured. [`Clocks`] counts the updates of every
-//! thread, and [`Hogwild`] notes them when a step begins and when it ends: the difference is the delay
+//! thread, and a [`Thread`] notes them when a step begins and when it ends: the difference is the delay
 //! in its record.
 
 mod atomic;
@@ -25,5 +25,5 @@ mod run;
 mod weights;
 
 pub use clocks::Clocks;
-pub use run::{Hogwild, Step, Thread, run};
+pub use run::{Step, Thread, run};
 pub use weights::SharedWeights;

@@ -3,7 +3,7 @@
 //! Every thread repeats: claim one of the updates that remain, take a step, count it, and hand a
 //! record of it to the caller's thread. The claim is a counter that all threads share; it is touched
 //! once per step, before a forward and a backward pass, and makes the number of updates exact. Before
-//! it claims, a thread looks whether the run was stopped or another thread has ended, for whatever
+//! it claims, a thread checks whether the run was stopped or another thread has ended, for whatever
 //! reason; so a run ends with the steps that are under way.
 
 use std::panic::resume_unwind;
@@ -13,7 +13,7 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 use std::thread::{self, ScopedJoinHandle};
 use std::time::Instant;
 
-use super::{Clocks, SharedWeights};
+use super::Clocks;
 use crate::events::Update;
 use crate::server::core::{Age, PushId};
 use crate::server::wire::Measured;
@@ -22,21 +22,6 @@ use crate::{Clock, Life};
 /// Records that wait for the caller's thread. With room for fewer, threads wait for a caller who
 /// writes to a slow disk; more is only memory.
 const WAITING: usize = 1024;
-
-/// A training run of threads on shared weights.
-#[derive(Clone, Copy, Debug)]
-pub struct Hogwild<'a> {
-    /// What they train.
-    pub weights: &'a SharedWeights,
-    /// Number of threads.
-    pub threads: usize,
-    /// Updates to make, by all threads together.
-    pub updates: u64,
-    /// Ends the run early, once it is true: threads finish the step they are in.
-    pub stop: &'a AtomicBool,
-    /// When the run began: what the times of records count from.
-    pub began: Instant,
-}
 
 /// What a thread says about a step it has taken.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -49,53 +34,18 @@ pub struct Step {
     pub compute: f64,
 }
 
-impl Hogwild<'_> {
-    /// Trains, and returns the number of updates that were made: all, unless the run was stopped.
-    ///
-    /// Every thread calls `start` with its number, on its own, and then what that returned for every
-    /// step: with the thread's clock, to read the weights, compute a gradient, and update them.
-    /// Meanwhile the caller's thread gives `record` what the threads report. Updates are numbered in
-    /// the order in which the reports arrive.
-    ///
-    /// # Errors
-    /// The first error of a thread, by number. The others have finished their steps by then, so that
-    /// the weights hold whole updates, but for what the failed step had made of its own.
-    ///
-    /// # Panics
-    /// If a thread panics, or `record` does, with the same panic, once all threads have ended; whatever
-    /// errors others returned. Without any threads.
-    pub fn train<S, E>(
-        &self,
-        start: impl Fn(usize) -> Result<S, E> + Sync,
-        record: impl FnMut(Update),
-    ) -> Result<u64, E>
-    where
-        S: FnMut(Clock, &SharedWeights) -> Result<Step, E>,
-        E: Send,
-    {
-        let Hogwild { weights, threads, updates, stop, began } = *self;
-        let body = |mut thread: Thread<'_>| {
-            let mut step = start(thread.number())?;
-            while let Some(clock) = thread.begin() {
-                let step = step(clock, weights)?;
-                if !thread.end(step) {
-                    break;
-                }
-            }
-            Ok(())
-        };
-        run(threads, updates, stop, began, body, record).map(|(_, made)| made)
-    }
-}
-
 /// Runs `body` on so many threads, which together make so many updates, and gives `record` what they
 /// report, on the caller's thread. Returns what the bodies did, and the number of updates that were made.
 ///
+/// Updates are numbered in the order in which the reports arrive.
+///
 /// # Errors
-/// As [`Hogwild::train`].
+/// The first error of a thread, by number. The others have finished their steps by then, so that the
+/// weights hold whole updates, but for what the failed step had made of its own.
 ///
 /// # Panics
-/// As [`Hogwild::train`].
+/// If a thread panics, or `record` does, with the same panic, once all threads have ended; whatever
+/// errors others returned. Without any threads.
 pub fn run<T: Send, E: Send>(
     threads: usize,
     updates: u64,
@@ -232,9 +182,46 @@ mod tests {
     use std::panic::{AssertUnwindSafe, catch_unwind};
     use std::sync::Barrier;
 
+    use super::super::SharedWeights;
     use super::*;
 
     const STEP: Step = Step { loss: 0.5, samples: 3, compute: 0.25 };
+
+    /// A run of threads on shared weights, each of which calls a closure for every step.
+    #[derive(Clone, Copy)]
+    struct Hogwild<'a> {
+        weights: &'a SharedWeights,
+        threads: usize,
+        updates: u64,
+        stop: &'a AtomicBool,
+        began: Instant,
+    }
+
+    impl Hogwild<'_> {
+        /// Every thread calls `start` with its number, and then what that returned for every step.
+        fn train<S, E>(
+            &self,
+            start: impl Fn(usize) -> Result<S, E> + Sync,
+            record: impl FnMut(Update),
+        ) -> Result<u64, E>
+        where
+            S: FnMut(Clock, &SharedWeights) -> Result<Step, E>,
+            E: Send,
+        {
+            let Hogwild { weights, threads, updates, stop, began } = *self;
+            let body = |mut thread: Thread<'_>| {
+                let mut step = start(thread.number())?;
+                while let Some(clock) = thread.begin() {
+                    let step = step(clock, weights)?;
+                    if !thread.end(step) {
+                        break;
+                    }
+                }
+                Ok(())
+            };
+            super::run(threads, updates, stop, began, body, record).map(|(_, made)| made)
+        }
+    }
 
     fn run<'a>(weights: &'a SharedWeights, updates: u64, stop: &'a AtomicBool) -> Hogwild<'a> {
         Hogwild { weights, threads: 3, updates, stop, began: Instant::now() }

@@ -217,14 +217,7 @@ impl Link {
         let lengths: Vec<usize> = lengths.collect();
         let total = total(&lengths)?;
         self.received += total as u64;
-        let bytes = match &self.memory {
-            Some(memory) => memory.read(&mut self.bulk, 0, total)?,
-            None => {
-                let silence = self.silence.as_mut();
-                let from = Listener { receiver: &mut self.receiver, silence };
-                read(from, &mut self.bulk, total)?
-            }
-        };
+        let bytes = self.read_bulk(0, total)?;
         let mut start = 0;
         let part = |length: usize| {
             let part = &bytes[start..start + length];
@@ -247,19 +240,21 @@ impl Link {
         for (part, &length) in lengths.iter().enumerate() {
             for start in (0..length).step_by(chunk) {
                 let here = chunk.min(length - start);
-                let bytes = match &self.memory {
-                    Some(memory) => memory.read(&mut self.bulk, at, aligned(here))?,
-                    None => {
-                        let silence = self.silence.as_mut();
-                        let from = Listener { receiver: &mut self.receiver, silence };
-                        read(from, &mut self.bulk, aligned(here))?
-                    }
-                };
+                let bytes = self.read_bulk(at, aligned(here))?;
                 take(part, start, &bytes[..here])?;
                 at += aligned(here);
             }
         }
         Ok(())
+    }
+
+    /// The next bytes of bulk data, copied once; in common memory they lie at `at`.
+    fn read_bulk(&mut self, at: usize, bytes: usize) -> io::Result<&[u8]> {
+        if let Some(memory) = &self.memory {
+            return memory.read(&mut self.bulk, at, bytes);
+        }
+        let from = Listener { receiver: &mut self.receiver, silence: self.silence.as_mut() };
+        read(from, &mut self.bulk, bytes)
     }
 
     /// Whether the other side has ended the connection, or its process.

@@ -1,8 +1,8 @@
 //! The parameter server: weights that workers push gradients to, and pull from.
 //!
 //! The parameters are cut into pieces and spread over *servers* ([`layout`]). A server is a [`core`],
-//! which decides, and around it the [run](ServedRun) that carries out what is decided, and a [`Server`] of
-//! threads and sockets, which stay thin. Its weights and optimizer state lie in a [`store`]; what it
+//! which decides, and around it `run`, which carries out what is decided, and a [`Server`] of threads and
+//! sockets, which stay thin. Its weights and optimizer state lie in a [`store`]; what it
 //! acknowledged is in its [`journal`]. A worker talks to all servers through a [`Client`].
 
 mod client;

@@ -117,16 +117,6 @@ impl Store {
         Store { pieces, block, is_abandoned: AtomicBool::new(false) }
     }
 
-    /// How many pieces there are.
-    pub fn len(&self) -> usize {
-        self.pieces.len()
-    }
-
-    /// Whether there are none.
-    pub fn is_empty(&self) -> bool {
-        self.pieces.is_empty()
-    }
-
     /// A thread has panicked, and a version will never come: every thread that waits for one, now or
     /// later, unwinds with [`Abandoned`].
     pub fn abandon(&self) {

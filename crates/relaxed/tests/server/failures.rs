@@ -215,6 +215,26 @@ fn runs_that_make_no_sense_are_refused() {
     });
 }
 
+/// A server raises its limit of open files for its workers, as far as it can.
+#[test]
+fn a_server_that_may_not_open_enough_files_says_what_to_change() {
+    within("a limit of open files", || {
+        for (limit, is_enough) in [("-Sn 64", true), ("-n 64", false)] {
+            let dir = tempfile::tempdir().unwrap();
+            let (lab, run) = (Lab::idle(1, Transport::Tcp), counting("async", 20));
+            let mut processes = Processes::idle(&lab, dir.path(), &run, 1 << 40);
+            processes.spawn(0, &format!("ulimit {limit};"));
+            match lab.try_client(&run, lab.options(0)) {
+                Ok(_) => assert!(is_enough, "a hard limit was raised"),
+                Err(error) => {
+                    let text = error.to_string();
+                    assert!(!is_enough && text.contains("ulimit -n"), "{limit}: {text}");
+                }
+            }
+        }
+    });
+}
+
 /// Where the system has no thread left for a large update, the thread that got the push makes it.
 #[test]
 fn a_server_without_threads_to_spare_serves_all_the_same() {

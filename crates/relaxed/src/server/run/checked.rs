@@ -8,6 +8,7 @@ use unisono_codec::sender::{self, Scratch};
 use unisono_codec::{Codec, CodecSpec, Task};
 use unisono_collective::shards::Shards;
 use unisono_collective::tree::Tree;
+use unisono_net::descriptors;
 
 use super::ServeError;
 use crate::Cause;
@@ -18,6 +19,10 @@ use crate::server::wire::{Part, Setup};
 
 /// The most workers and shards of the batch: beyond any run, and what is kept for each stays small.
 pub const MOST_WORKERS: u32 = 1 << 16;
+
+/// Descriptors of a server beside those for its workers: its journal and records, processes that only
+/// ask, and what else the process has open where the server is inside a worker.
+const DESCRIPTORS: u64 = 128;
 
 /// What is allowed for the encoding of a piece beyond twice the piece: enough for any head, so that
 /// tiny pieces may be encoded too.
@@ -45,9 +50,13 @@ pub struct Rounds {
 }
 
 impl CheckedSetup {
-    /// Checks a setup.
+    /// Checks a setup, and makes sure that this process may have the connections of all its workers.
     pub fn new(setup: Setup) -> Result<CheckedSetup, ServeError> {
-        CheckedSetup::check(setup).map_err(ServeError::Setup)
+        let checked = CheckedSetup::check(setup).map_err(ServeError::Setup)?;
+        // A connection and the file of its memory each, and those of one that takes its place.
+        let needed = DESCRIPTORS + 4 * u64::from(checked.setup.workers);
+        descriptors::ensure(needed).map_err(|error| ServeError::Setup(error.into()))?;
+        Ok(checked)
     }
 
     fn check(setup: Setup) -> Result<CheckedSetup, Cause> {

@@ -349,11 +349,7 @@ impl ServedRun {
         }
         let versions: Vec<u64> = wanted.iter().map(|piece| state.versions[*piece]).collect();
         drop(state);
-        let read = |(piece, version): (&usize, u64)| {
-            let (version, weights) = self.store.read(*piece, version);
-            (*piece as u32, version, weights)
-        };
-        let read: Vec<_> = wanted.iter().zip(versions).map(read).collect();
+        let read = self.read(wanted.into_iter().zip(versions));
         if self.lambda().is_some() {
             let mut state = self.lock()?;
             let count = self.checked.pieces().len();
@@ -368,11 +364,16 @@ impl ServedRun {
     /// The weights as they are.
     pub fn weights(&self) -> Result<Vec<(u32, u64, Weights)>, Unserved> {
         let versions = self.lock()?.versions.clone();
+        Ok(self.read(versions.into_iter().enumerate()))
+    }
+
+    /// The weights of pieces, each of this version or a later one.
+    fn read(&self, pieces: impl Iterator<Item = (usize, u64)>) -> Vec<(u32, u64, Weights)> {
         let read = |(piece, version)| {
             let (version, weights) = self.store.read(piece, version);
             (piece as u32, version, weights)
         };
-        Ok(versions.into_iter().enumerate().map(read).collect())
+        pieces.map(read).collect()
     }
 
     /// How things are.
