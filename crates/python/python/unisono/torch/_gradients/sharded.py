@@ -2,9 +2,9 @@
 
 The batch of a step is cut into a fixed number of shards.  A process computes the gradient of each
 of its shards by itself and hands every parameter's over as backward produces it; the sum of all
-shards is one fixed tree, whichever process computed which.  Nothing may be carried from one shard to
-the next, or the result would depend on which process computes both: so every shard begins with no gradients, with
-the buffers as they were before the step, and with a random generator of its own.
+shards is one fixed tree, whichever process computed which.  Nothing may be carried from one shard
+to the next, or the result would depend on which process computes both: so every shard begins with
+no gradients, with the buffers as they were before the step, and with a random generator of its own.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
