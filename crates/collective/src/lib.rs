@@ -28,6 +28,7 @@ pub mod cost;
 pub mod dtype;
 pub mod engine;
 pub mod error;
+mod excerpt;
 pub mod fabric;
 pub mod folder;
 mod group;
@@ -38,6 +39,7 @@ mod memory;
 mod messages;
 pub mod options;
 mod places;
+mod rank;
 mod request;
 pub mod schedule;
 pub mod shards;
@@ -54,13 +56,14 @@ pub use engine::{Engine, Explanation};
 pub use error::{CircleWait, Error, FormError, InvalidCall, Loss};
 pub use group::{AbortHandle, Group, Owned};
 pub use options::{BadSetting, Options, Transport};
+pub use rank::{Listed, Rank};
 pub use request::{Address, Checked, Request};
 pub use schedule::{Algorithm, Op};
 pub use state::Epoch;
 pub use traffic::Traffic;
 pub use work::{Pending, Work};
 
-/// What the tests and the fuzz targets of this crate reach, and nobody else.
+/// For the tests and the fuzz targets of this crate only.
 #[doc(hidden)]
 pub mod internals {
     pub use crate::control::{frame, news, overlay, reason};

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use unisono_collective::{AbortHandle, Error};
+use unisono_collective::{AbortHandle, Error, Rank};
 
 use crate::deadline::{self, Deadlines};
 use crate::dispatch::Dispatcher;
@@ -33,6 +33,7 @@ pub struct Group {
     /// Ranks in the group.
     #[pyo3(get)]
     size: usize,
+    members: Vec<Rank>,
     /// Until it was closed.
     group: Arc<Mutex<Option<Arc<unisono_collective::Group>>>>,
     deadlines: Arc<Deadlines>,
@@ -48,6 +49,7 @@ impl Group {
         Group {
             rank: group.rank(),
             size: group.size(),
+            members: group.members().to_vec(),
             deadlines: Deadlines::new(group.abort_handle()),
             group: Arc::new(Mutex::new(Some(Arc::new(group)))),
             dispatcher: Arc::default(),
@@ -65,8 +67,13 @@ impl Group {
         &self.deadlines
     }
 
+    /// A rank of the group, as errors name it.
+    pub fn job_rank(&self, rank: usize) -> Rank {
+        self.members.get(rank).copied().unwrap_or(Rank(rank))
+    }
+
     fn site(&self, operation: Operation) -> Site {
-        Site { rank: self.rank, operation }
+        Site { rank: self.job_rank(self.rank), operation }
     }
 
     fn is_forked(&self) -> bool {
@@ -158,7 +165,7 @@ impl Group {
         tag: u32,
         keep: Py<PyAny>,
     ) -> PyResult<Work> {
-        let site = self.site(Operation::Send { to, tag });
+        let site = self.site(Operation::Send { to: self.job_rank(to), tag });
         let group = self.open(py, site)?;
         // SAFETY: `keep` owns the memory and is kept until the work is done; the caller does not
         // change it until then.
@@ -177,7 +184,8 @@ impl Group {
         tag: u32,
         keep: Py<PyAny>,
     ) -> PyResult<Work> {
-        let site = self.site(Operation::Receive { from, tag });
+        let named = from.map(|from| self.job_rank(from));
+        let site = self.site(Operation::Receive { from: named, tag });
         let group = self.open(py, site)?;
         // SAFETY: `keep` owns the memory and is kept until the work is done; the caller leaves it
         // alone until then.

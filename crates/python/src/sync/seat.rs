@@ -10,7 +10,7 @@ use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 use pyo3::prelude::*;
-use unisono_collective::{AbortHandle, Group as Engine, Options};
+use unisono_collective::{AbortHandle, Group as Engine, Options, Rank};
 use unisono_sync::SyncError;
 
 use crate::deadline::{self, Deadlines};
@@ -29,13 +29,17 @@ pub struct Seat {
     /// Of the group, and of whatever else a call may wait for.
     deadlines: Vec<Arc<Deadlines>>,
     rank: usize,
+    /// The rank, as errors name it.
+    named: Rank,
 }
 
 impl Seat {
     /// In a group, if there is one.
     pub fn new(py: Python<'_>, group: Option<Py<Group>>, rank: usize) -> Seat {
         let own = group.as_ref().map(|group| group.bind(py).get().deadlines().clone());
-        Seat { group, deadlines: own.into_iter().collect(), rank }
+        let named = group.as_ref().map(|group| group.bind(py).get().job_rank(rank));
+        let (deadlines, named) = (own.into_iter().collect(), named.unwrap_or(Rank(rank)));
+        Seat { group, deadlines, rank, named }
     }
 
     /// Lets timeouts and Ctrl-C also end the calls that this handle ends.
@@ -68,7 +72,7 @@ impl Seat {
 
     /// Where an error shows.
     pub fn site(&self, operation: &'static str) -> Site {
-        Site { rank: self.rank, operation: Operation::Collective(operation) }
+        Site { rank: self.named, operation: Operation::Collective(operation) }
     }
 
     /// The engine's group; a group of one for a process by itself.
