@@ -105,7 +105,7 @@ fn the_order_of_a_list_is_the_order_of_its_reductions() {
     }
 }
 
-/// Members may try a different number of times: who came too early, or too late, joins the others
+/// Members may try a different number of times: one that came too early, or too late, joins the others
 /// when all come.
 #[test]
 fn a_sub_group_forms_after_attempts_that_failed() {
@@ -120,7 +120,7 @@ fn a_sub_group_forms_after_attempts_that_failed() {
             // Rank 0 waits for the other to connect, and rank 2 for an answer.
             match groups[early].subgroup(&list).err() {
                 Some(FormError::Missing { missing, .. }) => {
-                    assert_eq!(missing, [Rank(usize::from(early == 2))]);
+                    assert_eq!(missing, [Rank(2 - early)]);
                 }
                 other => panic!("{other:?}"),
             }
