@@ -3,7 +3,7 @@
 use crate::call::Call;
 use crate::dtype::Dtype;
 use crate::kernel;
-use crate::schedule::{Fold, Layout, Place};
+use crate::schedule::{Area, Fold, Layout};
 
 /// Where the places of a schedule are in memory.
 #[derive(Clone, Copy)]
@@ -46,18 +46,18 @@ impl Buffers<'_> {
 
     /// The address and number of elements of block `block`, the `i`-th of those that start at
     /// `place`, in `segment`.
-    pub fn block(&self, place: Place, segment: usize, block: u32, i: u32) -> (*mut u8, usize) {
+    pub fn block(&self, place: Area, segment: usize, block: u32, i: u32) -> (*mut u8, usize) {
         let size = self.dtype.size();
         match place {
-            Place::Input => {
+            Area::Input => {
                 let span = self.input_layout.span(segment, block as usize);
                 (self.input.wrapping_add(span.start * size).cast_mut(), span.len())
             }
-            Place::Output => {
+            Area::Output => {
                 let span = self.output_layout.span(segment, block as usize);
                 (self.output.wrapping_add(span.start * size), span.len())
             }
-            Place::Scratch(cell) => {
+            Area::Scratch(cell) => {
                 let slot = (segment % self.depth) * self.cells + (cell + i) as usize;
                 let count = self.shape.span(segment, block as usize).len();
                 (self.scratch.wrapping_add(slot * self.cell_bytes()), count)
@@ -68,7 +68,7 @@ impl Buffers<'_> {
     /// Carries out a local fold. `inputs` is room for the list of inputs.
     ///
     /// # Safety
-    /// The buffers are valid for their layouts and nobody else uses them meanwhile.
+    /// The buffers are valid for their layouts and no other thread uses them meanwhile.
     pub unsafe fn fold(
         &self,
         fold: &Fold,

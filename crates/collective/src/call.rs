@@ -253,6 +253,11 @@ impl Op {
         }
     }
 
+    /// The operation with another root, where it has one.
+    pub(crate) fn with_root(self, root: usize) -> Op {
+        Op::from_code(self.code(), root).expect("it is the code of an operation")
+    }
+
     const fn code(self) -> u8 {
         match self {
             Op::AllReduce => 0,

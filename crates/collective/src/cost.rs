@@ -145,7 +145,7 @@ pub fn predict(plans: &[(usize, Schedule)], topology: &Topology, costs: &Costs, 
 }
 
 /// Ranks among which are the busiest of any algorithm, rank 0 first: the root and its neighbour,
-/// the first and the last, and everybody who shares a way to other hosts with the root or with
+/// the first and the last, and all that share a way to other hosts with the root or with
 /// rank 0.
 fn witnesses(op: Op, topology: &Topology) -> Vec<usize> {
     let world = topology.world();

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use crate::call::Call;
+use unisono_net::rank::{Listed, Rank};
 
 /// How a peer was lost.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,6 +25,9 @@ pub enum Loss {
 /// After any of these but [`Error::InvalidCall`] the group is unusable: every pending and later
 /// operation fails with the same error on every rank, and the output buffers of the operations
 /// that failed hold unspecified data. Inputs of out-of-place operations are never written.
+///
+/// A [`Rank`] in it, and the root of a call in it, are numbered as the job does, also if the group is a
+/// sub-group. Only [`InvalidCall`] repeats the number that the caller used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -33,8 +37,8 @@ pub enum Error {
         lost_text(*.peer, .loss, .during)
     )]
     PeerLost {
-        /// The lost rank, numbered in this group.
-        peer: usize,
+        /// The lost rank.
+        peer: Rank,
         /// How it was lost.
         loss: Loss,
         /// What this rank was doing.
@@ -54,11 +58,11 @@ pub enum Error {
     )]
     Mismatch {
         /// One rank.
-        rank: usize,
+        rank: Rank,
         /// What it called.
         call: Call,
         /// The other rank.
-        peer: usize,
+        peer: Rank,
         /// What that one called.
         peer_call: Call,
         /// From which lines of their programs, in the order of the ranks above, where their callers say
@@ -81,9 +85,9 @@ pub enum Error {
     )]
     LengthMismatch {
         /// Sender.
-        from: usize,
+        from: Rank,
         /// Receiver.
-        to: usize,
+        to: Rank,
         /// The tag of both.
         tag: u32,
         /// Bytes sent.
@@ -97,8 +101,8 @@ pub enum Error {
     /// Another rank failed and took the group down.
     #[error("rank {peer} gave up: {reason}")]
     Aborted {
-        /// Who.
-        peer: usize,
+        /// Which.
+        peer: Rank,
         /// What it said.
         reason: String,
     },
@@ -114,7 +118,15 @@ pub enum Error {
         /// What this rank was doing.
         during: Option<Call>,
         /// The ranks that have not arrived there, as far as is known.
-        missing: Vec<usize>,
+        missing: Vec<Rank>,
+    },
+    /// A rank sent what no rank of this version sends.
+    #[error("rank {peer} sent {what}; run the same version of Unisono on all ranks")]
+    BadMessage {
+        /// Which.
+        peer: Rank,
+        /// What it sent.
+        what: &'static str,
     },
     /// The operating system refused something that the group cannot do without.
     #[error("{what} failed: {reason}")]
@@ -128,7 +140,7 @@ pub enum Error {
 
 impl Error {
     /// Ranks called different operations; where, they have not told yet.
-    pub(crate) fn mismatch(rank: usize, call: Call, peer: usize, peer_call: Call) -> Error {
+    pub(crate) fn mismatch(rank: Rank, call: Call, peer: Rank, peer_call: Call) -> Error {
         Error::Mismatch { rank, call, peer, peer_call, places: Box::default() }
     }
 
@@ -141,15 +153,15 @@ impl Error {
 /// One rank of those that wait for each other.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct CircleWait {
-    /// The rank, as the job numbers it.
-    pub rank: usize,
+    /// The rank.
+    pub rank: Rank,
     /// The call in which it waits.
     #[serde(with = "crate::call::wire")]
     pub call: Call,
     /// The number of the group of that call.
     pub group: u64,
-    /// Its ranks, as the job numbers them; the first few.
-    pub members: Vec<usize>,
+    /// Its ranks; the first few.
+    pub members: Vec<Rank>,
     /// From which line of its program.
     pub place: Option<String>,
 }
@@ -158,7 +170,7 @@ pub struct CircleWait {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum InvalidCall {
-    /// A rank that is not in the group.
+    /// A rank that is not in the group, which numbers its own from 0.
     #[error("rank {rank} is not in a group of {world}")]
     NoSuchRank {
         /// The rank named.
@@ -234,19 +246,19 @@ impl From<InvalidCall> for Error {
 pub enum FormError {
     /// Some ranks did not arrive in time. Check that they were started and can be reached.
     #[error(
-        "ranks {missing:?} did not connect within {after:?}; check that they run and that their addresses can be reached"
+        "{} did not connect within {after:?}; check that they run and that their addresses can be reached", Listed(.missing)
     )]
     Missing {
-        /// Who did not come.
-        missing: Vec<usize>,
+        /// Which did not come.
+        missing: Vec<Rank>,
         /// How long this rank waited.
         after: Duration,
     },
     /// A peer could not form its side of the group.
     #[error("{}; see what rank {peer} printed", unformed_text(*.peer, .reason))]
     Peer {
-        /// Who.
-        peer: usize,
+        /// Which.
+        peer: Rank,
         /// What it said; empty if it just vanished.
         reason: String,
     },
@@ -265,8 +277,8 @@ pub enum FormError {
         "rank {peer} runs with other settings than this rank (transport, algorithm, canonical, timeout, stall report, streams, segment, staging, encryption); make them equal"
     )]
     Settings {
-        /// Who differs.
-        peer: usize,
+        /// Which differs.
+        peer: Rank,
     },
     /// One rank encrypts its connections and the other does not.
     #[error(
@@ -278,8 +290,8 @@ pub enum FormError {
         }
     )]
     Encryption {
-        /// Who differs.
-        peer: usize,
+        /// Which differs.
+        peer: Rank,
         /// Whether it encrypts.
         theirs: bool,
     },
@@ -323,7 +335,7 @@ impl From<InvalidCall> for FormError {
     }
 }
 
-fn lost_text(peer: usize, loss: &Loss, during: &Option<Call>) -> String {
+fn lost_text(peer: Rank, loss: &Loss, during: &Option<Call>) -> String {
     let when = |word: &str| during.map(|call| format!(" {word} {call}")).unwrap_or_default();
     match loss {
         Loss::Closed => {
@@ -343,7 +355,7 @@ fn lost_text(peer: usize, loss: &Loss, during: &Option<Call>) -> String {
     }
 }
 
-fn mismatch_text(made: [(usize, &Call); 2], places: &[Option<String>; 2]) -> String {
+fn mismatch_text(made: [(Rank, &Call); 2], places: &[Option<String>; 2]) -> String {
     let [(_, one), (_, other)] = made;
     let hidden = (one.to_string() == other.to_string()).then(|| one.hidden_difference(other));
     let mut said = [0, 1].map(|i| {
@@ -361,7 +373,8 @@ fn circle_text(waits: &[CircleWait]) -> String {
         let next = waits[(i + 1) % waits.len()].rank;
         let place = place_text(place);
         format!(
-            "rank {rank} waits in {call} of the group of ranks {members:?}{place} for rank {next}"
+            "rank {rank} waits in {call} of the group of {}{place} for rank {next}",
+            Listed(members)
         )
     });
     let said: Vec<String> = said.collect();
@@ -372,17 +385,17 @@ fn place_text(place: &Option<String>) -> String {
     place.as_ref().map(|place| format!(" at {place}")).unwrap_or_default()
 }
 
-fn unformed_text(peer: usize, reason: &str) -> String {
+fn unformed_text(peer: Rank, reason: &str) -> String {
     if reason.is_empty() {
         return format!("rank {peer} died or was cut off while the group formed");
     }
     format!("rank {peer} could not form the group: {reason}")
 }
 
-fn missing_text(missing: &[usize]) -> String {
+fn missing_text(missing: &[Rank]) -> String {
     match missing {
         [] => String::new(),
         [rank] => format!(": rank {rank} has not arrived"),
-        ranks => format!(": ranks {ranks:?} have not arrived"),
+        ranks => format!(": {} have not arrived", Listed(ranks)),
     }
 }

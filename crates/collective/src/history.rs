@@ -1,4 +1,4 @@
-//! The last calls of a rank, written by whoever runs them, read by its monitor.
+//! The last calls of a rank, written by the thread that runs them, read by its monitor.
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
@@ -17,7 +17,7 @@ const WORDS: usize = size_of::<WireCall>() / 8;
 /// What stands in the first word of a call that is being replaced: no operation has this code.
 const BLANK: u64 = u64::MAX;
 
-/// Remembers calls by their numbers. Writing costs a few stores and never waits; a reader who
+/// Remembers calls by their numbers. Writing costs a few stores and never waits; a reader that
 /// comes in between finds nothing.
 pub struct History {
     calls: [[AtomicU64; WORDS]; REMEMBERED],
@@ -36,7 +36,7 @@ impl History {
         let mut words = [0u64; WORDS];
         words.as_mut_bytes().copy_from_slice(wire.as_bytes());
         slot[0].store(BLANK, Ordering::Relaxed);
-        // Whoever sees one of the new words below also sees that the first one is blank.
+        // A reader that sees one of the new words below also sees that the first one is blank.
         fence(Ordering::Release);
         for (word, value) in slot.iter().zip(words).skip(1) {
             word.store(value, Ordering::Relaxed);
@@ -120,7 +120,7 @@ mod tests {
         history.record(&all_to_all);
         assert_eq!(history.counterpart(&call(7)), Some(all_to_all));
         history.record(&call(9));
-        assert_eq!(history.counterpart(&call(8)), Some(call(9)), "nobody exchanges lengths here");
+        assert_eq!(history.counterpart(&call(8)), Some(call(9)), "no rank exchanges lengths here");
         assert_eq!(history.counterpart(&call(11)), None);
     }
 

@@ -28,6 +28,7 @@ pub mod cost;
 pub mod dtype;
 pub mod engine;
 pub mod error;
+mod excerpt;
 pub mod fabric;
 mod group;
 mod history;
@@ -57,9 +58,10 @@ pub use request::{Address, Checked, Request};
 pub use schedule::{Algorithm, Op};
 pub use state::Epoch;
 pub use traffic::Traffic;
+pub use unisono_net::rank::{Listed, Rank};
 pub use work::{Pending, Work};
 
-/// What the tests and the fuzz targets of this crate reach, and nobody else.
+/// For the tests and the fuzz targets of this crate only.
 #[doc(hidden)]
 pub mod internals {
     pub use crate::control::{frame, news, overlay, reason};

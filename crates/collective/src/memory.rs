@@ -5,17 +5,17 @@ use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
 /// Scratch memory that grows to what the largest schedule needs and no further; its contents
 /// mean nothing between calls.
 #[derive(Default)]
-pub struct Scratch {
+pub struct ScratchMemory {
     start: Option<std::ptr::NonNull<u8>>,
     bytes: usize,
 }
 
 // SAFETY: plain memory with one owner.
-unsafe impl Send for Scratch {}
+unsafe impl Send for ScratchMemory {}
 
 const ALIGN: usize = 4096;
 
-impl Scratch {
+impl ScratchMemory {
     /// At least `bytes` bytes.
     pub fn reserve(&mut self, bytes: usize) -> *mut u8 {
         if bytes > self.bytes {
@@ -42,7 +42,7 @@ impl Scratch {
     }
 }
 
-impl Drop for Scratch {
+impl Drop for ScratchMemory {
     fn drop(&mut self) {
         self.release();
     }

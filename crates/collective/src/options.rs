@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use crate::schedule::Algorithm;
 
 /// The timeouts that the environment may ask for. A shorter one takes a busy host for dead, a longer
-/// one nobody awaits.
+/// one is as good as none.
 const SHORTEST_TIMEOUT: Duration = Duration::from_millis(50);
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(31_536_000);
 
@@ -62,7 +62,7 @@ pub struct Options {
     /// A peer that is silent for this long is lost. Larger: a cut-off host is noticed later.
     /// Smaller: a host that swaps or is suspended for a moment is taken for dead.
     pub timeout: Duration,
-    /// After how long a waiting operation says in the log for whom it waits.
+    /// After how long a waiting operation says in the log for which ranks it waits.
     pub stall_after: Duration,
     /// TCP connections per pair of ranks for data.
     pub streams: usize,

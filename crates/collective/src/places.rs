@@ -8,6 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
+use unisono_net::rank::Rank;
+
 /// Calls whose places are remembered, as many as the history of calls compares.
 const REMEMBERED: usize = 64;
 
@@ -19,8 +21,8 @@ pub const PATIENCE: Duration = Duration::from_secs(2);
 /// A call, by its number, and its place.
 type Noted = (u32, Arc<str>);
 
-/// Who called: a rank, and the number of its call.
-pub type Caller = (usize, u32);
+/// A rank, and the number of its call.
+pub type Caller = (Rank, u32);
 
 /// The places of this rank's last calls, and those that other ranks have told.
 #[derive(Default)]
@@ -36,7 +38,7 @@ pub struct Places {
 struct Told {
     places: Vec<(Caller, Option<String>)>,
     /// Ranks that tell nothing any more.
-    gone: Vec<usize>,
+    gone: Vec<Rank>,
 }
 
 impl Places {
@@ -63,7 +65,7 @@ impl Places {
     /// A rank tells where it made a call, or that it does not know.
     pub fn tell(&self, caller: Caller, place: Option<String>) {
         let mut told = self.told.lock().expect("no panic while locked");
-        // Each rank tells of the two calls that differ, once; whoever tells more is not believed.
+        // Each rank tells of the two calls that differ, once; more of one rank is not believed.
         let mut earlier = told.places.iter().filter(|((rank, _), _)| *rank == caller.0);
         if earlier.clone().count() < 2 && earlier.all(|(known, _)| *known != caller) {
             told.places.push((caller, place));
@@ -71,8 +73,8 @@ impl Places {
         self.change.notify_all();
     }
 
-    /// A rank is gone: nobody need wait for what it would tell.
-    pub fn miss(&self, rank: usize) {
+    /// A rank is gone: callers do not wait for what it would tell.
+    pub fn miss(&self, rank: Rank) {
         self.told.lock().expect("no panic while locked").gone.push(rank);
         self.change.notify_all();
     }

@@ -12,6 +12,7 @@ use crate::places::{self, Places};
 use crate::traffic::Meter;
 use crate::waits::{Statement, Waits};
 use crate::work::Work;
+use unisono_net::rank::{Listed, Rank};
 
 /// How long a broken link waits for the monitor to say whose fault it is. A process that dies
 /// closes its control connections as well, so that this only runs out where nothing but the link broke.
@@ -27,7 +28,7 @@ const QUICK_WORLD: usize = 64;
 /// ranks are out of step for good reasons.
 const ASK_AFTER: Duration = Duration::from_millis(200);
 
-/// How often a waiting call asks whether to go on. Longer: it is left later. Shorter: more of nothing.
+/// How often a waiting call asks whether to go on. Longer: it answers later. Shorter: more idle work.
 pub const ASK_EVERY: Duration = Duration::from_millis(100);
 
 /// A membership of the job. Groups belong to one; when it ends they stop working.
@@ -35,7 +36,7 @@ pub struct Epoch {
     number: u64,
     ended: AtomicBool,
     groups: Mutex<Vec<Weak<GroupState>>>,
-    /// Who waits for whom.
+    /// Which ranks wait for which.
     waits: Mutex<Waits>,
 }
 
@@ -148,8 +149,8 @@ pub struct GroupState {
     rank: usize,
     /// The group's number in its epoch.
     id: u64,
-    /// Its ranks, as the job numbers them.
-    members: Vec<usize>,
+    /// Its ranks, in the order of the group.
+    members: Vec<Rank>,
     over: AtomicBool,
     failure: Mutex<Option<Error>>,
     /// For each peer, the number of the first call it takes no part in; [`PRESENT`] until it leaves.
@@ -160,13 +161,13 @@ pub struct GroupState {
     monitor: OnceLock<Weak<OwnedFd>>,
     /// The epoch it belongs to.
     epoch: OnceLock<Weak<Epoch>>,
-    /// After how long a waiting rank says for whom it waits.
+    /// After how long a waiting rank says for which ranks it waits.
     stall_after: Duration,
     /// What this rank called lately.
     history: History,
     /// A call of this rank that waits and that the others should hear of.
     stuck: Mutex<Option<Call>>,
-    /// For whom a call of this rank waits, if it has for a while.
+    /// For which ranks a call of this rank waits, if it has for a while.
     wait: Mutex<Wait>,
     /// Whether a call that waits should give up.
     stop: OnceLock<Stop>,
@@ -179,7 +180,7 @@ pub struct GroupState {
     users: Users,
     /// What threads of this rank state, for the other ranks.
     statements: Mutex<Vec<Statement>>,
-    /// For whom this rank waits, and in which call, for the other ranks.
+    /// For which ranks this one waits, and in which call, for the other ranks.
     awaits: Mutex<Vec<(usize, u32)>>,
     /// The number of the last call in which another rank waits for this one; 0 if there was none.
     awaited: AtomicU32,
@@ -190,11 +191,11 @@ pub struct GroupState {
 }
 
 impl GroupState {
-    /// The state of a new group with this number and these ranks, as the job numbers them.
+    /// The state of rank `rank` in a new group with this number and these ranks.
     pub(crate) fn new(
         rank: usize,
         id: u64,
-        members: Vec<usize>,
+        members: Vec<Rank>,
         stall_after: Duration,
     ) -> Arc<GroupState> {
         let world = members.len();
@@ -258,16 +259,65 @@ impl GroupState {
     /// Whether `call` cannot complete: the group failed, or `peer` left before it.
     pub fn is_over_for(&self, peer: usize, call: &Call) -> bool {
         if self.has_left(peer, call.seq) {
-            self.fail(Error::PeerLost { peer, loss: self.parting_of(peer), during: Some(*call) });
+            self.lose(peer, self.parting_of(peer));
         }
         self.is_over()
+    }
+
+    /// Ends the group because a peer is lost.
+    pub(crate) fn lose(&self, peer: usize, loss: Loss) {
+        self.fail(self.lost(peer, loss));
+    }
+
+    /// The error of a call that needs a peer which is lost.
+    pub(crate) fn lost(&self, peer: usize, loss: Loss) -> Error {
+        Error::PeerLost { peer: self.members[peer], loss, during: None }
+    }
+
+    /// The error of two ranks that made different calls.
+    pub(crate) fn mismatch(&self, made: [(usize, Call); 2]) -> Error {
+        let [(rank, call), (peer, peer_call)] =
+            made.map(|(rank, call)| (self.members[rank], self.named(call)));
+        Error::mismatch(rank, call, peer, peer_call)
+    }
+
+    /// The error of a peer that sent what no rank sends.
+    pub(crate) fn bad_message(&self, peer: usize, what: &'static str) -> Error {
+        Error::BadMessage { peer: self.members[peer], what }
+    }
+
+    /// The error of a send and its receive whose lengths in bytes differ.
+    pub(crate) fn length_mismatch(
+        &self,
+        (from, to): (usize, usize),
+        tag: u32,
+        sent: u64,
+        expected: u64,
+    ) -> Error {
+        let (from, to) = (self.members[from], self.members[to]);
+        Error::LengthMismatch { from, to, tag, sent, expected }
+    }
+
+    /// The error of a call that has not ended after so long.
+    pub(crate) fn timed_out(&self, after: Duration) -> Error {
+        let (during, missing) = self.waits_for();
+        let missing = missing.into_iter().map(|rank| self.members[rank]).collect();
+        Error::TimedOut { after, during: during.map(|call| self.named(call)), missing }
+    }
+
+    /// A call as users read of it: its root as the job numbers it.
+    fn named(&self, mut call: Call) -> Call {
+        if let Some(rank) = call.op.root().and_then(|root| self.members.get(root)) {
+            call.op = call.op.with_root(rank.0);
+        }
+        call
     }
 
     /// Ends the group, unless it has failed before; whether this was the first failure. A circle of ranks
     /// that wait for each other ends all groups in which they wait.
     pub(crate) fn fail(&self, error: Error) -> bool {
-        // Before anybody is woken: who is told of one group may use another next, in which its peers
-        // wait in another call.
+        // Before any thread is woken: one that is told of one group may use another next, in which its
+        // peers wait in another call.
         let mut others = self.others_in_circle(&error);
         others.retain(|group| group.note_failure(error.clone()));
         let is_first = self.note_failure(error);
@@ -300,7 +350,7 @@ impl GroupState {
         true
     }
 
-    /// Wakes whoever waits in a group that has failed.
+    /// Wakes the threads that wait in a group that has failed.
     fn wake(&self) {
         self.wake_monitor();
         self.wake_engine();
@@ -313,14 +363,14 @@ impl GroupState {
 
     /// A call failed: the group has failed, for this reason or for an earlier one.
     pub(crate) fn fail_in(&self, call: &Call, error: Error) -> Error {
-        // Who notices first takes the group down; the monitor tells the other ranks.
+        // The first failure takes the group down; the monitor tells the other ranks.
         self.fail(error);
         self.settled_error(Some(*call))
     }
 
     /// Ends the group because this rank gives up.
     pub(crate) fn abort(&self, reason: &str) {
-        self.fail(Error::Aborted { peer: self.rank, reason: reason.into() });
+        self.fail(Error::Aborted { peer: self.job_rank(), reason: reason.into() });
     }
 
     /// Another rank said that the epoch has ended: so have all groups of this rank, also those
@@ -332,7 +382,7 @@ impl GroupState {
     }
 
     /// The connection to `peer` broke in the middle of `call`. Either the peer died, or it ended
-    /// the group because of somebody else, and then the monitor is about to learn why: the true
+    /// the group because of another rank, and then the monitor is about to learn why: the true
     /// cause is worth a short wait.
     pub fn lost_link(&self, peer: usize, call: &Call) -> Error {
         self.suspicion.store(true, Ordering::SeqCst);
@@ -343,7 +393,7 @@ impl GroupState {
         }
         let left = self.has_left(peer, call.seq);
         let loss = if left { self.parting_of(peer) } else { Loss::Closed };
-        self.fail(Error::PeerLost { peer, loss, during: Some(*call) });
+        self.lose(peer, loss);
         self.error(Some(*call))
     }
 
@@ -372,7 +422,7 @@ impl GroupState {
         if let Error::Mismatch { rank, call, peer, peer_call, .. } = self.error(None) {
             let deadline = Instant::now() + places::PATIENCE;
             let callers = [(rank, call.number()), (peer, peer_call.number())];
-            for caller in callers.into_iter().filter(|(rank, _)| *rank < self.members.len()) {
+            for caller in callers {
                 self.places.wait_for(caller, deadline);
             }
         }
@@ -383,7 +433,9 @@ impl GroupState {
     pub fn error(&self, during: Option<Call>) -> Error {
         let failure = self.failure.lock().expect("no panic while locked").clone();
         match failure {
-            Some(Error::PeerLost { peer, loss, .. }) => Error::PeerLost { peer, loss, during },
+            Some(Error::PeerLost { peer, loss, .. }) => {
+                Error::PeerLost { peer, loss, during: during.map(|call| self.named(call)) }
+            }
             Some(Error::Mismatch { rank, call, peer, peer_call, .. }) => {
                 let callers = [(rank, call.number()), (peer, peer_call.number())];
                 let places = Box::new(callers.map(|caller| self.places.told(caller)));
@@ -399,7 +451,7 @@ impl GroupState {
         let _ = self.stop.set(stop);
     }
 
-    /// To be called now and then by whoever waits: ends the group if the wait should be given up.
+    /// To be called now and then by a thread that waits: ends the group if the wait should be given up.
     pub(crate) fn ask_to_stop(&self) {
         if !self.is_over() && self.stop.get().is_some_and(|stop| stop()) {
             self.abort("interrupted while it waited for other ranks");
@@ -456,6 +508,16 @@ impl GroupState {
         self.rank
     }
 
+    /// This rank, as the job numbers it.
+    pub fn job_rank(&self) -> Rank {
+        self.members[self.rank]
+    }
+
+    /// Its ranks, in the order of the group.
+    pub(crate) fn members(&self) -> &[Rank] {
+        &self.members
+    }
+
     /// Where calls were made.
     pub(crate) fn places(&self) -> &Places {
         &self.places
@@ -506,7 +568,7 @@ impl GroupState {
     /// Whether another rank waits for this one, in any group of the epoch.
     fn is_awaited_anywhere(&self) -> bool {
         let Some(epoch) = self.epoch.get().and_then(Weak::upgrade) else { return false };
-        let own = |group: &GroupState| group.members[group.rank] == self.members[self.rank];
+        let own = |group: &GroupState| group.job_rank() == self.job_rank();
         epoch.standing().iter().any(|group| own(group) && group.is_awaited())
     }
 
@@ -515,18 +577,18 @@ impl GroupState {
         let Some(epoch) = self.epoch.get().and_then(Weak::upgrade) else { return };
         let mut groups = epoch.standing();
         groups.retain(|group| {
-            let own = group.members[group.rank] == self.members[self.rank];
+            let own = group.job_rank() == self.job_rank();
             own && (group.users.caller.load(Ordering::Relaxed) == thread || group.id == self.id)
         });
         let next = |group: &GroupState| Call::after(group.calls());
         let held = groups.iter().filter(|g| g.users.caller.load(Ordering::Relaxed) == thread);
         let statement = Statement {
-            rank: self.members[self.rank],
+            rank: self.job_rank(),
             thread,
             order: next_order(),
             group: self.id,
             members: self.members.clone(),
-            call: *call,
+            call: self.named(*call),
             place: self.places.own(call.number()),
             missing: missing.iter().map(|rank| self.members[*rank]).collect(),
             holds: held.map(|group| (group.id, next(group))).collect(),
@@ -553,7 +615,7 @@ impl GroupState {
         }
     }
 
-    /// Lets the monitor tell the others for whom a call of this rank waits.
+    /// Lets the monitor tell the others for which ranks a call of this one waits.
     fn await_ranks(&self, call: &Call, missing: &[usize]) {
         let awaited = missing.iter().map(|rank| (*rank, call.number()));
         self.awaits.lock().expect("no panic while locked").extend(awaited);
@@ -589,8 +651,10 @@ impl GroupState {
         if waited < self.stall_after {
             return false;
         }
-        let (rank, waited) = (self.rank, waited.as_secs_f64());
-        log::warn!("rank {rank} has waited {waited:.1} s in {what} for ranks {:?}", missing());
+        let (rank, waited) = (self.job_rank(), waited.as_secs_f64());
+        let missing: Vec<Rank> = missing().into_iter().map(|rank| self.members[rank]).collect();
+        let missing = Listed(&missing);
+        log::warn!("rank {rank} has waited {waited:.1} s in {what} for {missing}");
         true
     }
 
@@ -600,7 +664,7 @@ impl GroupState {
     }
 
     /// Lets the monitor tell the others that this rank waits in a call. What a group runs to measure
-    /// itself is not in the history, has no number of its own, and is nobody else's business.
+    /// itself is not in the history, has no number of its own, and does not concern the others.
     fn tell_stuck(&self, call: &Call) {
         if self.is_counted(call) {
             *self.stuck.lock().expect("no panic while locked") = Some(*call);
@@ -627,7 +691,7 @@ impl GroupState {
     pub(crate) fn compare(&self, peer: usize, peer_call: &Call) -> bool {
         let Some(call) = self.history.counterpart(peer_call) else { return false };
         if call != *peer_call {
-            self.fail(Error::mismatch(self.rank, call, peer, *peer_call));
+            self.fail(self.mismatch([(self.rank, call), (peer, *peer_call)]));
         }
         true
     }
@@ -647,7 +711,7 @@ impl GroupState {
     }
 }
 
-/// Watches over a wait: remembers for whom it waits, says so in the log once if it takes too long,
+/// Watches over a wait: remembers for which ranks it waits, says so in the log once if it takes too long,
 /// and asks whether to go on.
 pub struct StallWatch<'a> {
     state: &'a GroupState,
@@ -691,7 +755,8 @@ impl StallWatch<'_> {
             self.tell_who_waits(&missing);
         }
         let report = || missing.clone();
-        self.reported |= !self.reported && self.state.report_stall(self.since, self.call, report);
+        let call = self.state.named(*self.call);
+        self.reported |= !self.reported && self.state.report_stall(self.since, &call, report);
         *self.state.wait.lock().expect("no panic while locked") =
             Wait { call: Some(*self.call), missing };
         if now - self.asked >= ASK_EVERY {
@@ -699,10 +764,8 @@ impl StallWatch<'_> {
             self.state.ask_to_stop();
         }
     }
-}
 
-impl StallWatch<'_> {
-    /// Says for whom the call waits, and of each thread that waits for it, once, that it does: one may
+    /// Says for which ranks the call waits, and of each thread that waits for it, once, that it does: one may
     /// begin to wait for a call only when the call has waited for others for a while. A rank for which no
     /// other waits is in no circle, and says nothing of its threads.
     fn tell_who_waits(&mut self, missing: &[usize]) {
@@ -724,7 +787,7 @@ impl StallWatch<'_> {
 
 impl Drop for StallWatch<'_> {
     fn drop(&mut self) {
-        // The failure of a group is often what ends a wait: who looks for its cause comes after.
+        // The failure of a group is often what ends a wait: its cause is looked for afterwards.
         if !self.state.is_over() {
             *self.state.wait.lock().expect("no panic while locked") = Wait::default();
         }
@@ -737,7 +800,7 @@ mod tests {
 
     #[test]
     fn a_peer_takes_part_in_every_call_until_it_leaves() {
-        let state = GroupState::new(0, 0, vec![0, 1], Duration::MAX);
+        let state = GroupState::new(0, 0, Rank::all(2), Duration::MAX);
         let last = u32::MAX;
         assert!([0, 1, last - 1, last].iter().all(|&seq| !state.has_left(1, seq)));
         for first in [0, 1, 7, last - 1, last] {

@@ -2,7 +2,7 @@
 //!
 //! The sum over leaves `0..n` is the tree `sum(lo, hi) = sum(lo, mid) + sum(mid, hi)` with
 //! `mid = lo +` the largest power of two smaller than `hi − lo`. Every algorithm that promises
-//! canonical bits evaluates exactly this tree, whoever holds which part of it. A [`Tree`] is the
+//! canonical bits evaluates exactly this tree, whichever rank holds which part of it. A [`Tree`] is the
 //! part of it that one rank evaluates at once: its inputs are values that already cover some
 //! leaves, and it says in which order to combine them.
 

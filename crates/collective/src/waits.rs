@@ -1,14 +1,14 @@
-//! Who waits for whom, across the groups of an epoch.
+//! Which rank waits for which, across the groups of an epoch.
 //!
 //! Ranks that make calls of two groups in opposite orders wait for each other for ever, and no group
-//! sees more than that somebody has not arrived. So a thread that has waited in a call for a while
+//! sees more than that a rank has not arrived. So a thread that has waited in a call for a while
 //! *states* it: in which call of which group it waits, which ranks have not arrived there, and which
 //! groups it *holds*, that is, whose next call is its to make, because it made the last one or formed
 //! the group. Statements travel over all groups that the thread holds. A *circle* is a list of
 //! statements in which each rank waits for the next one, which holds the group of that call and has not
 //! made the call, and the last waits for the first.
 //!
-//! A circle is a deadlock, however old its statements are and whoever is merely slow. Suppose that one
+//! A circle is a deadlock, however old its statements are and however slow other ranks are. Suppose that one
 //! of its threads went on after its statement. Then the next rank made the call that this one waited
 //! for. When that rank made its statement it had not, and the thread that was to make it waited; so
 //! that thread had gone on before this one. The same holds of it and its successor, all around the
@@ -19,6 +19,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::call::{self, Call};
 use crate::error::CircleWait;
+use crate::excerpt::ending;
+use unisono_net::rank::Rank;
 
 /// Groups that a statement lists at most, those of the latest calls first. More: longer messages.
 /// Fewer: a thread that has used more groups since is not found waiting.
@@ -36,11 +38,11 @@ pub const NAMED: usize = 6;
 /// Bytes of a place that other ranks are told.
 pub const PLACE: usize = 200;
 
-/// A thread of a rank waits. Ranks are numbered as in the job.
+/// A thread of a rank waits.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Statement {
     /// Whose thread.
-    pub rank: usize,
+    pub rank: Rank,
     /// Which of its threads.
     pub thread: u64,
     /// Larger than in all earlier statements of the thread.
@@ -48,14 +50,14 @@ pub struct Statement {
     /// The group in which it waits.
     pub group: u64,
     /// The first few ranks of that group.
-    pub members: Vec<usize>,
+    pub members: Vec<Rank>,
     /// The call in which it waits.
     #[serde(with = "call::wire")]
     pub call: Call,
     /// From which line of the program.
     pub place: Option<String>,
     /// The ranks that have not arrived there, all of which it needs.
-    pub missing: Vec<usize>,
+    pub missing: Vec<Rank>,
     /// The groups whose next call is the thread's to make, and the number of that call.
     pub holds: Vec<(u64, u32)>,
 }
@@ -66,7 +68,7 @@ impl Statement {
         self.members.truncate(LISTED);
         self.holds.truncate(HELD);
         self.missing.truncate(HELD);
-        self.place = self.place.map(|place| shortened(&place, PLACE));
+        self.place = self.place.map(|place| ending(&place, PLACE));
         self
     }
 
@@ -80,15 +82,6 @@ impl Statement {
     }
 }
 
-/// The end of a text, in which a file's name and line are, of `most` bytes.
-pub fn shortened(text: &str, most: usize) -> String {
-    let mut start = text.len().saturating_sub(most);
-    while !text.is_char_boundary(start) {
-        start += 1;
-    }
-    text[start..].into()
-}
-
 /// The last statement of every thread of every rank.
 #[derive(Default)]
 pub struct Waits {
@@ -96,8 +89,8 @@ pub struct Waits {
 }
 
 impl Waits {
-    /// Takes a statement, in place of an earlier one of its thread. If it closes a circle, those
-    /// who wait for each other, from the lowest rank on, and the groups in which they do.
+    /// Takes a statement, in place of an earlier one of its thread. If it closes a circle, the ranks
+    /// that wait for each other, from the lowest rank on, and the groups in which they do.
     pub fn state(&mut self, statement: Statement) -> Option<(Vec<CircleWait>, Vec<u64>)> {
         let (rank, thread) = (statement.rank, statement.thread);
         // Statements that travel through different groups may overtake each other.
@@ -127,7 +120,7 @@ impl Waits {
         Some((named.collect(), groups))
     }
 
-    /// The shortest circle through a statement: breadth first, over who waits for whom.
+    /// The shortest circle through a statement: breadth first, over which waits for which.
     fn circle_to(&self, start: usize) -> Option<Vec<&Statement>> {
         let all = &self.statements;
         let mut reached_from = vec![None; all.len()];
@@ -183,14 +176,14 @@ mod tests {
         holds: &[(u64, u32)],
     ) -> Statement {
         Statement {
-            rank,
+            rank: Rank(rank),
             thread: 7,
             order: 1,
             group,
-            members: vec![0, 1, 2],
+            members: Rank::all(3),
             call: call(number),
             place: Some(format!("train.py:{rank}")),
-            missing: missing.to_vec(),
+            missing: missing.iter().copied().map(Rank).collect(),
             holds: holds.to_vec(),
         }
     }
@@ -203,7 +196,7 @@ mod tests {
             let mut order = statements.to_vec();
             order.rotate_left(shift);
             let closed = order.into_iter().filter_map(|s| known.state(s)).last();
-            found.push(closed.map(|(waits, _)| waits.iter().map(|w| w.rank).collect()));
+            found.push(closed.map(|(waits, _)| waits.iter().map(|w| w.rank.0).collect()));
         }
         assert!(found.windows(2).all(|pair| pair[0] == pair[1]), "the order matters: {found:?}");
         found.remove(0)
@@ -217,7 +210,7 @@ mod tests {
         let mut known = Waits::default();
         assert_eq!(known.state(one), None);
         let (named, groups) = known.state(zero).unwrap();
-        assert_eq!((named[0].rank, named[0].call, named[1].call), (0, call(3), call(5)));
+        assert_eq!((named[0].rank, named[0].call, named[1].call), (Rank(0), call(3), call(5)));
         assert_eq!(named[1].place.as_deref(), Some("train.py:1"));
         assert_eq!(groups.len(), 2);
     }
@@ -325,7 +318,7 @@ mod tests {
                     )
                 };
                 let able: Vec<usize> = (0..world).filter(|rank| goes_on(*rank)).collect();
-                // Whoever waits says so now and then; whoever could go on may still be slow.
+                // A rank that waits says so now and then; one that could go on may still be slow.
                 let speaks = below(world);
                 for rank in 0..world {
                     let waits = entered[rank] > done[rank];

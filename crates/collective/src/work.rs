@@ -21,7 +21,7 @@ pub struct Work {
 struct Shared {
     progress: Mutex<Progress>,
     done: Condvar,
-    /// The group whose call it is, if it is one: then whoever waits for it waits in the group.
+    /// The group whose call it is, if it is one: then a thread that waits for it waits in the group.
     group: Option<Arc<GroupState>>,
 }
 
@@ -125,7 +125,7 @@ impl Work {
         Ended { work: self, outcome, callbacks: std::mem::take(&mut progress.callbacks) }
     }
 
-    /// Whether nobody else holds this handle, so that it can serve the next operation.
+    /// Whether no other thread holds this handle, so that it can serve the next operation.
     fn is_unshared(&self) -> bool {
         Arc::strong_count(&self.shared) == 1
     }
@@ -139,7 +139,7 @@ impl Work {
     }
 }
 
-/// An operation that has ended, but nobody was told.
+/// An operation that has ended, before its waiters and callbacks are told.
 pub(crate) struct Ended<'a> {
     work: &'a Work,
     outcome: Outcome,
@@ -147,11 +147,11 @@ pub(crate) struct Ended<'a> {
 }
 
 impl Ended<'_> {
-    /// Wakes who waits and calls who wanted to be called.
+    /// Wakes the threads that wait for it and runs its callbacks.
     pub fn notify(self) {
         self.work.shared.done.notify_all();
         for callback in self.callbacks {
-            // The thread that ends operations serves everybody: it outlives a broken callback.
+            // The thread that ends operations serves all callers: it outlives a broken callback.
             let call = std::panic::AssertUnwindSafe(|| callback(&self.outcome));
             if std::panic::catch_unwind(call).is_err() {
                 log::error!("a callback of an operation that ended panicked");
@@ -174,8 +174,8 @@ impl WorkPool {
     /// allocates.
     const KEPT: usize = 256;
 
-    /// Handles made with the first one. Whoever ends an operation holds its handle for a moment
-    /// longer than whoever waits for it: with fewer, now and then all would be in use.
+    /// Handles made with the first one. The thread that ends an operation holds its handle for a
+    /// moment longer than the one that waits for it: with fewer, now and then all would be in use.
     const FIRST: usize = 16;
 
     /// Handles of a group's calls.
@@ -183,7 +183,7 @@ impl WorkPool {
         WorkPool { group: Some(group), ..WorkPool::default() }
     }
 
-    /// A handle nobody uses, for the call with this number.
+    /// A handle that is not in use, for the call with this number.
     pub fn take(&mut self, number: Option<u32>) -> Work {
         let new = || Work::new(self.group.clone());
         if self.handles.is_empty() {

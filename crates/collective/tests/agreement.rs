@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use common::{Kind, meet, on_all};
 use unisono_collective::{
-    Algorithm, Dtype, Error, FormError, Group, InvalidCall, Loss, Op, Options, Reduction, Request,
-    Transport,
+    Algorithm, Dtype, Error, FormError, Group, InvalidCall, Loss, Op, Options, Rank, Reduction,
+    Request, Transport,
 };
 
 /// The default settings with a change.
@@ -35,7 +35,7 @@ const ROOTED: [Rooted; 4] = [
     },
 ];
 
-/// Everybody hears of it, also those who agree with the root they talk to.
+/// Every rank hears of it, also those that agree with the root they send to.
 fn assert_mismatch(groups: &[Group], call: Rooted, what: &str) {
     let last = groups.len() - 1;
     let outcomes = on_all(groups, |group| {
@@ -47,7 +47,7 @@ fn assert_mismatch(groups: &[Group], call: Rooted, what: &str) {
             Err(Error::Mismatch { rank: one, call, peer: other, peer_call, .. }) => {
                 assert_eq!((call.seq, call.op.name()), (peer_call.seq, peer_call.op.name()));
                 let roots = [(one, call), (other, peer_call)].map(|(rank, call)| {
-                    (call.op.root(), Some(if rank == last { last } else { 0 }))
+                    (call.op.root(), Some(if rank.0 == last { last } else { 0 }))
                 });
                 assert!(roots.iter().all(|(named, own)| named == own), "{what}: {roots:?}");
             }
@@ -139,9 +139,9 @@ fn different_settings_are_named_at_once() {
         let options = [base.clone(), base.clone(), other];
         let outcomes = meet(IpAddr::V4(Ipv4Addr::LOCALHOST), &options);
         let errors: Vec<FormError> = outcomes.into_iter().map(|o| o.err().unwrap()).collect();
-        assert_eq!(errors[0], FormError::Settings { peer: 2 });
-        assert_eq!(errors[1], FormError::Settings { peer: 2 });
-        assert_eq!(errors[2], FormError::Settings { peer: 0 });
+        assert_eq!(errors[0], FormError::Settings { peer: Rank(2) });
+        assert_eq!(errors[1], FormError::Settings { peer: Rank(2) });
+        assert_eq!(errors[2], FormError::Settings { peer: Rank(0) });
         assert!(errors[0].to_string().contains("canonical"));
         assert!(start.elapsed() < base.timeout, "the ranks waited for each other");
     }
@@ -156,7 +156,8 @@ fn a_call_on_a_group_that_ended_is_named() {
         // The first notices, the second comes too late.
         for _ in 0..2 {
             let error = group.all_reduce(&mut [1f32; 10], Reduction::Max).unwrap_err();
-            let Error::PeerLost { peer: 1, loss: Loss::Left, during: Some(call) } = &error else {
+            let Error::PeerLost { peer: Rank(1), loss: Loss::Left, during: Some(call) } = &error
+            else {
                 panic!("{error:?}")
             };
             assert_eq!((call.op, call.count), (Op::AllReduce, 10));

@@ -7,7 +7,7 @@ use std::sync::{Barrier, mpsc};
 use std::time::{Duration, Instant};
 
 use common::{Kind, PATIENCE, on_all, outcome, worlds};
-use unisono_collective::{Error, Loss, Options, Reduction, Request, Work};
+use unisono_collective::{Error, Loss, Options, Rank, Reduction, Request, Work};
 
 #[test]
 fn submissions_end_in_the_order_they_were_made() {
@@ -174,7 +174,7 @@ fn every_handle_of_a_failed_group_says_so() {
             for pending in pending {
                 let lost = outcome(pending.work()).unwrap_err();
                 assert!(
-                    matches!(lost, Error::PeerLost { peer: 1, loss: Loss::Left, .. }),
+                    matches!(lost, Error::PeerLost { peer: Rank(1), loss: Loss::Left, .. }),
                     "{lost}"
                 );
                 assert!(pending.wait().is_err());
@@ -228,7 +228,8 @@ fn ranks_that_disagree_about_lengths_are_all_told() {
                 Request::all_to_all_unequal(input, &sent, output, &received, None)
             });
             let pending = pending.unwrap();
-            let wrong = Error::LengthMismatch { from: 2, to: 1, tag: 0, sent: 8, expected: 20 };
+            let wrong =
+                Error::LengthMismatch { from: Rank(2), to: Rank(1), tag: 0, sent: 8, expected: 20 };
             assert_eq!(pending.wait().map(drop), Err(wrong));
             group.barrier().unwrap();
         });
@@ -249,7 +250,7 @@ fn every_operation_can_be_submitted() {
             let sum = |index: usize| (0..WORLD).map(|rank| own(rank)(index)).sum::<i64>();
             let sums: Vec<i64> = (0..3).map(sum).collect();
             let own_sums: Vec<i64> = (3 * me..3 * me + 3).map(sum).collect();
-            let everybody: Vec<i64> = (0..WORLD).flat_map(block).collect();
+            let gathered_blocks: Vec<i64> = (0..WORLD).flat_map(block).collect();
             let exchanged: Vec<i64> =
                 (0..WORLD).flat_map(|from| (3 * me..3 * me + 3).map(own(from))).collect();
             let (root, nothing) = (2, vec![0; 3 * WORLD]);
@@ -335,8 +336,8 @@ fn every_operation_can_be_submitted() {
             assert_eq!(into.wait().unwrap(), (block(me), sums.clone()));
             assert_eq!(scattered.wait().unwrap(), (whole(me), own_sums.clone()));
             assert_eq!(in_place.wait().unwrap()[3 * me..3 * me + 3], own_sums);
-            assert_eq!(gathered.wait().unwrap(), (block(me), everybody.clone()));
-            assert_eq!(gathered_in_place.wait().unwrap(), everybody);
+            assert_eq!(gathered.wait().unwrap(), (block(me), gathered_blocks.clone()));
+            assert_eq!(gathered_in_place.wait().unwrap(), gathered_blocks);
             let expected: Vec<i64> =
                 (0..WORLD).flat_map(|r| block(r)[..r.min(3)].to_vec()).collect();
             assert_eq!(unequal.wait().unwrap().1, expected);
@@ -344,7 +345,7 @@ fn every_operation_can_be_submitted() {
             assert_eq!(reduced.wait().unwrap(), (block(me), at_root(sums.clone())));
             let kept = if me == root { sums } else { block(me) };
             assert_eq!(reduced_in_place.wait().unwrap(), kept);
-            assert_eq!(to_root.wait().unwrap(), (block(me), at_root(everybody)));
+            assert_eq!(to_root.wait().unwrap(), (block(me), at_root(gathered_blocks)));
             let part: Vec<i64> = (3 * me..3 * me + 3).map(own(root)).collect();
             assert_eq!(from_root.wait().unwrap(), (at_root(whole(me)), part));
             assert_eq!(all_to_all.wait().unwrap(), (whole(me), exchanged.clone()));
@@ -382,7 +383,7 @@ fn break_on_completion(work: &Work) {
 }
 
 #[test]
-fn a_callback_that_panics_harms_nobody_else() {
+fn a_callback_that_panics_harms_no_other_operation() {
     for groups in worlds(2) {
         on_all(&groups, |group| {
             let pending = group.submit_all_reduce(vec![1i32; 300_000], Reduction::Sum).unwrap();

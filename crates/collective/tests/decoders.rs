@@ -18,7 +18,7 @@ use unisono_collective::internals::message_frame::{self, Frame as MessageFrame, 
 use unisono_collective::internals::news::{self, Fact, MAX_NEWS, News};
 use unisono_collective::internals::reason::Reason;
 use unisono_collective::{
-    Algorithm, CircleWait, Dtype, Error, InvalidCall, Loss, Op, Reduction, Unit,
+    Algorithm, CircleWait, Dtype, Error, InvalidCall, Loss, Op, Rank, Reduction, Unit,
 };
 use unisono_net::Token;
 use unisono_net::handshake::{
@@ -251,15 +251,21 @@ fn frames_of_messages_decode_to_what_they_say_or_not_at_all() {
 fn errors() -> Vec<Error> {
     let [call, peer_call] = [calls()[0], calls()[1]];
     vec![
-        Error::PeerLost { peer: 3, loss: Loss::Closed, during: None },
-        Error::PeerLost { peer: 3, loss: Loss::Silent(Duration::from_secs(10)), during: None },
-        Error::PeerLost { peer: 3, loss: Loss::Left, during: None },
+        Error::PeerLost { peer: Rank(3), loss: Loss::Closed, during: None },
+        Error::PeerLost {
+            peer: Rank(3),
+            loss: Loss::Silent(Duration::from_secs(10)),
+            during: None,
+        },
+        Error::PeerLost { peer: Rank(3), loss: Loss::Left, during: None },
         Error::EpochEnded { epoch: u64::MAX },
-        Error::PeerLost { peer: 3, loss: Loss::Failed("ValueError: ü".into()), during: None },
-        Error::Mismatch { rank: 1, call, peer: 2, peer_call, places: Box::default() },
+        Error::PeerLost {
+            peer: Rank(3), loss: Loss::Failed("ValueError: ü".into()), during: None
+        },
+        Error::Mismatch { rank: Rank(1), call, peer: Rank(2), peer_call, places: Box::default() },
         Error::Deadlock { waits: vec![circle_wait(call), circle_wait(peer_call)] },
-        Error::LengthMismatch { from: 1, to: 2, tag: 3, sent: 4, expected: u64::MAX },
-        Error::Aborted { peer: 1, reason: "ümlaut".repeat(1000) },
+        Error::LengthMismatch { from: Rank(1), to: Rank(2), tag: 3, sent: 4, expected: u64::MAX },
+        Error::Aborted { peer: Rank(1), reason: "ümlaut".repeat(1000) },
         Error::InvalidCall(InvalidCall::Members),
         Error::System { what: "poll", reason: "x".repeat(10_000) },
     ]
@@ -268,10 +274,10 @@ fn errors() -> Vec<Error> {
 /// As long as one can be.
 fn circle_wait(call: Call) -> CircleWait {
     CircleWait {
-        rank: 65535,
+        rank: Rank(65535),
         call,
         group: 3,
-        members: (65528..65536).collect(),
+        members: (65528..65536).map(Rank).collect(),
         place: Some("x".repeat(200)),
     }
 }
@@ -283,13 +289,13 @@ const WORLD: usize = 5;
 const MAX_FACT: usize = 4 << 10;
 
 fn facts() -> Vec<Fact> {
-    let failures = errors().into_iter().map(|error| Fact::Failed(Reason::of(&error, 1)));
+    let failures = errors().into_iter().map(|error| Fact::Failed(Reason::of(&error, Rank(1))));
     let why = Some("ValueError: ü".repeat(20));
     let place = Some("x".repeat(200));
     let others = [
         Fact::Left { rank: 2, seq: u32::MAX, why },
         Fact::Stuck { rank: 1, call: calls()[1] },
-        Fact::Place { rank: 4, number: 9, place },
+        Fact::Place { rank: Rank(4), number: 9, place },
         Fact::Awaited { rank: 3, number: u32::MAX / 2 },
     ];
     failures.chain(others).collect()
@@ -298,7 +304,7 @@ fn facts() -> Vec<Fact> {
 #[test]
 fn the_longest_circle_fits() {
     let waits = vec![circle_wait(calls()[0]); 6];
-    let fact = Fact::Failed(Reason::of(&Error::Deadlock { waits }, 1));
+    let fact = Fact::Failed(Reason::of(&Error::Deadlock { waits }, Rank(1)));
     let bytes = postcard::to_stdvec(&fact).unwrap();
     assert!(bytes.len() <= MAX_FACT, "{} bytes", bytes.len());
 }
@@ -306,7 +312,7 @@ fn the_longest_circle_fits() {
 #[test]
 fn reasons_survive_the_wire_and_fit() {
     for error in errors() {
-        let fact = Fact::Failed(Reason::of(&error, 1));
+        let fact = Fact::Failed(Reason::of(&error, Rank(1)));
         let bytes = postcard::to_stdvec(&fact).unwrap();
         assert!(bytes.len() <= MAX_FACT, "{} bytes for {error:?}", bytes.len());
         let decoded = news::decode(&bytes).unwrap();
@@ -314,7 +320,7 @@ fn reasons_survive_the_wire_and_fit() {
         let decoded = Error::from(reason.clone());
         match error {
             Error::Aborted { .. } | Error::InvalidCall(_) | Error::System { .. } => {
-                assert!(matches!(decoded, Error::Aborted { peer: 1, .. }));
+                assert!(matches!(decoded, Error::Aborted { peer: Rank(1), .. }));
             }
             error => assert_eq!(decoded, error),
         }
@@ -329,7 +335,7 @@ fn corrupted_news_are_refused_or_can_be_passed_on() {
     let mut heard = 0;
     for _ in 0..300_000 {
         let bytes = mutator.input(&seeds);
-        let mut news = News::new(WORLD);
+        let mut news = News::new(Rank::all(WORLD));
         news.connect(2);
         // A list of ranks takes eight times its bytes, and facts have a fixed size.
         let facts = within(8 * MAX_FACT + 300 * (1 + bytes.len()), || news::decode(&bytes));
@@ -348,16 +354,16 @@ fn a_member_that_talks_nonsense_while_the_group_forms_is_refused() {
     let settings = [3; 32];
     let come = |me: usize, instance| {
         let others: Vec<usize> = (0..WORLD).filter(|rank| *rank != me).collect();
-        let mut gathering = Gathering::new(me, WORLD, &others, settings, instance);
+        let mut gathering = Gathering::new(me, Rank::all(WORLD), &others, settings, instance);
         others.iter().for_each(|rank| gathering.connect(*rank));
         gathering
     };
     let honest = come(0, Some(7)).due(1, true).unwrap();
     let mut failing = come(0, None);
-    failing.fail(Failure::Rank { rank: 3, reason: "no memory".into() });
+    failing.fail(Failure::Rank { rank: Rank(3), reason: "no memory".into() });
     let failing = failing.due(1, true).unwrap();
     let mut missing = come(0, None);
-    missing.fail(Failure::Missing { missing: vec![1, 4] });
+    missing.fail(Failure::Missing { missing: vec![Rank(1), Rank(4)] });
     let missing = missing.due(1, true).unwrap();
     let seeds = [honest, failing, missing].map(|update| postcard::to_stdvec(&update).unwrap());
     assert!(seeds.iter().all(|bytes| bytes.len() <= longest_update(WORLD)));
@@ -435,8 +441,8 @@ fn a_peer_gone_mad_ends_the_group_and_nothing_else() {
         news(&[Fact::Left { rank: 1, seq: 0, why: None }]),
         // Waits in a call that was never made, and is lost itself.
         news(&[Fact::Stuck { rank: 1, call: calls()[0] }]),
-        news(&[Fact::Failed(Reason::Lost { peer: 0, silent_ms: None })]),
-        news(&[Fact::Place { rank: 1, number: 1, place: Some("a:1".into()) }]),
+        news(&[Fact::Failed(Reason::Lost { peer: Rank(0), silent_ms: None })]),
+        news(&[Fact::Place { rank: Rank(1), number: 1, place: Some("a:1".into()) }]),
     ];
     seeds.extend(all.into_iter().map(|fact| news(&[fact])));
     let panics = watch_for_panics();
@@ -469,7 +475,7 @@ fn a_peer_gone_mad_ends_the_group_and_nothing_else() {
     assert_eq!(panics.load(Ordering::SeqCst), 0);
 }
 
-/// Counts panics of the threads that serve groups, which nobody else would notice.
+/// Counts panics of the threads that serve groups, which the tests would not notice otherwise.
 fn watch_for_panics() -> Arc<AtomicUsize> {
     let panics = Arc::new(AtomicUsize::new(0));
     let (count, report) = (panics.clone(), std::panic::take_hook());

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use unisono_collective::fabric::{Address, Endpoint};
-use unisono_collective::{Epoch, FormError, Group, Options, Reduction, Transport};
+use unisono_collective::{Epoch, FormError, Group, Options, Rank, Reduction, Transport};
 use unisono_net::Token;
 use unisono_netlab::Wiretap;
 
@@ -104,7 +104,7 @@ fn ranks_that_disagree_about_encryption_are_refused() {
         let mut formed = form(&Wiretap::default(), &options);
         // The higher rank dials, and hears which of the two does what.
         let error = formed.pop().unwrap().err().unwrap();
-        assert_eq!(error, FormError::Encryption { peer: 0, theirs });
+        assert_eq!(error, FormError::Encryption { peer: Rank(0), theirs });
         assert!(error.to_string().contains("UNISONO_ENCRYPT"), "{error}");
         assert!(formed.pop().unwrap().is_err());
     }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{Kind, Waits, on_all};
-use unisono_collective::{Call, Error, Group, Options, Reduction};
+use unisono_collective::{Call, Error, Group, Options, Rank, Reduction};
 
 const KINDS: [Kind; 3] = [Kind::Local, Kind::Shm, Kind::Tcp];
 
@@ -19,7 +19,8 @@ fn an_aborted_group_says_who_gave_up_and_others_go_on() {
     for kind in KINDS {
         let groups = kind.start(3, &Options::default());
         let others = on_all(&groups, |world| world.split(Some(0), 0).unwrap().unwrap());
-        let aborted = Error::Aborted { peer: 1, reason: "the loss is not a number: ∞".into() };
+        let aborted =
+            Error::Aborted { peer: Rank(1), reason: "the loss is not a number: ∞".into() };
         let waits = [0, 2].map(|rank: usize| Waits::of(&groups[rank]));
         std::thread::scope(|scope| {
             // Rank 1 does not come: the others wait, for a call, and for messages.
@@ -55,7 +56,7 @@ fn a_long_reason_arrives_as_far_as_it_fits() {
     let groups = Kind::Tcp.start(2, &Options::default());
     groups[0].abort(&"∞".repeat(5000));
     match wait_for_end(&groups[1]) {
-        Error::Aborted { peer: 0, reason } => {
+        Error::Aborted { peer: Rank(0), reason } => {
             assert!(reason.chars().count() >= 200 && reason.chars().all(|c| c == '∞'), "{reason}");
         }
         other => panic!("{other:?}"),
@@ -84,12 +85,12 @@ fn a_timeout_names_the_ranks_that_have_not_arrived() {
                     missing,
                 }) => {
                     assert_eq!(limit, after);
-                    assert!(missing.contains(&2), "{missing:?}");
+                    assert!(missing.contains(&Rank(2)), "{missing:?}");
                 }
                 other => panic!("{other:?}"),
             }
             match outcomes.next().unwrap() {
-                Err(Error::Aborted { peer: 0, reason }) => {
+                Err(Error::Aborted { peer: Rank(0), reason }) => {
                     assert!(reason.contains("timeout of 300ms"), "{reason}");
                     assert!(reason.contains("have not arrived") || reason.contains("rank 2 has"));
                 }
@@ -101,7 +102,7 @@ fn a_timeout_names_the_ranks_that_have_not_arrived() {
 }
 
 #[test]
-fn nobody_is_missing_once_a_wait_is_over() {
+fn no_rank_is_missing_once_a_wait_is_over() {
     for kind in KINDS {
         let groups = kind.start(2, &Options::default());
         let waits = Waits::of(&groups[0]);
@@ -113,8 +114,8 @@ fn nobody_is_missing_once_a_wait_is_over() {
             group.barrier().unwrap();
         });
         groups[0].abort_handle().expire(Duration::ZERO);
-        let nobody = Error::TimedOut { after: Duration::ZERO, during: None, missing: vec![] };
-        assert_eq!(groups[0].failure(), Some(nobody));
+        let expected = Error::TimedOut { after: Duration::ZERO, during: None, missing: vec![] };
+        assert_eq!(groups[0].failure(), Some(expected));
     }
 }
 
@@ -139,7 +140,7 @@ fn a_waiting_call_can_be_interrupted() {
             let before =
                 behind.then(|| groups[0].submit_all_reduce(vec![1u8], Reduction::Sum).unwrap());
             let outcome = groups[0].all_reduce(&mut [1f32; 10], Reduction::Sum);
-            assert!(matches!(&outcome, Err(Error::Aborted { peer: 0, .. })), "{outcome:?}");
+            assert!(matches!(&outcome, Err(Error::Aborted { peer: Rank(0), .. })), "{outcome:?}");
             assert!(on_own_thread.load(Ordering::SeqCst));
             assert_eq!(asked.load(Ordering::SeqCst), 3);
             if let Some(before) = before {
@@ -147,7 +148,7 @@ fn a_waiting_call_can_be_interrupted() {
             }
             let told = wait_for_end(&groups[1]);
             assert!(
-                matches!(&told, Error::Aborted { peer: 0, reason } if reason.contains("interrupted"))
+                matches!(&told, Error::Aborted { peer: Rank(0), reason } if reason.contains("interrupted"))
             );
         }
     }

@@ -9,12 +9,12 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use common::on_all;
-use unisono_collective::engine::{Engine, GroupState, HostEngine, MakeEngine, Memory, Plan};
+use unisono_collective::engine::{CallPlan, Engine, GroupState, HostEngine, MakeEngine, Memory};
 use unisono_collective::fabric::LocalHub;
-use unisono_collective::schedule::{Blocks, Phase, Place, Problem, Topology, build};
+use unisono_collective::schedule::{Area, Blocks, Phase, Problem, Topology, build};
 use unisono_collective::{
     Algorithm, Call, Checked, Dtype, Epoch, Error, Explanation, FormError, Group, InvalidCall, Op,
-    Options, Reduction, Request,
+    Options, Rank, Reduction, Request,
 };
 
 const DEVICE: Memory = Memory::Device(7);
@@ -84,12 +84,12 @@ impl Engine for Device {
         vec![Memory::Host, DEVICE]
     }
 
-    fn plan(&mut self, request: &Request<'_>) -> Result<Plan, Error> {
+    fn plan(&mut self, request: &Request<'_>) -> Result<CallPlan, Error> {
         if request.memory() == Memory::Host {
             return self.host.plan(request);
         }
         let algorithm = request.algorithm().unwrap_or(Algorithm::Pairwise);
-        Ok(Plan { algorithm, column: COLUMN, canonical: !self.wires.careless })
+        Ok(CallPlan { algorithm, column: COLUMN, canonical: !self.wires.careless })
     }
 
     fn explain(&mut self, request: &Request<'_>) -> Result<Explanation, Error> {
@@ -110,7 +110,7 @@ impl Engine for Device {
         self.scratch.resize(buffers.scratch_bytes() / 8, 0);
         buffers.scratch = self.scratch.as_mut_ptr().cast();
         let state = self.host.state().clone();
-        let places = |blocks: &Blocks, place: Place, segment: usize| {
+        let places = |blocks: &Blocks, place: Area, segment: usize| {
             let places = blocks.clone().enumerate();
             let place = |(i, block)| buffers.block(place, segment, block, i as u32);
             let bytes = |(at, count)| (at, count * request.dtype().size());
@@ -269,7 +269,7 @@ fn a_call_on_an_engine_ends_with_its_group() {
         _ => {
             let mut buffer = vec![1f32; 1000];
             let error = group.run(on_device(&mut buffer, Reduction::Sum)).unwrap_err();
-            let Error::Aborted { peer: 2, reason } = error else { panic!("{error:?}") };
+            let Error::Aborted { peer: Rank(2), reason } = error else { panic!("{error:?}") };
             assert!(reason.contains("it was enough"), "{reason}");
         }
     });

@@ -1,4 +1,4 @@
-//! What errors say to whoever looks for a mistake: whose call, from which line, in the caller's words.
+//! What errors say to a user that looks for a mistake: whose call, from which line, in the caller's words.
 
 mod common;
 
@@ -6,7 +6,7 @@ use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use common::{Kind, on_all};
-use unisono_collective::{Algorithm, Error, Group, Loss, Options, Reduction, Request, Unit};
+use unisono_collective::{Algorithm, Error, Group, Loss, Options, Rank, Reduction, Request, Unit};
 
 /// An all-reduce of four floats that says where it was made.
 fn all_reduce(group: &Group, place: &str) -> Result<(), Error> {
@@ -24,7 +24,7 @@ fn broadcast(group: &Group, place: &str) -> Result<(), Error> {
 }
 
 #[test]
-fn every_rank_is_told_both_lines_whoever_differs() {
+fn every_rank_is_told_both_lines_whichever_differs() {
     for kind in [Kind::Local, Kind::LocalHosts, Kind::Shm, Kind::Tcp] {
         for world in [2, 3] {
             for odd in 0..world {
@@ -36,7 +36,7 @@ fn every_rank_is_told_both_lines_whoever_differs() {
                     } else {
                         all_reduce(group, &format!("even.py:{rank}"))
                     };
-                    // The root of a broadcast waits for nobody and learns of it in its next call.
+                    // The root of a broadcast does not wait, and learns of it in its next call.
                     first.and_then(|()| group.barrier()).unwrap_err()
                 });
                 for (rank, error) in errors.iter().enumerate() {
@@ -45,6 +45,7 @@ fn every_rank_is_told_both_lines_whoever_differs() {
                     let Error::Mismatch { rank: one, peer: other, .. } = *error else {
                         panic!("{what}")
                     };
+                    let odd = Rank(odd);
                     assert!(one == odd || other == odd, "{what}");
                     let even = if one == odd { other } else { one };
                     let own = format!(
@@ -52,7 +53,7 @@ fn every_rank_is_told_both_lines_whoever_differs() {
                     );
                     assert!(text.contains(&own), "{what}");
                     let theirs = format!("rank {even} called all_reduce #1 of 4 f32 by sum");
-                    // A rank that waited for nobody may have come to its barrier.
+                    // A rank that did not wait may have come to its barrier.
                     let later = format!("rank {even} called barrier #2");
                     assert!(
                         text.contains(&format!("{theirs} at even.py:{even}"))
@@ -150,7 +151,7 @@ fn a_rank_that_leaves_says_why() {
         failed.abort_handle().leave_because("ValueError: no such file\nand more");
         drop(failed);
         for error in on_all(&groups, |group| group.barrier().unwrap_err()) {
-            let Error::PeerLost { peer: 2, loss: Loss::Failed(reason), .. } = &error else {
+            let Error::PeerLost { peer: Rank(2), loss: Loss::Failed(reason), .. } = &error else {
                 panic!("{kind:?}: {error:?}")
             };
             assert_eq!(reason, "ValueError: no such file");
@@ -204,8 +205,8 @@ fn opposite_orders_of_two_groups_are_told_to_both_ranks() {
             let Error::Deadlock { waits } = &errors[0] else { panic!("{kind:?}: {errors:?}") };
             let number = 1 + u32::from(started);
             for (rank, wait) in waits.iter().enumerate() {
-                assert_eq!((wait.rank, wait.call.number()), (rank, number));
-                assert_eq!(wait.members, [0, 1]);
+                assert_eq!((wait.rank.0, wait.call.number()), (rank, number));
+                assert_eq!(wait.members, [Rank(0), Rank(1)]);
                 assert_eq!(wait.place.as_deref(), Some(&*format!("cross.py:{rank}")));
             }
         }
@@ -229,12 +230,12 @@ fn three_ranks_that_wait_in_a_circle_are_told() {
     });
     for error in errors {
         let Error::Deadlock { waits } = &error else { panic!("{error:?}") };
-        assert_eq!(waits.iter().map(|wait| wait.rank).collect::<Vec<_>>(), [0, 1, 2]);
+        assert_eq!(waits.iter().map(|wait| wait.rank).collect::<Vec<_>>(), Rank::all(3));
     }
 }
 
 /// Calls that were submitted let their program go on, so that opposite orders are no mistake; and a
-/// thread of its own may wait for ever without anybody else being stuck.
+/// thread of its own may wait for ever without any other thread being stuck.
 #[test]
 fn ranks_that_are_merely_slow_are_left_alone() {
     for kind in [Kind::Shm, Kind::Tcp] {

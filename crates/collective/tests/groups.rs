@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 
 use common::{Kind, Sample, Waits, on_all, reference};
 use unisono_collective::fabric::LocalHub;
-use unisono_collective::{Epoch, Error, FormError, Group, InvalidCall, Loss, Options, Reduction};
+use unisono_collective::{
+    Epoch, Error, FormError, Group, InvalidCall, Loss, Options, Rank, Reduction,
+};
 
 const KINDS: [Kind; 4] = [Kind::Local, Kind::LocalHosts, Kind::Shm, Kind::Tcp];
 
@@ -54,7 +56,7 @@ fn a_rank_without_a_color_joins_no_group() {
                 assert_eq!(members(&group, me), [0, 1, 3]);
             }
             assert!(world.split(None, 0).unwrap().is_none());
-            // Whoever sat out still agrees with the others on the next split.
+            // A rank that sat out still agrees with the others on the next split.
             let group = world.split(Some(0), 0).unwrap().unwrap();
             assert_eq!(members(&group, me), [0, 1, 2, 3]);
         });
@@ -103,7 +105,7 @@ fn the_order_of_a_list_is_the_order_of_its_reductions() {
     }
 }
 
-/// Members may try a different number of times: who came too early, or too late, joins the others
+/// Members may try a different number of times: one that came too early, or too late, joins the others
 /// when all come.
 #[test]
 fn a_sub_group_forms_after_attempts_that_failed() {
@@ -118,7 +120,7 @@ fn a_sub_group_forms_after_attempts_that_failed() {
             // Rank 0 waits for the other to connect, and rank 2 for an answer.
             match groups[early].subgroup(&list).err() {
                 Some(FormError::Missing { missing, .. }) => {
-                    assert_eq!(missing, [usize::from(early == 2)]);
+                    assert_eq!(missing, [Rank(2 - early)]);
                 }
                 other => panic!("{other:?}"),
             }
@@ -144,7 +146,7 @@ fn a_sub_group_forms_after_attempts_that_failed() {
     }
 }
 
-/// Nobody is missed for having waited at the door of somebody who is.
+/// No rank is named as missing for having waited for one that is.
 #[test]
 fn only_ranks_that_are_missing_are_named() {
     for kind in [Kind::Shm, Kind::Tcp] {
@@ -158,11 +160,11 @@ fn only_ranks_that_are_missing_are_named() {
             match world.subgroup(&[0, 1, 2, 3, 4, 5]).err() {
                 // What it saw itself: rank 4 alone, if rank 2 was to connect to it.
                 Some(FormError::Missing { missing, .. }) => {
-                    assert!(missing.iter().all(|rank| [2, 4].contains(rank)), "{missing:?}");
-                    assert!(missing.contains(&4));
+                    assert!(missing.iter().all(|rank| [2, 4].contains(&rank.0)), "{missing:?}");
+                    assert!(missing.contains(&Rank(4)));
                 }
                 // What it was told by a rank that gave up.
-                Some(FormError::Peer { peer: 0 | 1 | 3, reason }) => {
+                Some(FormError::Peer { peer: Rank(0 | 1 | 3), reason }) => {
                     assert!(reason.contains("[2, 4]") || reason.contains("[4]"), "{reason}");
                 }
                 other => panic!("rank {}: {other:?}", world.rank()),
@@ -288,7 +290,7 @@ fn who_leaves_is_missed_only_by_later_calls() {
         drop(groups.pop());
         for error in on_all(&groups, |group| group.barrier().unwrap_err()) {
             assert!(
-                matches!(error, Error::PeerLost { peer: 2, loss: Loss::Left, .. }),
+                matches!(error, Error::PeerLost { peer: Rank(2), loss: Loss::Left, .. }),
                 "{error:?}"
             );
         }
@@ -371,7 +373,7 @@ fn the_end_of_an_epoch_reaches_every_group_of_every_rank() {
     }
 }
 
-/// Groups that come and go leave neither threads nor descriptors behind, also if somebody has kept a
+/// Groups that come and go leave neither threads nor descriptors behind, also if a caller has kept a
 /// handle.
 #[test]
 fn a_group_that_was_left_holds_nothing() {

@@ -27,7 +27,7 @@ enum Fault {
     SleepsBlindly,
     /// A rank looks for sleepers before it sets its clock.
     LooksBeforeTicking,
-    /// A rank sets its clock and wakes nobody.
+    /// A rank sets its clock and wakes no other.
     WakesNobody,
     /// Clocks read one too high: waits end one tick too early.
     ReadsAhead,
@@ -257,7 +257,7 @@ fn execute(program: &Program) {
                     let mut run =
                         Run { regions: &regions, me, call, publishes, fault: program.fault };
                     regions[me].record[run.slot()].store(call as u64 + 1, SeqCst);
-                    pipeline.run(&view, segments, publishes, &mut run).expect("nobody interrupts");
+                    pipeline.run(&view, segments, publishes, &mut run).expect("nothing interrupts");
                 }
             })
         })

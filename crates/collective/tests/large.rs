@@ -5,7 +5,7 @@ mod common;
 use std::time::{Duration, Instant};
 
 use common::{Kind, PATIENCE, on_all};
-use unisono_collective::{Error, FormError, Group, Loss, Options, Reduction};
+use unisono_collective::{Error, FormError, Group, Loss, Options, Rank, Reduction};
 
 /// Sums that every rank can check by itself.
 fn check_sums(group: &Group) {
@@ -64,9 +64,9 @@ fn descriptors_grow_slower_than_pairs() {
     assert!(many < 5 * few, "{few} descriptors for each of 8 ranks, {many} for each of 80");
 }
 
-/// Whoever fails, leaves or calls something else: all hear of it, and of nothing else.
+/// A rank fails, leaves or calls something else: all hear of it, and of nothing else.
 #[test]
-fn everybody_hears_why_a_large_group_ends() {
+fn every_rank_hears_why_a_large_group_ends() {
     for kind in [Kind::Local, Kind::Tcp] {
         let world = 48;
         let ended = |groups: &[Group], is_it: &(dyn Fn(&Error) -> bool + Sync)| {
@@ -84,14 +84,15 @@ fn everybody_hears_why_a_large_group_ends() {
         };
         let groups = kind.start(world, &Options::default());
         groups[world / 3].abort("no more");
-        let aborted = |error: &Error| matches!(error, Error::Aborted { peer, reason } if *peer == 16 && reason == "no more");
+        let aborted = |error: &Error| matches!(error, Error::Aborted { peer, reason } if *peer == Rank(16) && reason == "no more");
         ended(&groups, &aborted);
 
         let mut groups = kind.start(world, &Options::default());
         drop(groups.pop());
         let outcomes = on_all(&groups, |group| group.barrier().unwrap_err());
-        let left =
-            |error: &Error| matches!(error, Error::PeerLost { peer: 47, loss: Loss::Left, .. });
+        let left = |error: &Error| {
+            matches!(error, Error::PeerLost { peer: Rank(47), loss: Loss::Left, .. })
+        };
         assert!(outcomes.iter().all(left), "{outcomes:?}");
 
         let groups = kind.start(world, &Options::default());
@@ -101,7 +102,7 @@ fn everybody_hears_why_a_large_group_ends() {
         });
         for outcome in outcomes {
             let Err(Error::Mismatch { rank, peer, .. }) = outcome else { panic!("{outcome:?}") };
-            assert!((rank == 31) != (peer == 31), "ranks {rank} and {peer}");
+            assert!((rank == Rank(31)) != (peer == Rank(31)), "ranks {rank} and {peer}");
         }
     }
 }
@@ -142,7 +143,7 @@ fn those_that_never_came_to_a_large_group_are_named() {
             return;
         }
         match world.subgroup(&all).err() {
-            Some(FormError::Missing { missing: named, .. }) => assert_eq!(named, missing),
+            Some(FormError::Missing { missing: named, .. }) => assert_eq!(named, missing.map(Rank)),
             other => panic!("rank {}: {other:?}", world.rank()),
         }
     });

@@ -5,7 +5,7 @@ mod common;
 use std::time::Duration;
 
 use common::{Kind, on_all, outcome, worlds};
-use unisono_collective::{Error, Group, InvalidCall, Loss, Options, Reduction, Work};
+use unisono_collective::{Error, Group, InvalidCall, Loss, Options, Rank, Reduction, Work};
 
 fn send(group: &Group, buffer: &[u8], to: usize, tag: u32) -> Result<Work, Error> {
     // SAFETY: every caller keeps the buffer until the work is done; a send only reads it.
@@ -63,7 +63,7 @@ fn messages_of_one_tag_keep_their_order() {
 fn sends_that_cross_do_not_wait_for_each_other() {
     for groups in worlds(3) {
         on_all(&groups, |group| {
-            // Blocking sends, larger than any socket buffer, to everybody at once.
+            // Blocking sends, larger than any socket buffer, to all ranks at once.
             let data = vec![group.rank() as u8; 8 << 20];
             let peers = || (0..3).filter(|&p| p != group.rank());
             let sends: Vec<Work> = peers().map(|p| send(group, &data, p, 1).unwrap()).collect();
@@ -104,7 +104,7 @@ fn small_messages_pass_while_a_large_one_waits() {
         on_all(&groups, |group| {
             if group.rank() == 0 {
                 let large = vec![7; 4 << 20];
-                // Nobody receives it before the small ones are through.
+                // No rank receives it before the small ones are through.
                 let waiting = send(group, &large, 1, 0).unwrap();
                 for i in 0..100 {
                     group.send(&[i], 1, 1).unwrap();
@@ -157,9 +157,9 @@ fn wrong_peers_are_refused_and_the_group_goes_on() {
             let to_self = Err(Error::InvalidCall(InvalidCall::ToSelf { rank: me }));
             assert_eq!(group.send(&[1u8], me, 0), to_self);
             assert_eq!(group.receive(&mut [1u8], me, 0), to_self);
-            let nobody = Err(Error::InvalidCall(InvalidCall::NoSuchRank { rank: 2, world: 2 }));
-            assert_eq!(group.send(&[1u8], 2, 0), nobody);
-            assert_eq!(group.receive(&mut [1u8], 2, 0), nobody);
+            let refused = Err(Error::InvalidCall(InvalidCall::NoSuchRank { rank: 2, world: 2 }));
+            assert_eq!(group.send(&[1u8], 2, 0), refused);
+            assert_eq!(group.receive(&mut [1u8], 2, 0), refused);
             group.barrier().unwrap();
         });
     }
@@ -175,7 +175,13 @@ fn a_receive_of_another_length_fails_on_both_sides() {
             } else {
                 receive(group, &mut buffer, 0, 5).unwrap()
             };
-            let expected = Error::LengthMismatch { from: 0, to: 1, tag: 5, sent: 10, expected: 12 };
+            let expected = Error::LengthMismatch {
+                from: Rank(0),
+                to: Rank(1),
+                tag: 5,
+                sent: 10,
+                expected: 12,
+            };
             assert_eq!(outcome(&work), Err(expected));
         });
     }
@@ -194,7 +200,7 @@ fn a_message_whose_sender_left_is_not_waited_for() {
             stays.receive(&mut [0u8], 0, 6).unwrap();
         });
         drop(leaves);
-        let left = |outcome| matches!(outcome, Err(Error::PeerLost { peer, loss: Loss::Left, .. }) if peer < 2);
+        let left = |outcome| matches!(outcome, Err(Error::PeerLost { peer, loss: Loss::Left, .. }) if peer.0 < 2);
         assert!(left(outcome(&sending)));
         let mut buffer = [0; 10];
         assert!(left(outcome(&receive(&stays, &mut buffer, 0, 5).unwrap())));
@@ -202,9 +208,9 @@ fn a_message_whose_sender_left_is_not_waited_for() {
     }
 }
 
-/// Receives of anybody's message get every message once, and learn whose it is.
+/// Receives that name no sender get every message once, and learn whose it is.
 #[test]
-fn a_receive_of_anybody_learns_who_sent() {
+fn a_receive_that_names_no_sender_learns_which_rank_sent() {
     for groups in worlds(3) {
         on_all(&groups, |group| {
             let me = group.rank();
@@ -223,7 +229,7 @@ fn a_receive_of_anybody_learns_who_sent() {
                 .collect();
             senders.sort_unstable();
             assert_eq!(senders, [1, 2]);
-            // A named receive is not disturbed by one of anybody that comes later.
+            // A named receive is not disturbed by one that names no sender and comes later.
             let mut named = [0i32; 2];
             group.receive(&mut named, 2, 6).unwrap();
             let other = group.submit_receive_owned(vec![0i32; 2], None, 6).unwrap();
@@ -257,9 +263,9 @@ fn receives_of_anybody_and_of_a_rank_keep_their_order() {
     }
 }
 
-/// It waits while somebody is left who may send, and no longer.
+/// It waits while a rank is left that may send, and no longer.
 #[test]
-fn a_receive_of_anybody_ends_when_everybody_has_left() {
+fn a_receive_that_names_no_sender_ends_when_all_others_have_left() {
     for groups in worlds(3) {
         let mut groups = groups.into_iter();
         let (stays, second, third) =

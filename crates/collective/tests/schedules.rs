@@ -7,7 +7,7 @@ mod interpret;
 use interpret::{Call, Expression, Fault, Floats, Sizes, Symbol, Symbols, interpret};
 use proptest::prelude::*;
 use unisono_collective::schedule::{
-    Algorithm, Fold, Op, Phase, Place, Problem, Round, Schedule, Topology, Window, build,
+    Algorithm, Area, Fold, Op, Phase, Problem, Round, Schedule, Topology, Window, build,
 };
 
 /// Why a schedule is wrong.
@@ -384,9 +384,9 @@ fn a_race_is_noticed_under_every_seed() {
     for (rank, schedule) in broken.iter_mut().enumerate() {
         let Phase::Rounds(rounds) = &mut schedule.phases[0] else { panic!("rounds") };
         let round = &mut rounds.rounds[1];
-        round.sends.iter_mut().for_each(|send| send.from = Place::Input);
+        round.sends.iter_mut().for_each(|send| send.from = Area::Input);
         let fold: &mut Fold = &mut round.folds[0];
-        fold.inputs[rank] = Place::Input;
+        fold.inputs[rank] = Area::Input;
     }
     for seed in 0..100 {
         let sizes = Sizes::Whole(5);

@@ -15,7 +15,7 @@ const OPS: [Op; 5] = [
     Op::AllToAll,
 ];
 const EACH: usize = 1000;
-/// Elements between the blocks of a buffer, which nobody may touch.
+/// Elements between the blocks of a buffer, which no call may touch.
 const GAP: usize = 3;
 const UNTOUCHED: i32 = -7;
 

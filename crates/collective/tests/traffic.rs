@@ -50,7 +50,7 @@ fn bytes_on_sockets_are_counted() {
 fn bytes_in_shared_memory_are_counted() {
     let ranks = all_reduce(Transport::Shm, Algorithm::Window);
     assert!(ranks.iter().all(|(traffic, timed)| traffic.sockets == 0 && *timed), "{ranks:?}");
-    // Staging two thirds and publishing one third is enough where everybody can read it.
+    // Staging two thirds and publishing one third is enough where all ranks can read it.
     let total: u64 = ranks.iter().map(|(traffic, _)| traffic.total()).sum();
     assert!(total >= 4 * ELEMENTS as u64 * 3, "{total} bytes");
 }

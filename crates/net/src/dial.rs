@@ -1,8 +1,8 @@
 //! Opens connections: connects, and proves the job's token.
 //!
-//! Nothing here blocks but one `poll`, over all sockets of a [`Dialer`] and a [`Signal`]: whoever
-//! dials can be stopped at any time, and dials many peers at once, so that one that does not answer holds
-//! no other up. Strangers who crowd an acceptor may push this process out before it could introduce
+//! Nothing here blocks but one `poll`, over all sockets of a [`Dialer`] and a [`Signal`]: dialing
+//! can be stopped at any time, and goes on with many peers at once, so that one that does not answer holds
+//! no other up. Strangers that crowd an acceptor may push this process out before it could introduce
 //! itself; [`Dialer::dial_all`] then dials again.
 
 use std::io;
@@ -59,11 +59,11 @@ pub struct Dialer<'a> {
 
 /// A connection that is to be opened.
 pub struct Door {
-    /// To whom, as the caller numbers peers.
+    /// The peer, as the caller numbers them.
     pub peer: usize,
     /// Where.
     pub target: Target,
-    /// As whom, and what for.
+    /// Which process opens it, and what for.
     pub introduction: Introduction,
 }
 
@@ -417,7 +417,7 @@ mod tests {
         assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
     }
 
-    /// While a queue is full, whoever dials waits; it goes on once there is room.
+    /// While a queue is full, a dial waits; it goes on once there is room.
     #[test]
     fn a_full_queue_of_a_unix_socket_is_waited_for() {
         let name = format!("unisono-dial-test-{}", std::process::id());

@@ -5,11 +5,11 @@
 //! parent dies, its ports stay taken, and a shutdown in the child ends the parent's connections. So
 //! the sockets of this crate are *private*: in a forked child, before it runs anything of its own,
 //! an unconnected socket takes the place of each. Its number stays taken, because the child has a
-//! copy of the parent's memory in which somebody may still close it.
+//! copy of the parent's memory, whose code may still close it.
 //!
 //! A table says, for every descriptor number, which socket it stood for when it was made private. A
-//! socket that was closed since, and whose number somebody else uses, is not the same socket, so
-//! that nobody has to take closed sockets out of the table.
+//! socket that was closed since, and whose number is used again, is not the same socket, so
+//! that there is no need to take closed sockets out of the table.
 
 use std::cell::UnsafeCell;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -20,8 +20,8 @@ use rustix::fs::{FileType, fstat};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
 use socket2::Socket;
 
-/// Forks wait as long as this lives, so that a socket can be made and made private in one go. Nobody
-/// may wait for anything else meanwhile.
+/// Forks wait as long as this lives, so that a socket can be made and made private in one go. The
+/// thread that has it waits for nothing else meanwhile.
 pub struct NoFork(#[expect(dead_code, reason = "held")] RwLockReadGuard<'static, ()>);
 
 /// Makes forks wait.
@@ -64,7 +64,7 @@ const PARTS: usize = 1024;
 static TABLE: [AtomicPtr<[AtomicU64; PART]>; PARTS] =
     [const { AtomicPtr::new(std::ptr::null_mut()) }; PARTS];
 
-/// Held by whoever makes sockets, and exclusively during a fork.
+/// Held by threads that make sockets, and exclusively during a fork.
 static LOCK: RwLock<()> = RwLock::new(());
 
 fn enter(socket: BorrowedFd<'_>) {
@@ -79,7 +79,7 @@ fn enter(socket: BorrowedFd<'_>) {
         entries = match part.compare_exchange(null, fresh, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => fresh,
             Err(winner) => {
-                // SAFETY: made above, and nobody else has seen it.
+                // SAFETY: made above, and no other thread has seen it.
                 drop(unsafe { Box::from_raw(fresh) });
                 winner
             }
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_that_somebody_else_uses_now_is_left_alone() {
+    fn a_number_that_is_used_again_is_left_alone() {
         let (private, _peer) = UnixStream::pair().unwrap();
         make_private(&private);
         let (ours, mut theirs) = UnixStream::pair().unwrap();

@@ -1,5 +1,5 @@
 //! Control messages on a stream: a length of four bytes, then that many bytes of postcard. A frame of no
-//! bytes says that its sender lives; whoever reads takes no notice of it.
+//! bytes says that its sender lives; the reader skips it.
 
 use std::io::{self, Read, Write};
 

@@ -1,14 +1,14 @@
 //! Bytes between processes that trust each other.
 //!
 //! Every connection of a job is made here: the [`dial`]er connects and proves the job's [`Token`] in the
-//! [`handshake`], the [`acceptor`] lets in who has proven it, and both hand out a [`Connection`], which is
-//! encrypted in a job that [wants it](Token::with_encryption). What it
-//! is for, its [`Purpose`], is a tag that the crates above define; nothing here knows them. Above the
-//! bytes there is one kind of [`frame`] for control messages. Processes of one host also share
-//! [`memory`], whose descriptor travels over a Unix socket. [`keepalive`] notices connections that carry
-//! nothing any more, [`fork`] keeps forked children from holding them open, [`descriptors`] are enough for a
-//! large job, and [`interface`] chooses the address to listen on. What a job writes down for its next start
-//! lies in a [`folder`] that outlasts a power failure.
+//! [`handshake`], the [`acceptor`] lets in processes that have proven it, and both hand out a
+//! [`Connection`], which is encrypted in a job that [wants it](Token::with_encryption). What it is for, its
+//! [`Purpose`], is a tag that the crates above define; nothing here knows them. Above the bytes there is
+//! one kind of [`frame`] for control messages. Processes of one host also share [`memory`], whose descriptor
+//! travels over a Unix socket. [`keepalive`] notices connections that carry nothing any more, [`fork`] keeps
+//! forked children from holding them open, [`descriptors`] raises their limit for a large job, and
+//! [`interface`] chooses the address to listen on. What a job writes down for its next start lies in a
+//! [`folder`] that outlasts a power failure. [`rank`] numbers the processes of a job.
 
 pub mod acceptor;
 mod cipher;
@@ -22,6 +22,7 @@ pub mod handshake;
 pub mod interface;
 pub mod keepalive;
 pub mod memory;
+pub mod rank;
 mod signal;
 mod timed;
 mod token;

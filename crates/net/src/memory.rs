@@ -1,7 +1,7 @@
 //! Memory that processes of one host share, and descriptors that travel over Unix sockets.
 //!
 //! Shared memory is *sealed*: its file can neither shrink nor grow, so that no access can fail once it is
-//! mapped. Whoever else has it mapped may write to it at any time, so it is never lent as a slice: its
+//! mapped. Another process that has it mapped may write to it at any time, so it is never lent as a slice: its
 //! bytes are [copied](Memory::read), or accessed as atomics through [`Memory::as_ptr`].
 
 use std::io::{self, IoSlice, IoSliceMut};

@@ -8,12 +8,12 @@ use zerocopy::IntoBytes;
 
 use crate::handshake::{Hello, JobId, Nonce, random_nonce};
 
-/// The secret of a job. Whoever holds it may join.
+/// The secret of a job. A process that holds it may join.
 ///
 /// It is passed in environment variables as 64 hexadecimal digits and never printed otherwise:
 /// its `Debug` is redacted, and there is no `Display`.
 ///
-/// It also says whether the job *encrypts*: then everything that travels over TCP between those who hold
+/// It also says whether the job *encrypts*: then everything that travels over TCP between processes that hold
 /// the token is encrypted with keys that follow from it. All must agree about that.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Token {
@@ -27,7 +27,7 @@ impl Token {
         random_nonce().map(Token::from_bytes)
     }
 
-    /// The token of a job that has no secret: anyone who knows the job's name can derive it.
+    /// The token of a job that has no secret: every process that knows the job's name can derive it.
     ///
     /// It keeps jobs apart that share machines, and nothing more.
     pub fn public(job_name: &str) -> Token {

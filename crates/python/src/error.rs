@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PyTuple};
-use unisono_collective::{Call, Error, FormError, InvalidCall};
+use unisono_collective::{Call, Error, FormError, InvalidCall, Rank};
 use unisono_sync::SyncError;
 
 /// What a rank was asked to do.
@@ -19,9 +19,9 @@ pub enum Operation {
     /// A collective call, by the engine's name.
     Collective(&'static str),
     /// A message to a rank.
-    Send { to: usize, tag: u32 },
+    Send { to: Rank, tag: u32 },
     /// A message from a rank, or from any.
-    Receive { from: Option<usize>, tag: u32 },
+    Receive { from: Option<Rank>, tag: u32 },
 }
 
 impl Display for Operation {
@@ -42,8 +42,8 @@ impl Display for Operation {
 /// Where an error shows: on which rank, in which operation.
 #[derive(Clone, Copy, Debug)]
 pub struct Site {
-    /// The rank, numbered in its group.
-    pub rank: usize,
+    /// The rank.
+    pub rank: Rank,
     /// What it was doing.
     pub operation: Operation,
 }
@@ -81,7 +81,7 @@ impl Site {
             Error::LengthMismatch { from, to, .. } => ("Mismatch", self.other(*from, *to)),
             Error::TimedOut { missing, .. } => return self.timed_out(py, missing, text),
             Error::InvalidCall(InvalidCall::NoSuchRank { rank, .. }) => {
-                ("InvalidCall", Some(*rank))
+                ("InvalidCall", Some(Rank(*rank)))
             }
             Error::InvalidCall(_) => ("InvalidCall", None),
             _ => ("Error", None),
@@ -103,14 +103,15 @@ impl Site {
         self.timed_out(py, &missing, &text)
     }
 
-    fn timed_out(&self, py: Python<'_>, missing: &[usize], text: &dyn Display) -> PyErr {
+    fn timed_out(&self, py: Python<'_>, missing: &[Rank], text: &dyn Display) -> PyErr {
         let peer = missing.first().copied();
-        self.raise_with(py, "TimedOut", peer, text, ("missing", PyTuple::new(py, missing)))
+        let missing = PyTuple::new(py, missing.iter().map(|rank| rank.0));
+        self.raise_with(py, "TimedOut", peer, text, ("missing", missing))
     }
 
     /// Which of two ranks is not this one. The rank that noticed that they disagree told all ranks:
     /// this one may be either of the two, or neither.
-    fn other(&self, one: usize, another: usize) -> Option<usize> {
+    fn other(&self, one: Rank, another: Rank) -> Option<Rank> {
         Some(if another == self.rank { one } else { another })
     }
 
@@ -139,8 +140,8 @@ impl Site {
         self.raise(py, "Error", None, &text)
     }
 
-    fn raise(&self, py: Python<'_>, kind: &str, peer: Option<usize>, text: &dyn Display) -> PyErr {
-        self.raise_with(py, kind, peer, text, ("peer", Ok(peer)))
+    fn raise(&self, py: Python<'_>, kind: &str, peer: Option<Rank>, text: &dyn Display) -> PyErr {
+        self.raise_with(py, kind, peer, text, ("peer", Ok(peer.map(|rank| rank.0))))
     }
 
     /// The exception, with one more field that only its class has.
@@ -148,15 +149,15 @@ impl Site {
         &self,
         py: Python<'py>,
         kind: &str,
-        peer: Option<usize>,
+        peer: Option<Rank>,
         text: &dyn Display,
         (field, value): (&str, PyResult<impl IntoPyObject<'py>>),
     ) -> PyErr {
         let text = format!("rank {} in {}: {text}", self.rank, self.operation);
         let fields = || {
-            let fields = [("rank", self.rank)].into_py_dict(py)?;
+            let fields = [("rank", self.rank.0)].into_py_dict(py)?;
             fields.set_item("operation", self.operation.to_string())?;
-            fields.set_item("peer", peer)?;
+            fields.set_item("peer", peer.map(|rank| rank.0))?;
             fields.set_item(field, value?)?;
             Ok(fields)
         };
@@ -167,9 +168,9 @@ impl Site {
 /// What ranks called, by rank: the number of the call and its text.
 fn numbered<'py, 'a>(
     py: Python<'py>,
-    calls: impl IntoIterator<Item = (usize, &'a Call)>,
+    calls: impl IntoIterator<Item = (Rank, &'a Call)>,
 ) -> (&'static str, PyResult<Bound<'py, PyDict>>) {
-    let calls = calls.into_iter().map(|(rank, call)| (rank, (call.number(), call.to_string())));
+    let calls = calls.into_iter().map(|(rank, call)| (rank.0, (call.number(), call.to_string())));
     ("calls", calls.into_py_dict(py))
 }
 

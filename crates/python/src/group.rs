@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
-use unisono_collective::Error;
+use unisono_collective::{Error, Rank};
 
 use crate::closable::{Closable, PATIENCE};
 use crate::deadline::{self, Deadlines};
@@ -22,6 +22,7 @@ pub struct Group {
     /// Ranks in the group.
     #[pyo3(get)]
     size: usize,
+    members: Vec<Rank>,
     group: Closable<unisono_collective::Group>,
     deadlines: Arc<Deadlines>,
     dispatcher: Arc<Dispatcher>,
@@ -35,6 +36,7 @@ impl Group {
         Group {
             rank,
             size,
+            members: group.members().to_vec(),
             group: Closable::new(group, Some(ends.clone()), rank),
             deadlines: Deadlines::new(ends),
             dispatcher: Arc::default(),
@@ -51,8 +53,13 @@ impl Group {
         &self.deadlines
     }
 
+    /// A rank of the group, as errors name it.
+    pub fn job_rank(&self, rank: usize) -> Rank {
+        self.members.get(rank).copied().unwrap_or(Rank(rank))
+    }
+
     fn site(&self, operation: Operation) -> Site {
-        Site { rank: self.rank, operation }
+        Site { rank: self.job_rank(self.rank), operation }
     }
 
     /// The engine's group, if this process can use it.
@@ -128,7 +135,7 @@ impl Group {
         tag: u32,
         keep: Py<PyAny>,
     ) -> PyResult<Work> {
-        let site = self.site(Operation::Send { to, tag });
+        let site = self.site(Operation::Send { to: self.job_rank(to), tag });
         let group = self.open(py, site)?;
         // SAFETY: `keep` owns the memory and is kept until the work is done; the caller does not
         // change it until then.
@@ -147,7 +154,8 @@ impl Group {
         tag: u32,
         keep: Py<PyAny>,
     ) -> PyResult<Work> {
-        let site = self.site(Operation::Receive { from, tag });
+        let named = from.map(|from| self.job_rank(from));
+        let site = self.site(Operation::Receive { from: named, tag });
         let group = self.open(py, site)?;
         // SAFETY: `keep` owns the memory and is kept until the work is done; the caller leaves it
         // alone until then.

@@ -49,7 +49,8 @@ pub fn check(
     let mut all = vec![0; own.len() * group.size()];
     group.all_gather(&own, &mut all)?;
     let (parameter, rank) = outlier(&all, group.size()).expect("the totals differ");
-    Err(SyncError::Diverged { step, rank, parameter: names[parameter].clone() })
+    let (rank, parameter) = (group.members()[rank], names[parameter].clone());
+    Err(SyncError::Diverged { step, rank, parameter })
 }
 
 /// The first parameter that is not the same everywhere, and a rank that is unlike most. With two
@@ -83,7 +84,7 @@ fn update(hasher: &mut blake3::Hasher, weights: &[f32]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use unisono_collective::Options;
+    use unisono_collective::{Options, Rank};
 
     #[test]
     fn the_outlier_is_named() {
@@ -109,7 +110,7 @@ mod tests {
                     }
                     let hashes = weights.each_ref().map(|w| hash(w));
                     match check(group, 2, names, &hashes) {
-                        Err(SyncError::Diverged { step: 2, rank: 2, parameter }) => {
+                        Err(SyncError::Diverged { step: 2, rank: Rank(2), parameter }) => {
                             assert_eq!(parameter, "weight");
                         }
                         other => panic!("{other:?}"),

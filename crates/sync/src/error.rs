@@ -1,6 +1,6 @@
 //! What can go wrong while replicas are kept in step.
 
-use unisono_collective::{Error, FormError};
+use unisono_collective::{Error, FormError, Rank};
 
 use unisono_codec::{BadEncoding, UnusedRule};
 
@@ -25,12 +25,14 @@ pub enum SyncError {
     Rule(#[from] UnusedRule),
     /// The ranks registered different parameters. Build the same model everywhere.
     #[error(
-        "rank {rank} has another model than rank 0: its parameter {parameter} differs in name or \
+        "rank {rank} has another model than rank {first}: its parameter {parameter} differs in name or \
          shape; build the same model on all ranks"
     )]
     DifferentModels {
-        /// A rank whose model differs from rank 0's.
-        rank: usize,
+        /// A rank whose model differs from the first rank's.
+        rank: Rank,
+        /// The first rank of the group.
+        first: Rank,
         /// The first parameter, in order of registration, that differs.
         parameter: usize,
     },
@@ -50,8 +52,8 @@ pub enum SyncError {
         "the encoded mean of rank {rank} is damaged: {source}; run one version with the same settings on all ranks"
     )]
     EncodingOfMean {
-        /// Who encoded it.
-        rank: usize,
+        /// The rank that encoded it.
+        rank: Rank,
         /// What is wrong with it.
         source: BadEncoding,
     },
@@ -74,7 +76,7 @@ pub enum SyncError {
         /// When it was noticed.
         step: u64,
         /// The rank that is unlike the majority.
-        rank: usize,
+        rank: Rank,
         /// The first parameter, in order of registration, that differs.
         parameter: String,
     },

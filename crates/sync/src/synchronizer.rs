@@ -570,6 +570,10 @@ fn expect_equal_models(group: &Group, parameters: &[Parameter]) -> Result<(), Sy
     group.all_gather(&[differs.map_or(-1, |i| i as i64)], &mut all)?;
     match all.iter().position(|differs| *differs >= 0) {
         None => Ok(()),
-        Some(rank) => Err(SyncError::DifferentModels { rank, parameter: all[rank] as usize }),
+        Some(differs) => {
+            let (rank, first) = (group.members()[differs], group.members()[0]);
+            let parameter = all[differs] as usize;
+            Err(SyncError::DifferentModels { rank, first, parameter })
+        }
     }
 }

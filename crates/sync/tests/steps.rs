@@ -1,7 +1,7 @@
 //! Whole steps of a made-up model: the weights are the same for any number of workers, whatever the
 //! buckets, the order in which gradients come, and which of them are missing.
 
-use unisono_collective::{Group, Options, Transport};
+use unisono_collective::{Group, Options, Rank, Transport};
 use unisono_optimizer::OptimizerSpec;
 use unisono_sync::bucket::BucketSizes;
 use unisono_sync::{Parameter, Settings, StepOutcome, SyncError, Synchronizer};
@@ -195,7 +195,7 @@ fn different_models_are_refused_on_all_ranks() {
                     parameters.truncate(4);
                 }
                 match Synchronizer::new(Some(group), parameters, Settings::new(3)).map(|_| ()) {
-                    Err(SyncError::DifferentModels { rank: 2, parameter: 4 }) => {}
+                    Err(SyncError::DifferentModels { rank: Rank(2), parameter: 4, .. }) => {}
                     other => panic!("{other:?}"),
                 }
             });

@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{Linear, Module, VarBuilder, VarMap};
+use unisono::Rank;
 use unisono::candle::{Parameters, Replica, ReplicaError};
 use unisono::prelude::*;
 use unisono::sync::SyncError;
@@ -189,7 +190,7 @@ fn a_diverged_replica_is_named() {
                 match replica.check(group) {
                     Err(ReplicaError::Worker(WorkerError::Sync(SyncError::Diverged {
                         step: 5,
-                        rank: 1,
+                        rank: Rank(1),
                         parameter,
                     }))) => assert_eq!(parameter, "tied"),
                     other => panic!("{other:?}"),

@@ -286,7 +286,7 @@ fn a_stopped_rank_is_reported_and_then_lost() {
         let logs = world.ranks[0].log() + &world.ranks[2].log();
         let waits_for_victim = |(call, ranks): (&str, &str)| {
             let named = call.contains('#') || call.contains("with tag 7");
-            named && ranks.split(", ").any(|rank| rank == victim.to_string())
+            named && ranks.split([' ', ',']).any(|rank| rank == victim.to_string())
         };
         assert!(stalls(&logs).any(waits_for_victim), "{wiring:?}: no stall report in {logs:?}");
 
@@ -309,8 +309,7 @@ fn a_stopped_rank_is_reported_and_then_lost() {
 fn stalls(log: &str) -> impl Iterator<Item = (&str, &str)> {
     log.lines().filter_map(|line| {
         let (_, report) = line.split_once(" has waited ")?;
-        let (call, ranks) = report.split_once(" for ranks [")?;
-        Some((call, ranks.strip_suffix(']')?))
+        report.split_once(" for rank")
     })
 }
 
@@ -481,6 +480,53 @@ fn too_much_staging_memory_is_refused_at_once() {
         assert_eq!(reply, Reply::Done);
     }
     world.end();
+}
+
+#[test]
+fn a_sub_group_names_ranks_as_the_job_does() {
+    for wiring in Wiring::PROCESSES {
+        let mut settings = wiring.settings();
+        settings.stall_after = Duration::from_millis(300);
+        let mut world = wiring.start(4);
+        world.form(&settings);
+        let form = |world: &mut World| {
+            for rank in [1, 3] {
+                world.ranks[rank].tell(&Command::Subgroup { members: vec![1, 3] });
+            }
+            for rank in [1, 3] {
+                assert_eq!(world.ranks[rank].reply(), Reply::Done);
+            }
+        };
+
+        // A stall, then a mismatch: the root is rank 0 of the group.
+        form(&mut world);
+        world.ranks[1].tell(&Command::Call(SUM));
+        assert_eq!(world.ranks[1].reply_within(Duration::from_secs(1)), None);
+        world.ranks[3].tell(&Command::Call(Call::Broadcast { count: 10, root: 0 }));
+        for rank in [1, 3] {
+            let failure = world.ranks[rank].failed().failure;
+            let Failure::Mismatch { rank, call, peer, peer_call } = failure else {
+                panic!("{wiring:?}: {failure:?}")
+            };
+            let mut calls = [(rank, call), (peer, peer_call)];
+            calls.sort();
+            assert_eq!(calls[0], (1, "all_reduce #1 of 1000 i64 by sum".into()));
+            assert_eq!(calls[1], (3, "broadcast #1 of 10 i64 with root 1".into()));
+        }
+        let log = world.ranks[1].log();
+        assert!(log.contains("rank 1 has waited "), "{wiring:?}: {log}");
+        assert!(stalls(&log).any(|(_, ranks)| ranks == " 3"), "{wiring:?}: {log}");
+
+        form(&mut world);
+        world.ranks[1].tell(&Command::Settle);
+        assert_eq!(world.ranks[1].reply_within(Duration::from_millis(200)), None);
+        world.ranks[3].signal(Signal::KILL);
+        world.ranks[3].wait();
+        let failure = world.ranks[1].failed().failure;
+        assert_eq!(lost(&failure, How::Closed), Some(3), "{wiring:?}: {failure:?}");
+        world.ranks.remove(3);
+        world.end();
+    }
 }
 
 #[test]

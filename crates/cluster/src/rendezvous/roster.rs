@@ -4,9 +4,8 @@
 //! last blob is there, or *aborted* by the first thing that makes completion impossible or
 //! unwanted; both are final. A rank that comes afterwards is refused.
 
-use std::fmt;
-
 use serde::{Deserialize, Serialize};
+use unisono_net::rank::{Listed, Rank};
 
 /// The state of one rendezvous.
 #[derive(Debug)]
@@ -91,7 +90,7 @@ pub enum Abort {
         rank: u32,
     },
     /// A rank's patience ended first.
-    #[error("{} did not join in time; check that every rank is started", Ranks(missing))]
+    #[error("{} did not join in time; check that every rank is started", listed(missing))]
     Missing {
         /// The ranks that had not brought their blob.
         missing: Vec<u32>,
@@ -213,21 +212,10 @@ impl Slot {
     }
 }
 
-/// Ranks in a sentence; many of them abbreviated.
-struct Ranks<'a>(&'a [u32]);
-
-impl fmt::Display for Ranks<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const SHOWN: usize = 16;
-        f.write_str(if self.0.len() == 1 { "rank " } else { "ranks " })?;
-        for (index, rank) in self.0.iter().take(SHOWN).enumerate() {
-            write!(f, "{}{rank}", if index == 0 { "" } else { ", " })?;
-        }
-        match self.0.len().saturating_sub(SHOWN) {
-            0 => Ok(()),
-            more => write!(f, " and {more} more"),
-        }
-    }
+/// Ranks in a sentence.
+fn listed(ranks: &[u32]) -> String {
+    let ranks: Vec<Rank> = ranks.iter().map(|rank| Rank(*rank as usize)).collect();
+    Listed(&ranks).to_string()
 }
 
 #[cfg(test)]
@@ -270,8 +258,7 @@ mod tests {
         roster.offer(3, vec![]);
         roster.expire();
         let text = roster.aborted().unwrap().to_string();
-        assert!(text.starts_with("ranks 0, 1, 2, 4, 5"), "{text}");
-        assert!(text.contains("and 23 more"), "{text}");
+        assert!(text.starts_with("ranks 0–2 and 4–39 did not join"), "{text}");
     }
 
     proptest! {

@@ -1,4 +1,4 @@
-//! The control connections of a group: who is alive, who leaves, and why it ends.
+//! The control connections of a group: which ranks are alive, which leave, and why it ends.
 //!
 //! A rank has control connections to its [neighbours](overlay), and one thread, the *monitor*, that serves
 //! them and the [messages](crate::messages). It notices a closed connection at once and a silent neighbour
@@ -25,17 +25,18 @@ use unisono_net::keepalive::Flow;
 
 use crate::call::Call;
 use crate::error::{Error, Loss};
+use crate::excerpt::ending;
 use crate::fabric::{Arrival, Network, Opening, Use};
 use crate::messages::{Messages, Transfer};
 use crate::state::GroupState;
-use crate::waits::{PLACE, shortened};
+use crate::waits::PLACE;
 use crate::work::{Work, WorkPool};
 use frame::Frame;
 use news::{Fact, MAX_TEXT, News, first_line};
 use peer::{Event, Peer};
 use reason::Reason;
 
-/// How long a leaving rank waits for its last words to be taken.
+/// How long a leaving rank waits until its neighbours have taken its last news.
 const FAREWELL: Duration = Duration::from_millis(200);
 
 /// Room for commands before their list grows. More: more idle memory. Less: the first burst of
@@ -80,7 +81,7 @@ impl Control {
         let commands = Mutex::new(Vec::with_capacity(ROOM));
         let shared = Arc::new(Shared { commands, wake });
         let world = state.world();
-        let mut news = News::new(world);
+        let mut news = News::new(state.members().to_vec());
         let mut peers = Vec::with_capacity(neighbours.len());
         for (peer, connection) in neighbours {
             connection.socket().set_nonblocking(true)?;
@@ -331,15 +332,14 @@ impl Monitor {
 
     /// A rank is lost.
     fn lose(&mut self, rank: usize, loss: Loss) {
-        self.state.places().miss(rank);
-        self.state.fail(Error::PeerLost { peer: rank, loss, during: None });
+        self.state.places().miss(self.state.members()[rank]);
+        self.state.lose(rank, loss);
     }
 
     /// A rank broke the rules.
-    fn fail_for(&mut self, rank: usize, what: &str) {
-        self.state.places().miss(rank);
-        let reason = format!("rank {rank} sent {what}");
-        self.state.fail(Error::System { what: "a control connection", reason });
+    fn fail_for(&mut self, rank: usize, what: &'static str) {
+        self.state.places().miss(self.state.members()[rank]);
+        self.state.fail(self.state.bad_message(rank, what));
     }
 
     /// A connection to a rank closed, or could not be opened. If the rank has left, that is about to be
@@ -368,8 +368,8 @@ impl Monitor {
     fn hear(&mut self, from: Option<usize>, fact: Fact) -> Result<(), news::Malformed> {
         match self.news.hear(from, fact)? {
             Some(news::Event::New(fact)) => self.act_on_news(fact),
-            Some(news::Event::Differ([(rank, call), (peer, peer_call)])) => {
-                self.state.fail(Error::mismatch(rank, call, peer, peer_call));
+            Some(news::Event::Differ(made)) => {
+                self.state.fail(self.state.mismatch(made));
             }
             None => {}
         }
@@ -410,8 +410,8 @@ impl Monitor {
             Fact::Stuck { rank, call } if rank as usize != self.rank => {
                 self.state.compare(rank as usize, &call);
             }
-            Fact::Place { rank, number, place } if rank as usize != self.rank => {
-                self.state.places().tell((rank as usize, number), place);
+            Fact::Place { rank, number, place } if rank != self.state.job_rank() => {
+                self.state.places().tell((rank, number), place);
             }
             Fact::Awaited { rank, number } if rank as usize == self.rank => {
                 self.state.note_awaited(number);
@@ -425,15 +425,15 @@ impl Monitor {
     fn tell_places(&mut self, error: &Error) {
         let Error::Mismatch { rank, call, peer, peer_call, .. } = error else { return };
         for (caller, number) in [(*rank, call.number()), (*peer, peer_call.number())] {
-            if caller == self.rank {
-                let place = self.state.places().own(number).map(|place| shortened(&place, PLACE));
-                self.tell(Fact::Place { rank: caller as u32, number, place });
+            if caller == self.state.job_rank() {
+                let place = self.state.places().own(number).map(|place| ending(&place, PLACE));
+                self.tell(Fact::Place { rank: caller, number, place });
                 self.own_places.push(number);
             }
         }
     }
 
-    /// Tells all ranks in which call this one waits, and for whom, here or in other groups.
+    /// Tells all ranks in which call this one waits, and for which of them, here or in other groups.
     fn tell_waits(&mut self) {
         if let Some(call) = self.state.take_stuck() {
             self.tell(Fact::Stuck { rank: self.rank as u32, call });
@@ -464,13 +464,13 @@ impl Monitor {
             let silence = now.saturating_duration_since(peer.last_heard);
             if silence > self.timeout {
                 let loss = Loss::Silent(silence);
-                self.state.fail(Error::PeerLost { peer: peer.rank, loss, during: None });
+                self.state.lose(peer.rank, loss);
             }
         }
         for (peer, flow) in &mut self.flows {
             if let Some(silence) = flow.silence(now).filter(|silence| *silence > self.timeout) {
                 let loss = Loss::Silent(silence);
-                self.state.fail(Error::PeerLost { peer: *peer, loss, during: None });
+                self.state.lose(*peer, loss);
             }
         }
         for rank in self.peers.extract_if(.., |peer| !peer.is_present()).map(|peer| peer.rank) {
@@ -509,7 +509,7 @@ impl Monitor {
     fn give_up(&mut self) {
         let error = self.state.error(None);
         if !std::mem::replace(&mut self.told, true) {
-            self.tell(Fact::Failed(Reason::of(&error, self.rank)));
+            self.tell(Fact::Failed(Reason::of(&error, self.state.job_rank())));
             // Also if the ranks know of so many failures that they do not pass on this one.
             self.tell_places(&error);
         }
@@ -536,7 +536,7 @@ impl Monitor {
         // The caller waits for its own place too: when it goes on, and perhaps ends, the others know.
         for number in self.own_places.drain(..) {
             let place = self.state.places().own(number);
-            self.state.places().tell((self.rank, number), place);
+            self.state.places().tell((self.state.job_rank(), number), place);
         }
         spread
     }
@@ -548,7 +548,7 @@ impl Monitor {
             let why = self.state.parting().map(|why| first_line(why, MAX_TEXT));
             self.tell(Fact::Left { rank: self.rank as u32, seq, why });
         }
-        self.messages.end_here();
+        self.messages.end_here(&self.state);
         let deadline = Instant::now() + FAREWELL;
         loop {
             while self.spread() {}

@@ -1,13 +1,13 @@
 //! What a rank tells all others, passed on from neighbour to neighbour.
 //!
-//! A [`Fact`] is about one thing: why the group failed, who left, that a rank waits in a call. A rank that
+//! A [`Fact`] is about one thing: why the group failed, which rank left, that one waits in a call. A rank that
 //! learns a fact which is new to it acts on it and hands it to all neighbours but the one it has it from;
 //! what it knows already stops there. So a fact crosses every connection once, or twice if both ends
 //! learn it at the same time, and reaches every rank to which neighbours lead.
 //!
-//! Facts about the same thing do not add up. That a rank waits in call 7 is passed on once, by whichever
-//! rank it was said first: the others only compare. If two statements about one call differ, then on
-//! the way between those who made them there are two neighbours that passed on different ones, and each
+//! Facts about the same thing do not add up. That a rank waits in call 7 is passed on once, of whichever
+//! rank said it first: the others only compare. If two statements about one call differ, then on
+//! the way between the ranks that made them there are two neighbours that passed on different ones, and each
 //! of them hears the other's. So calls that differ are found out with as many messages as one fact
 //! takes, however many ranks wait.
 //!
@@ -19,7 +19,9 @@ use serde::{Deserialize, Serialize};
 
 use super::reason::Reason;
 use crate::call::{self, Call};
-use crate::waits::{PLACE, Statement, shortened};
+use crate::excerpt::{beginning, ending};
+use crate::waits::{PLACE, Statement};
+use unisono_net::rank::Rank;
 
 /// The largest text that travels with a goodbye.
 pub const MAX_TEXT: usize = 512;
@@ -32,7 +34,7 @@ pub const MAX_NEWS: usize = 64 << 10;
 const MAX_FACT: usize = 4 << 10;
 
 /// Failures that are passed on. The first is the group's; ranks that differ in pairs learn from the others
-/// who wants to know from which line they called. More: more messages when everything fails at once.
+/// which calls are in question, and tell their lines. More: more messages when everything fails at once.
 const FAILURES: usize = 4;
 
 /// Calls whose first statement is remembered. A rank is never so far ahead of another.
@@ -68,8 +70,8 @@ pub enum Fact {
     },
     /// Where in its program a rank made a call, if it knows.
     Place {
-        /// Which rank.
-        rank: u32,
+        /// Which rank of the job, as in a [`Reason`].
+        rank: Rank,
         /// The number of the call.
         number: u32,
         /// The place.
@@ -101,6 +103,7 @@ pub struct Malformed;
 
 /// What one rank knows, and what its neighbours are to be told.
 pub struct News {
+    members: Vec<Rank>,
     failures: Vec<Reason>,
     /// Per rank, whether it has left and what it said.
     left: Vec<Option<(u32, Option<String>)>>,
@@ -108,11 +111,11 @@ pub struct News {
     stuck: VecDeque<(usize, Call)>,
     /// Calls up to this one are compared and not passed on: their first statements are forgotten.
     forgotten: Option<u32>,
-    places: VecDeque<(u32, u32)>,
+    places: VecDeque<(Rank, u32)>,
     /// Per rank, the last call in which others wait for it.
     awaited: Vec<Option<u32>>,
     /// Rank, thread and order of the last statements of threads.
-    waits: VecDeque<(usize, u64, u64)>,
+    waits: VecDeque<(Rank, u64, u64)>,
     neighbours: Vec<Neighbour>,
 }
 
@@ -122,9 +125,11 @@ struct Neighbour {
 }
 
 impl News {
-    /// Nothing is known yet about a group of `world` ranks.
-    pub fn new(world: usize) -> News {
+    /// Nothing is known yet about a group of these ranks.
+    pub fn new(members: Vec<Rank>) -> News {
+        let world = members.len();
         News {
+            members,
             failures: Vec::new(),
             left: vec![None; world],
             stuck: VecDeque::new(),
@@ -137,7 +142,7 @@ impl News {
     }
 
     /// There is a connection to a rank. If it is the first, the rank is told what is known of the failure
-    /// and of who left.
+    /// and of the ranks that left.
     pub fn connect(&mut self, rank: usize) {
         if self.neighbours.iter().any(|neighbour| neighbour.rank == rank) {
             return;
@@ -177,11 +182,6 @@ impl News {
     /// The first statement about every call, of which this rank may not have made some when it was heard.
     pub fn stuck(&self) -> impl Iterator<Item = (usize, Call)> {
         self.stuck.iter().copied()
-    }
-
-    /// Whether a rank has left.
-    pub fn has_left(&self, rank: usize) -> bool {
-        self.left[rank].is_some()
     }
 
     /// What to tell a neighbour now, encoded; `None` if it knows everything.
@@ -273,14 +273,12 @@ impl News {
     fn checked(&self, fact: Fact) -> Result<Fact, Malformed> {
         let is_rank = |rank: u32| (rank as usize) < self.left.len();
         Ok(match fact {
-            Fact::Failed(reason) if reason.is_of(self.left.len()) => {
-                Fact::Failed(reason.shortened())
-            }
+            Fact::Failed(reason) if reason.is_of(&self.members) => Fact::Failed(reason.shortened()),
             Fact::Left { rank, seq, why } if is_rank(rank) => {
                 Fact::Left { rank, seq, why: why.map(|why| first_line(&why, MAX_TEXT)) }
             }
-            Fact::Place { rank, number, place } if is_rank(rank) => {
-                Fact::Place { rank, number, place: place.map(|text| shortened(&text, PLACE)) }
+            Fact::Place { rank, number, place } if self.members.contains(&rank) => {
+                Fact::Place { rank, number, place: place.map(|place| ending(&place, PLACE)) }
             }
             Fact::Stuck { rank, .. } | Fact::Awaited { rank, .. } if is_rank(rank) => fact,
             Fact::Waits(statement) => Fact::Waits(statement.shortened()),
@@ -324,9 +322,7 @@ fn is_after(one: u32, other: u32) -> bool {
 
 /// The first line of a text, of at most `most` bytes.
 pub fn first_line(text: &str, most: usize) -> String {
-    let line = text.lines().next().unwrap_or_default();
-    let cut = (0..=most.min(line.len())).rev().find(|at| line.is_char_boundary(*at));
-    line[..cut.unwrap_or(0)].into()
+    beginning(text.lines().next().unwrap_or_default(), most)
 }
 
 #[cfg(test)]

@@ -79,7 +79,7 @@ mod tests {
         }
 
         #[test]
-        fn some_departures_cut_nobody_off(
+        fn some_departures_cut_no_rank_off(
             world in 17usize..300,
             leavers in prop::collection::vec(0usize..300, 0..6),
         ) {

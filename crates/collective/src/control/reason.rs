@@ -6,7 +6,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::call::{self, Call};
 use crate::error::{CircleWait, Error, Loss};
+use crate::excerpt::{beginning, ending};
 use crate::waits::{LISTED, NAMED, PLACE};
+use unisono_net::rank::Rank;
 
 /// Bytes of a text that explains a failure.
 const MAX_TEXT: usize = 2000;
@@ -17,19 +19,19 @@ pub enum Reason {
     /// A rank is gone.
     Lost {
         /// Which.
-        peer: u32,
+        peer: Rank,
         /// For how long it was silent, if it did not close its connections.
         silent_ms: Option<u64>,
     },
     /// A rank left while others needed it.
     Left {
         /// Which.
-        peer: u32,
+        peer: Rank,
     },
     /// A rank left because of an error of its own.
     Failed {
         /// Which.
-        peer: u32,
+        peer: Rank,
         /// The error.
         reason: String,
     },
@@ -41,12 +43,12 @@ pub enum Reason {
     /// Two ranks called different things.
     Mismatch {
         /// The one.
-        rank: u32,
+        rank: Rank,
         /// Its call.
         #[serde(with = "call::wire")]
         call: Call,
         /// The other.
-        peer: u32,
+        peer: Rank,
         /// Its call.
         #[serde(with = "call::wire")]
         peer_call: Call,
@@ -54,9 +56,9 @@ pub enum Reason {
     /// A message and its receive have different lengths.
     Length {
         /// Sender.
-        from: u32,
+        from: Rank,
         /// Receiver.
-        to: u32,
+        to: Rank,
         /// The tag of both.
         tag: u32,
         /// Bytes sent.
@@ -67,7 +69,7 @@ pub enum Reason {
     /// A rank gave up.
     Aborted {
         /// Which.
-        peer: u32,
+        peer: Rank,
         /// Why.
         reason: String,
     },
@@ -80,10 +82,10 @@ pub enum Reason {
 
 impl Reason {
     /// Why the group failed, as `rank` tells it.
-    pub fn of(error: &Error, rank: usize) -> Reason {
+    pub fn of(error: &Error, rank: Rank) -> Reason {
         match error {
             Error::PeerLost { peer, loss, .. } => {
-                let peer = *peer as u32;
+                let peer = *peer;
                 match loss {
                     Loss::Left => Reason::Left { peer },
                     Loss::Failed(reason) => Reason::Failed { peer, reason: reason.clone() },
@@ -98,39 +100,33 @@ impl Reason {
                 Reason::Deadlock { waits }
             }
             Error::EpochEnded { epoch } => Reason::EpochEnded { epoch: *epoch },
-            Error::Mismatch { rank, call, peer, peer_call, .. } => Reason::Mismatch {
-                rank: *rank as u32,
-                call: *call,
-                peer: *peer as u32,
-                peer_call: *peer_call,
-            },
-            Error::LengthMismatch { from, to, tag, sent, expected } => Reason::Length {
-                from: *from as u32,
-                to: *to as u32,
-                tag: *tag,
-                sent: *sent,
-                expected: *expected,
-            },
+            Error::Mismatch { rank, call, peer, peer_call, .. } => {
+                Reason::Mismatch { rank: *rank, call: *call, peer: *peer, peer_call: *peer_call }
+            }
+            Error::LengthMismatch { from, to, tag, sent, expected } => {
+                Reason::Length { from: *from, to: *to, tag: *tag, sent: *sent, expected: *expected }
+            }
             Error::Aborted { peer, reason } => {
-                Reason::Aborted { peer: *peer as u32, reason: reason.clone() }
+                Reason::Aborted { peer: *peer, reason: reason.clone() }
             }
-            Error::TimedOut { .. } | Error::InvalidCall(_) | Error::System { .. } => {
-                Reason::Aborted { peer: rank as u32, reason: error.to_string() }
-            }
+            Error::TimedOut { .. }
+            | Error::InvalidCall(_)
+            | Error::BadMessage { .. }
+            | Error::System { .. } => Reason::Aborted { peer: rank, reason: error.to_string() },
         }
         .shortened()
     }
 
-    /// Whether all ranks in it are of a group of `world`.
-    pub fn is_of(&self, world: usize) -> bool {
-        let is_rank = |rank: u32| (rank as usize) < world;
+    /// Whether all ranks in it are of a group with these members.
+    pub fn is_of(&self, members: &[Rank]) -> bool {
+        let is_rank = |rank: &Rank| members.contains(rank);
         match self {
             Reason::Lost { peer, .. }
             | Reason::Left { peer }
             | Reason::Failed { peer, .. }
-            | Reason::Aborted { peer, .. } => is_rank(*peer),
-            Reason::Mismatch { rank, peer, .. } => is_rank(*rank) && is_rank(*peer),
-            Reason::Length { from, to, .. } => is_rank(*from) && is_rank(*to),
+            | Reason::Aborted { peer, .. } => is_rank(peer),
+            Reason::Mismatch { rank, peer, .. } => is_rank(rank) && is_rank(peer),
+            Reason::Length { from, to, .. } => is_rank(from) && is_rank(to),
             Reason::Deadlock { waits } => waits.iter().flatten().next().is_some(),
             Reason::EpochEnded { .. } => true,
         }
@@ -139,8 +135,12 @@ impl Reason {
     /// As long as correct ranks make it.
     pub fn shortened(self) -> Reason {
         match self {
-            Reason::Failed { peer, reason } => Reason::Failed { peer, reason: cut(reason) },
-            Reason::Aborted { peer, reason } => Reason::Aborted { peer, reason: cut(reason) },
+            Reason::Failed { peer, reason } => {
+                Reason::Failed { peer, reason: beginning(&reason, MAX_TEXT) }
+            }
+            Reason::Aborted { peer, reason } => {
+                Reason::Aborted { peer, reason: beginning(&reason, MAX_TEXT) }
+            }
             Reason::Deadlock { waits } => {
                 Reason::Deadlock { waits: Box::new(waits.map(|wait| wait.map(shortened_wait))) }
             }
@@ -152,7 +152,7 @@ impl Reason {
 /// The error that a rank gets that is told.
 impl From<Reason> for Error {
     fn from(reason: Reason) -> Error {
-        let lost = |peer: u32, loss| Error::PeerLost { peer: peer as usize, loss, during: None };
+        let lost = |peer, loss| Error::PeerLost { peer, loss, during: None };
         match reason {
             Reason::Lost { peer, silent_ms: None } => lost(peer, Loss::Closed),
             Reason::Lost { peer, silent_ms: Some(ms) } => {
@@ -162,12 +162,12 @@ impl From<Reason> for Error {
             Reason::Failed { peer, reason } => lost(peer, Loss::Failed(reason)),
             Reason::EpochEnded { epoch } => Error::EpochEnded { epoch },
             Reason::Mismatch { rank, call, peer, peer_call } => {
-                Error::mismatch(rank as usize, call, peer as usize, peer_call)
+                Error::mismatch(rank, call, peer, peer_call)
             }
             Reason::Length { from, to, tag, sent, expected } => {
-                Error::LengthMismatch { from: from as usize, to: to as usize, tag, sent, expected }
+                Error::LengthMismatch { from, to, tag, sent, expected }
             }
-            Reason::Aborted { peer, reason } => Error::Aborted { peer: peer as usize, reason },
+            Reason::Aborted { peer, reason } => Error::Aborted { peer, reason },
             Reason::Deadlock { waits } => {
                 Error::Deadlock { waits: waits.into_iter().flatten().collect() }
             }
@@ -175,18 +175,9 @@ impl From<Reason> for Error {
     }
 }
 
-/// As much of a text as fits, whatever its characters.
-fn cut(text: String) -> String {
-    if text.len() <= MAX_TEXT {
-        return text;
-    }
-    let end = (0..=MAX_TEXT).rev().find(|at| text.is_char_boundary(*at));
-    text[..end.unwrap_or(0)].into()
-}
-
 /// A wait as short as correct ranks make it.
 fn shortened_wait(mut wait: CircleWait) -> CircleWait {
     wait.members.truncate(LISTED);
-    wait.place = wait.place.map(|place| crate::waits::shortened(&place, PLACE));
+    wait.place = wait.place.map(|place| ending(&place, PLACE));
     wait
 }

@@ -4,6 +4,7 @@ use socket2::{Domain, Socket, Type};
 
 use super::*;
 use crate::fabric::Arrivals;
+use unisono_net::rank::Rank;
 
 /// After this long, what has not happened never will.
 const HUNG: Duration = Duration::from_secs(30);
@@ -41,7 +42,7 @@ impl Network for Nothing {
 fn monitored(timeout: Duration) -> (Control, Arc<GroupState>, [Socket; 2]) {
     let pair = || Socket::pair(Domain::UNIX, Type::STREAM, None).unwrap();
     let ((one, first), (two, second)) = (pair(), pair());
-    let state = GroupState::new(0, 0, vec![0, 1, 2], Duration::MAX);
+    let state = GroupState::new(0, 0, Rank::all(3), Duration::MAX);
     let connections = vec![(1, one.into()), (2, two.into())];
     let network = Arc::new(Nothing(Arrivals::new().unwrap()));
     let control = Control::start(connections, network, 0, timeout, state.clone()).unwrap();
@@ -64,5 +65,7 @@ fn a_peer_that_has_left_is_never_silent() {
     silent.write_all(&Frame::Heartbeat.encode()).unwrap();
     wait_until("one is given up", || state.is_over());
     let error = state.error(None);
-    let Error::PeerLost { peer: 2, loss: Loss::Silent(_), .. } = error else { panic!("{error:?}") };
+    let Error::PeerLost { peer: Rank(2), loss: Loss::Silent(_), .. } = error else {
+        panic!("{error:?}")
+    };
 }

@@ -17,7 +17,7 @@ use crate::schedule::{self, Algorithm, Op, Phase, Problem, Schedule, Topology};
 use crate::state::GroupState;
 use crate::window::WindowMemory;
 
-use super::{Engine, Explanation, Memory, Plan, tune};
+use super::{CallPlan, Engine, Explanation, Memory, tune};
 
 /// Segments in flight over links. More: more overlap of sending, receiving and folding, until the
 /// socket buffers hold them all anyway. Fewer: less scratch memory.
@@ -40,7 +40,7 @@ pub struct HostEngine {
     pub(super) state: Arc<GroupState>,
     contests: HashMap<(Op, bool), Contest>,
     schedules: HashMap<(Op, Algorithm), Arc<Schedule>>,
-    plans: HashMap<(Op, Dtype, usize, Option<Algorithm>), Plan>,
+    plans: HashMap<(Op, Dtype, usize, Option<Algorithm>), CallPlan>,
 }
 
 impl HostEngine {
@@ -116,7 +116,7 @@ impl HostEngine {
     /// Runs segments of a phase.
     ///
     /// # Safety
-    /// The buffers are valid for the call's layouts and nobody else uses them meanwhile.
+    /// The buffers are valid for the call's layouts and no other thread uses them meanwhile.
     unsafe fn run_phase(
         &mut self,
         phase: &Phase,
@@ -133,7 +133,7 @@ impl HostEngine {
                 unsafe { self.links.run(&run) }
             }
             Phase::Window(schedule) => match &mut self.window {
-                // Nothing is shared, so nobody waits.
+                // Nothing is shared, so no rank waits.
                 _ if schedule.cells == 0 => {
                     let room = self.links.room();
                     // SAFETY: passed on from the caller.
@@ -214,7 +214,7 @@ impl HostEngine {
         let segment = self.options.segment.unwrap_or_else(|| self.segment(algorithm));
         let segment = segment.min(LARGEST_SEGMENT);
         let pieces = match algorithm {
-            // Everybody's whole segment arrives at once.
+            // The whole segments of all ranks arrive at once.
             Algorithm::Direct => self.topology.world(),
             _ => blocks,
         };
@@ -244,7 +244,7 @@ impl Engine for HostEngine {
         vec![Memory::Host]
     }
 
-    fn plan(&mut self, request: &Request<'_>) -> Result<Plan, Error> {
+    fn plan(&mut self, request: &Request<'_>) -> Result<CallPlan, Error> {
         let forced = request.algorithm().or(self.options.algorithm);
         let key = (request.op(), request.dtype(), request.extent(), forced);
         if let Some(plan) = self.plans.get(&key) {
@@ -258,7 +258,7 @@ impl Engine for HostEngine {
         };
         let schedule = self.schedule(request.op(), algorithm)?;
         let column = self.column(request, &schedule, algorithm);
-        let plan = Plan { algorithm, column, canonical: algorithm.is_canonical() };
+        let plan = CallPlan { algorithm, column, canonical: algorithm.is_canonical() };
         if self.plans.len() >= REMEMBERED {
             self.plans.clear();
         }

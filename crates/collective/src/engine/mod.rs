@@ -30,7 +30,7 @@ pub trait Engine: Send {
 
     /// How it is going to run a call. Where canonical bits were promised, and no algorithm is forced,
     /// the plan of a reduction of floats must be canonical: the group refuses another.
-    fn plan(&mut self, request: &Request<'_>) -> Result<Plan, Error>;
+    fn plan(&mut self, request: &Request<'_>) -> Result<CallPlan, Error>;
 
     /// What a call of this kind and size would do, and what it would cost.
     fn explain(&mut self, request: &Request<'_>) -> Result<Explanation, Error>;
@@ -60,7 +60,7 @@ pub enum Memory {
 
 /// How an engine is going to run a call. Equal on all ranks, which compare it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Plan {
+pub struct CallPlan {
     /// The algorithm.
     pub algorithm: Algorithm,
     /// Elements of a column.

@@ -17,7 +17,7 @@ use crate::kernel;
 use crate::link::Run;
 use crate::request::Request;
 use crate::schedule::{
-    Algorithm, Collect, Layout, Op, Place, Recv, Round, Rounds, Send, Source, Stage, Topology,
+    Algorithm, Area, Collect, Layout, Op, Recv, Round, Rounds, Send, Source, Stage, Topology,
     Window, WindowFold,
 };
 use crate::tree::Tree;
@@ -226,7 +226,7 @@ fn window_cost(findings: &Findings, fold: f64, crowd: f64, ranks: f64) -> Window
     }
 }
 
-/// With whom a rank measures a class of links; partners name each other.
+/// With which rank another measures a class of links; partners name each other.
 fn partner(topology: &Topology, rank: usize, near: bool) -> Option<usize> {
     let host = topology.host(rank);
     let place = topology.members(host).iter().position(|&m| m == rank)?;
@@ -265,18 +265,18 @@ fn through_window(engine: &mut HostEngine, fold: bool) -> Result<Option<f64>, Er
     let place = here.iter().position(|&m| m == engine.rank).expect("a rank is on its own host");
     let next = here[(place + 1) % here.len()];
     let mut schedule = Window { cells: 1, ..Window::default() };
-    schedule.stages.push(Stage { blocks: 0..1, from: Place::Input, cell: 0 });
+    schedule.stages.push(Stage { blocks: 0..1, from: Area::Input, cell: 0 });
     if fold {
         schedule.folds.push(WindowFold {
-            inputs: vec![Source::Own(Place::Input), Source::Staged { rank: next, cell: 0 }],
+            inputs: vec![Source::Own(Area::Input), Source::Staged { rank: next, cell: 0 }],
             tree: Tree::pair(),
             blocks: 0..1,
-            into: Place::Output,
+            into: Area::Output,
             publish: None,
             root: false,
         });
     } else {
-        let collect = Collect { rank: next, cell: 0, blocks: 0..1, into: Place::Output };
+        let collect = Collect { rank: next, cell: 0, blocks: 0..1, into: Area::Output };
         schedule.collects.push(collect);
     }
     let column = WINDOW_COLUMN.min(engine.window.as_ref().map_or(usize::MAX, |w| w.capacity()));
@@ -312,9 +312,8 @@ fn exchange_with(
     bytes: usize,
     repetitions: usize,
 ) -> Result<f64, Error> {
-    let sends = peers.iter().map(|&to| Send { to, blocks: 0..1, from: Place::Input }).collect();
-    let recvs =
-        peers.iter().map(|&from| Recv { from, blocks: 0..1, into: Place::Output }).collect();
+    let sends = peers.iter().map(|&to| Send { to, blocks: 0..1, from: Area::Input }).collect();
+    let recvs = peers.iter().map(|&from| Recv { from, blocks: 0..1, into: Area::Output }).collect();
     let schedule = Rounds { rounds: vec![Round { sends, recvs, folds: Vec::new() }] };
     let mut memory = vec![0u8; 2 * bytes];
     let call = call(bytes);

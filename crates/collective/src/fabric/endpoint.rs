@@ -9,7 +9,7 @@ use unisono_net::{Acceptor, Admission, Limits, Target, Token, new_socket};
 
 use super::cores::CoreSet;
 use super::inbox::Inbox;
-use super::job::Job;
+use super::process::ProcessHub;
 use super::{CONTROL, Connector, DATA, MEMORY, MESSAGES};
 
 /// What connections to a rank are for.
@@ -31,7 +31,7 @@ impl HostId {
         let mut hasher = blake3::Hasher::new();
         hasher.update(&boot).update(network.as_os_str().as_encoded_bytes());
         if boot.is_empty() {
-            // Without an identity of the machine, nobody is on the same host.
+            // Without an identity of the machine, no other rank is on the same host.
             let mut random = [0; 16];
             if getrandom::fill(&mut random).is_ok() {
                 hasher.update(&random);
@@ -129,6 +129,6 @@ impl Endpoint {
             Limits { half_done: roster.len().clamp(limits.half_done, MAX_HALF_DONE), ..limits };
         let admission = Admission::new(token.clone(), &PURPOSES).with_limits(limits);
         let acceptor = Acceptor::start(vec![self.tcp, self.unix], admission, on_connection)?;
-        Ok(Arc::new(Job::new(rank, token, roster, inbox, acceptor)))
+        Ok(Arc::new(ProcessHub::new(rank, token, roster, inbox, acceptor)))
     }
 }

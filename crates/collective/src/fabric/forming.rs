@@ -15,13 +15,14 @@ use unisono_net::memory::receive_with;
 use unisono_net::{Connection, HandshakeError, timespec};
 
 use super::gathering::{Failure, Gathering, Update, longest_update};
-use super::job::{Job, JobNetwork};
+use super::process::{ProcessHub, ProcessNetwork};
 use super::staging::HostMemory;
-use super::{CONTROL, MEMORY, Plan, system};
+use super::{CONTROL, GroupSetup, MEMORY, system};
 use crate::control::overlay;
 use crate::error::FormError;
 use crate::schedule::Topology;
 use crate::window::region::Region;
+use unisono_net::rank::Rank;
 
 /// How often neighbours hear that one more rank has come, or is ready, in a group of up to
 /// [`FEW`] ranks. Longer: the group forms later. Shorter: more messages.
@@ -39,13 +40,17 @@ const TIMEOUTS: u32 = 3;
 const GRACE: Duration = Duration::from_secs(1);
 
 /// What a group is made of: control connections, regions of the host's memory, and the network.
-type Formed = (Vec<(usize, Connection)>, Vec<Region>, JobNetwork);
+type Formed = (Vec<(usize, Connection)>, Vec<Region>, ProcessNetwork);
 
 /// Forms a group, together with its other members.
-pub fn form(job: &Arc<Job>, plan: &Plan, topology: &Topology) -> Result<Formed, FormError> {
-    let mut attempt = Attempt::begin(job, plan, topology)?;
+pub fn form(
+    hub: &Arc<ProcessHub>,
+    setup: &GroupSetup,
+    topology: &Topology,
+) -> Result<Formed, FormError> {
+    let mut attempt = Attempt::begin(hub, setup, topology)?;
     let outcome = attempt.run();
-    job.inbox.end(plan.id);
+    hub.inbox.end(setup.id);
     if let Err(error) = outcome {
         attempt.tell(&error);
         return Err(error);
@@ -53,15 +58,15 @@ pub fn form(job: &Arc<Job>, plan: &Plan, topology: &Topology) -> Result<Formed, 
     let Attempt { network, memory, neighbours, .. } = attempt;
     let network = network.expect("a group that has formed has an instance");
     let MemoryState::There(regions) = memory else { unreachable!("a ready rank has its memory") };
-    job.inbox.keep(network.instance());
+    hub.inbox.keep(network.instance());
     let control = neighbours.into_iter().map(|n| (n.rank, n.connection)).collect();
     Ok((control, regions, network))
 }
 
 /// One attempt of a rank to form a group.
 struct Attempt<'a> {
-    job: &'a Arc<Job>,
-    plan: &'a Plan,
+    hub: &'a Arc<ProcessHub>,
+    setup: &'a GroupSetup,
     topology: &'a Topology,
     bell: Arc<OwnedFd>,
     gathering: Gathering,
@@ -70,7 +75,7 @@ struct Attempt<'a> {
     dials: Dials,
     /// The neighbours to which there is a connection.
     neighbours: Vec<Neighbour>,
-    network: Option<JobNetwork>,
+    network: Option<ProcessNetwork>,
     memory: MemoryState,
     deadline: Instant,
 }
@@ -97,26 +102,26 @@ enum MemoryState {
 
 impl<'a> Attempt<'a> {
     fn begin(
-        job: &'a Arc<Job>,
-        plan: &'a Plan,
+        hub: &'a Arc<ProcessHub>,
+        setup: &'a GroupSetup,
         topology: &'a Topology,
     ) -> Result<Attempt<'a>, FormError> {
         let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let bell = Arc::new(bell.map_err(|e| system("making an eventfd")(e.into()))?);
-        let world = plan.members.len();
-        let all = overlay::neighbours(plan.me, world);
-        let instance = (plan.me == 0).then(|| instance(plan)).transpose()?;
-        let settings = plan.options.fingerprint();
-        let gathering = Gathering::new(plan.me, world, &all, settings, instance);
+        let world = setup.members.len();
+        let all = overlay::neighbours(setup.me, world);
+        let instance = (setup.me == 0).then(|| instance(setup)).transpose()?;
+        let settings = setup.options.fingerprint();
+        let gathering = Gathering::new(setup.me, setup.members.clone(), &all, settings, instance);
         // Between two, the higher rank connects to the lower.
         let (lower, expected): (Vec<_>, Vec<_>) =
-            all.into_iter().partition(|&peer| plan.members[peer] < job.rank);
-        let door = |peer| job.door(plan, topology, peer, (CONTROL, plan.id, 0));
+            all.into_iter().partition(|&peer| setup.members[peer].0 < hub.rank);
+        let door = |peer| hub.door(setup, topology, peer, (CONTROL, setup.id, 0));
         let dials = Dials::new(lower.into_iter().map(door).collect());
-        job.inbox.begin(plan.id, &bell);
+        hub.inbox.begin(setup.id, &bell);
         Ok(Attempt {
-            job,
-            plan,
+            hub,
+            setup,
             topology,
             bell,
             gathering,
@@ -125,13 +130,13 @@ impl<'a> Attempt<'a> {
             neighbours: Vec::new(),
             network: None,
             memory: MemoryState::Later,
-            deadline: plan.options.deadline(1),
+            deadline: setup.options.deadline(1),
         })
     }
 
     fn run(&mut self) -> Result<(), FormError> {
-        let last = self.plan.options.deadline(TIMEOUTS);
-        let interval = NOW_AND_THEN * (self.plan.members.len() as u32).div_ceil(FEW);
+        let last = self.setup.options.deadline(TIMEOUTS);
+        let interval = NOW_AND_THEN * (self.setup.members.len() as u32).div_ceil(FEW);
         let mut heard_out = None;
         let mut next_news = Instant::now();
         loop {
@@ -144,7 +149,7 @@ impl<'a> Attempt<'a> {
                 next_news = now + interval;
             }
             self.talk(now_and_then);
-            let error = self.gathering.error(self.plan.options.timeout);
+            let error = self.gathering.error(self.setup.options.timeout);
             if let Some(error) = error {
                 let until = *heard_out.get_or_insert(now + GRACE);
                 if self.gathering.has_failed() || now >= until {
@@ -155,11 +160,12 @@ impl<'a> Attempt<'a> {
             {
                 return Ok(());
             } else if now >= self.deadline && !self.gathering.are_all_here() {
-                let missing = self.gathering.missing();
-                return Err(FormError::Missing { missing, after: self.plan.options.timeout });
+                let missing = self.gathering.missing().into_iter();
+                let missing = missing.map(|rank| self.setup.members[rank]).collect();
+                return Err(FormError::Missing { missing, after: self.setup.options.timeout });
             } else if now >= last {
-                let peer = self.gathering.unready().first().copied().unwrap_or(self.plan.me);
-                return Err(FormError::Peer { peer, reason: "it did not answer in time".into() });
+                let peer = self.gathering.unready().first().copied().unwrap_or(self.setup.me);
+                return Err(self.peer_failed(peer, "it did not answer in time".into()));
             }
             let mut wake = if self.gathering.are_all_here() { last } else { self.deadline };
             if self.gathering.has_news() {
@@ -171,25 +177,24 @@ impl<'a> Attempt<'a> {
 
     /// Opens connections, and takes those that neighbours have opened.
     fn connect(&mut self) -> Result<(), FormError> {
-        let timeout = self.plan.options.timeout;
+        let timeout = self.setup.options.timeout;
         let mut open = Vec::new();
-        let dialed = self.dials.advance(&self.job.dialer(timeout), |door, connection| {
+        let dialed = self.dials.advance(&self.hub.dialer(timeout), |door, connection| {
             open.push((door.peer, connection))
         });
         match dialed {
             Ok(()) => {}
             Err(Refused { peer, cause: HandshakeError::Encryption { theirs } }) => {
-                return Err(FormError::Encryption { peer, theirs });
+                return Err(FormError::Encryption { peer: self.setup.members[peer], theirs });
             }
             Err(Refused { peer, cause }) => {
-                let reason = format!("cannot connect to it: {cause}");
-                return Err(FormError::Peer { peer, reason });
+                return Err(self.peer_failed(peer, format!("cannot connect to it: {cause}")));
             }
         }
-        let (members, expected) = (&self.plan.members, &self.expected);
-        let wanted = |member: usize| expected.iter().any(|peer| members[*peer] == member);
-        for (member, connection) in self.job.inbox.take(self.plan.epoch, self.plan.id, wanted) {
-            let peer = members.iter().position(|m| *m == member).expect("it is wanted");
+        let (members, expected) = (&self.setup.members, &self.expected);
+        let wanted = |member| expected.iter().any(|peer| members[*peer] == Rank(member));
+        for (member, connection) in self.hub.inbox.take(self.setup.epoch, self.setup.id, wanted) {
+            let peer = members.iter().position(|m| m.0 == member).expect("it is wanted");
             open.push((peer, connection));
         }
         for (rank, connection) in open {
@@ -206,7 +211,7 @@ impl<'a> Attempt<'a> {
 
     /// Hears what the neighbours tell.
     fn listen(&mut self) {
-        let limit = longest_update(self.plan.members.len());
+        let limit = longest_update(self.setup.members.len());
         for neighbour in self.neighbours.iter_mut().filter(|neighbour| !neighbour.closed) {
             let Neighbour { rank, connection, reader, closed, .. } = neighbour;
             // What follows its last update is for the group.
@@ -225,8 +230,7 @@ impl<'a> Attempt<'a> {
                     }
                     Ok(Err(_)) | Err(_) => {
                         *closed = true;
-                        let reason = "it sent an unreadable message".into();
-                        self.gathering.fail(Failure::Rank { rank: *rank as u32, reason });
+                        self.gathering.fail_for(*rank, "it sent an unreadable message");
                         break;
                     }
                 }
@@ -238,7 +242,7 @@ impl<'a> Attempt<'a> {
     fn prepare(&mut self) -> Result<(), FormError> {
         let Some(instance) = self.gathering.instance() else { return Ok(()) };
         if self.network.is_none() {
-            let network = JobNetwork::open(self.job, self.plan, self.topology, instance)?;
+            let network = ProcessNetwork::open(self.hub, self.setup, self.topology, instance)?;
             self.network = Some(network);
         }
         if !matches!(self.memory, MemoryState::There(_)) {
@@ -252,31 +256,30 @@ impl<'a> Attempt<'a> {
 
     /// Makes the memory of the host, or gets it from the rank that does.
     fn get_memory(&mut self, instance: u64) -> Result<(), FormError> {
-        let host = HostMemory::of(&self.plan.options, self.topology, self.plan.me);
+        let host = HostMemory::of(&self.setup.options, self.topology, self.setup.me);
         if let MemoryState::Later = self.memory {
             self.memory = match host.place() {
                 _ if host.members.len() < 2 => MemoryState::There(Vec::new()),
                 // The first rank of the host makes it.
                 0 => {
                     let memory = host.create()?;
-                    self.job.inbox.share(instance, &memory);
+                    self.hub.inbox.share(instance, &memory);
                     MemoryState::There(host.regions(&memory))
                 }
                 _ => {
                     let what = (MEMORY, instance, 0);
-                    let door = self.job.door(self.plan, self.topology, host.members[0], what);
+                    let door = self.hub.door(self.setup, self.topology, host.members[0], what);
                     MemoryState::Dialing(Dials::new(vec![door]))
                 }
             };
         }
         if let MemoryState::Dialing(dials) = &mut self.memory {
             let mut open = None;
-            let dialer = self.job.dialer(self.plan.options.timeout);
+            let dialer = self.hub.dialer(self.setup.options.timeout);
             let dialed =
                 dials.advance(&dialer, |_, connection: Connection| open = Some(connection));
             if let Err(Refused { peer, cause }) = dialed {
-                let reason = format!("cannot ask it for memory: {cause}");
-                return Err(FormError::Peer { peer, reason });
+                return Err(self.peer_failed(peer, format!("cannot ask it for memory: {cause}")));
             }
             if let Some(connection) = open {
                 let socket = connection.socket();
@@ -293,13 +296,14 @@ impl<'a> Attempt<'a> {
                     self.memory = MemoryState::There(host.regions(&host.open(&file)?));
                 }
                 // If it failed, it tells why on another connection.
-                _ => {
-                    let (peer, reason) = (host.members[0], "it sent no staging memory".into());
-                    self.gathering.fail(Failure::Rank { rank: peer as u32, reason });
-                }
+                _ => self.gathering.fail_for(host.members[0], "it sent no staging memory"),
             }
         }
         Ok(())
+    }
+
+    fn peer_failed(&self, peer: usize, reason: String) -> FormError {
+        FormError::Peer { peer: self.setup.members[peer], reason }
     }
 
     /// Tells the neighbours what they do not know.
@@ -315,13 +319,14 @@ impl<'a> Attempt<'a> {
     /// Tells the neighbours why this rank gives up.
     fn tell(&mut self, error: &FormError) {
         self.gathering.fail(match error {
-            FormError::Missing { missing, .. } => {
-                Failure::Missing { missing: missing.iter().map(|rank| *rank as u32).collect() }
-            }
+            FormError::Missing { missing, .. } => Failure::Missing { missing: missing.clone() },
             FormError::Peer { peer, reason } => {
-                Failure::Rank { rank: *peer as u32, reason: reason.clone() }
+                Failure::Rank { rank: *peer, reason: reason.clone() }
             }
-            error => Failure::Rank { rank: self.plan.me as u32, reason: error.to_string() },
+            error => {
+                let rank = self.setup.members[self.setup.me];
+                Failure::Rank { rank, reason: error.to_string() }
+            }
         });
         let deadline = Instant::now() + GRACE;
         self.talk(true);
@@ -385,11 +390,11 @@ impl Neighbour {
 }
 
 /// A number for an instance of a group that no other has.
-fn instance(plan: &Plan) -> Result<u64, FormError> {
+fn instance(setup: &GroupSetup) -> Result<u64, FormError> {
     let mut random = [0; 16];
     getrandom::fill(&mut random).map_err(|e| system("drawing a number")(e.into()))?;
     let mut hasher = blake3::Hasher::new();
-    hasher.update(&plan.epoch.to_le_bytes()).update(&plan.id.to_le_bytes()).update(&random);
+    hasher.update(&setup.epoch.to_le_bytes()).update(&setup.id.to_le_bytes()).update(&random);
     let bytes = hasher.finalize();
     Ok(u64::from_le_bytes(bytes.as_bytes()[..8].try_into().expect("eight of 32 bytes")).max(1))
 }

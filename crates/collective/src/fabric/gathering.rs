@@ -1,7 +1,7 @@
 //! How the ranks of a group that forms find out that all are there.
 //!
-//! Every rank connects to its [neighbours](crate::control::overlay) and tells them what it knows: who
-//! has come (*here*), who has all its connections and its memory (*ready*), the *instance* of the group,
+//! Every rank connects to its [neighbours](crate::control::overlay) and tells them what it knows: which
+//! have come (*here*), which have all their connections and their memory (*ready*), the *instance* of the group,
 //! and the first failure. What it hears, it adds to that and passes on. All of it only grows, so the order
 //! in which it travels does not matter, and no rank waits for a particular other one.
 //!
@@ -18,6 +18,8 @@
 use serde::{Deserialize, Serialize};
 
 use crate::error::FormError;
+use crate::excerpt::beginning;
+use unisono_net::rank::Rank;
 
 /// A set of ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -40,19 +42,19 @@ pub enum Failure {
     /// Two ranks came with different settings, these hashes of them.
     Settings {
         /// The two.
-        ranks: [u32; 2],
+        ranks: [Rank; 2],
         /// Their settings.
         hashes: [[u8; 32]; 2],
     },
     /// Ranks did not come in time.
     Missing {
         /// Which.
-        missing: Vec<u32>,
+        missing: Vec<Rank>,
     },
     /// A rank could not do its part, for this reason; empty if it vanished.
     Rank {
         /// Which.
-        rank: u32,
+        rank: Rank,
         /// Why.
         reason: String,
     },
@@ -74,7 +76,7 @@ pub fn longest_update(world: usize) -> usize {
 /// What one rank knows about a group that forms.
 pub struct Gathering {
     me: usize,
-    world: usize,
+    members: Vec<Rank>,
     known: Update,
     /// How often that has changed.
     version: u64,
@@ -101,21 +103,23 @@ enum Stage {
 }
 
 impl Gathering {
-    /// Rank `me` of `world` comes, with these settings; rank 0 with the number of the instance.
+    /// Rank `me` of a group of these ranks comes, with these settings; the group's rank 0 with the number
+    /// of the instance.
     pub fn new(
         me: usize,
-        world: usize,
+        members: Vec<Rank>,
         neighbours: &[usize],
         settings: [u8; 32],
         instance: Option<u64>,
     ) -> Gathering {
+        let world = members.len();
         let (mut here, ready) = (Ranks::none(world), Ranks::none(world));
         here.insert(me);
         let neighbour =
             |&rank| Neighbour { rank, connected: false, heard: false, is_final: false, told: None };
         let known = Update { settings, here, ready, instance, failure: None };
         let neighbours = neighbours.iter().map(neighbour).collect();
-        Gathering { me, world, known, version: 0, neighbours }
+        Gathering { me, members, known, version: 0, neighbours }
     }
 
     /// There is a connection to a neighbour.
@@ -137,7 +141,7 @@ impl Gathering {
     pub fn lose(&mut self, rank: usize) {
         // A rank that has formed the group may leave it before this one has formed it.
         if self.neighbour(rank).is_some_and(|neighbour| !neighbour.is_final) {
-            self.fail(Failure::Rank { rank: rank as u32, reason: String::new() });
+            self.fail_for(rank, "");
         }
     }
 
@@ -156,13 +160,19 @@ impl Gathering {
         }
     }
 
+    /// The attempt has failed because of this rank.
+    pub fn fail_for(&mut self, rank: usize, reason: &str) {
+        self.fail(Failure::Rank { rank: self.members[rank], reason: reason.into() });
+    }
+
     /// Takes what a neighbour tells.
     pub fn hear(&mut self, from: usize, update: Update) -> Result<(), Malformed> {
         let Update { settings, here, ready, instance, failure } = update;
-        if !here.is_of(self.world) || !ready.is_of(self.world) {
+        let world = self.members.len();
+        if !here.is_of(world) || !ready.is_of(world) {
             return Err(Malformed);
         }
-        let is_final = ready.is_full(self.world);
+        let is_final = ready.is_full(world);
         let neighbour = self.neighbour(from).ok_or(Malformed)?;
         neighbour.heard = true;
         neighbour.is_final |= is_final;
@@ -171,15 +181,14 @@ impl Gathering {
             return Ok(());
         }
         if let Some(failure) = failure {
-            self.fail(failure.of(self.world)?);
+            self.fail(failure.of(&self.members)?);
         }
         if self.known.here.add(&here) | self.known.ready.add(&ready) {
             self.version += 1;
         }
         match (self.known.instance, instance) {
             (Some(own), Some(theirs)) if own != theirs => {
-                let reason = "it took part in another attempt to form the group".into();
-                self.fail(Failure::Rank { rank: from as u32, reason });
+                self.fail_for(from, "it took part in another attempt to form the group");
             }
             (None, Some(_)) => {
                 self.known.instance = instance;
@@ -217,7 +226,7 @@ impl Gathering {
 
     /// Whether all ranks have come, as far as this rank knows.
     pub fn are_all_here(&self) -> bool {
-        self.known.here.is_full(self.world)
+        self.known.here.is_full(self.members.len())
     }
 
     /// Whether a neighbour will send no more updates: what follows is something else.
@@ -232,12 +241,12 @@ impl Gathering {
 
     /// The ranks that have not come, as far as this rank knows.
     pub fn missing(&self) -> Vec<usize> {
-        self.known.here.missing(self.world)
+        self.known.here.missing(self.members.len())
     }
 
     /// The ranks that are not ready.
     pub fn unready(&self) -> Vec<usize> {
-        self.known.ready.missing(self.world)
+        self.known.ready.missing(self.members.len())
     }
 
     /// Whether the group has formed, as seen from here.
@@ -262,28 +271,25 @@ impl Gathering {
     pub fn error(&self, after: std::time::Duration) -> Option<FormError> {
         Some(match self.known.failure.clone()? {
             Failure::Settings { ranks, hashes } => {
-                let other = match ranks.iter().position(|rank| *rank as usize == self.me) {
+                let other = match ranks.iter().position(|rank| *rank == self.members[self.me]) {
                     Some(own) => 1 - own,
                     None => usize::from(hashes[1] != self.known.settings),
                 };
-                FormError::Settings { peer: ranks[other] as usize }
+                FormError::Settings { peer: ranks[other] }
             }
-            Failure::Missing { missing } => {
-                let missing = missing.into_iter().map(|rank| rank as usize).collect();
-                FormError::Missing { missing, after }
-            }
-            Failure::Rank { rank, reason } => FormError::Peer { peer: rank as usize, reason },
+            Failure::Missing { missing } => FormError::Missing { missing, after },
+            Failure::Rank { rank, reason } => FormError::Peer { peer: rank, reason },
         })
     }
 
     /// A neighbour came with other settings.
     fn differ(&mut self, from: usize, settings: [u8; 32]) {
-        let ranks = [self.me as u32, from as u32];
+        let ranks = [self.members[self.me], self.members[from]];
         let differ = Failure::Settings { ranks, hashes: [self.known.settings, settings] };
         match &self.known.failure {
             // All of them differ from this rank: the lowest is named.
             Some(Failure::Settings { ranks: [own, other], .. })
-                if *own as usize == self.me && from < *other as usize =>
+                if *own == ranks[0] && ranks[1] < *other =>
             {
                 self.known.failure = Some(differ);
                 self.version += 1;
@@ -295,7 +301,7 @@ impl Gathering {
     fn stage(&self) -> Stage {
         match &self.known {
             Update { failure: Some(_), .. } => Stage::Failed,
-            Update { ready, .. } if ready.is_full(self.world) => Stage::Ready,
+            Update { ready, .. } if ready.is_full(self.members.len()) => Stage::Ready,
             _ if self.instance().is_some() => Stage::Here,
             _ => Stage::Coming,
         }
@@ -307,12 +313,14 @@ impl Gathering {
 }
 
 impl Failure {
-    /// The failure, if its ranks are of a group of `world`.
-    fn of(self, world: usize) -> Result<Failure, Malformed> {
-        let is_rank = |rank: &u32| (*rank as usize) < world;
+    /// The failure, if its ranks are of a group with these members.
+    fn of(self, members: &[Rank]) -> Result<Failure, Malformed> {
+        let is_rank = |rank: &Rank| members.contains(rank);
         let is_valid = match &self {
             Failure::Settings { ranks, .. } => ranks.iter().all(is_rank),
-            Failure::Missing { missing } => missing.iter().all(is_rank) && missing.len() <= world,
+            Failure::Missing { missing } => {
+                missing.len() <= members.len() && missing.iter().all(is_rank)
+            }
             Failure::Rank { rank, .. } => is_rank(rank),
         };
         if is_valid { Ok(self) } else { Err(Malformed) }
@@ -320,10 +328,8 @@ impl Failure {
 
     fn shortened(self) -> Failure {
         match self {
-            Failure::Rank { rank, mut reason } if reason.len() > REASON => {
-                let end = (0..=REASON).rev().find(|at| reason.is_char_boundary(*at));
-                reason.truncate(end.unwrap_or(0));
-                Failure::Rank { rank, reason }
+            Failure::Rank { rank, reason } => {
+                Failure::Rank { rank, reason: beginning(&reason, REASON) }
             }
             failure => failure,
         }
@@ -398,7 +404,7 @@ mod tests {
         fn with(world: usize, seed: u64, settings: impl Fn(usize) -> [u8; 32]) -> World {
             let rank = |me: usize| {
                 let instance = (me == 0).then_some(77);
-                Gathering::new(me, world, &neighbours(me, world), settings(me), instance)
+                Gathering::new(me, Rank::all(world), &neighbours(me, world), settings(me), instance)
             };
             World {
                 seed,
@@ -522,11 +528,11 @@ mod tests {
             let waits = (0..world).find(|rank| !missing.contains(rank)).unwrap();
             assert_eq!(all.ranks[waits].missing(), missing);
             // The first whose time is up tells all others.
-            let names = missing.iter().map(|rank| *rank as u32).collect();
-            all.ranks[waits].fail(Failure::Missing { missing: names });
+            let missing_ranks: Vec<Rank> = missing.iter().copied().map(Rank).collect();
+            all.ranks[waits].fail(Failure::Missing { missing: missing_ranks.clone() });
             all.settle();
             for rank in (0..world).filter(|rank| !missing.contains(rank)) {
-                let error = FormError::Missing { missing: missing.clone(), after: AFTER };
+                let error = FormError::Missing { missing: missing_ranks.clone(), after: AFTER };
                 assert_eq!(all.ranks[rank].error(AFTER), Some(error));
             }
         }
@@ -549,7 +555,7 @@ mod tests {
                 continue;
             }
             for rank in others().filter(|rank| !all.ranks[*rank].is_formed()) {
-                let error = FormError::Peer { peer: victim, reason: String::new() };
+                let error = FormError::Peer { peer: Rank(victim), reason: String::new() };
                 assert_eq!(all.ranks[rank].error(AFTER), Some(error), "seed {seed}, rank {rank}");
             }
         }
@@ -566,18 +572,22 @@ mod tests {
             for rank in 0..world {
                 assert!(all.ranks[rank].has_failed());
                 let peer = if rank == odd { usize::from(odd == 0) } else { odd };
-                assert_eq!(all.ranks[rank].error(AFTER), Some(FormError::Settings { peer }));
+                assert_eq!(
+                    all.ranks[rank].error(AFTER),
+                    Some(FormError::Settings { peer: Rank(peer) })
+                );
             }
         }
     }
 
     #[test]
     fn two_instances_do_not_mix() {
-        let come = |me, instance| Gathering::new(me, 3, &neighbours(me, 3), [0; 32], instance);
+        let come =
+            |me, instance| Gathering::new(me, Rank::all(3), &neighbours(me, 3), [0; 32], instance);
         let (mut one, mut two) = (come(0, Some(5)), come(1, Some(6)));
         two.connect(0);
         one.hear(1, two.due(0, false).unwrap()).unwrap();
-        assert!(matches!(one.error(AFTER), Some(FormError::Peer { peer: 1, .. })));
+        assert!(matches!(one.error(AFTER), Some(FormError::Peer { peer: Rank(1), .. })));
     }
 
     #[test]

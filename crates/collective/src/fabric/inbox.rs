@@ -15,7 +15,8 @@ use unisono_net::memory::{Memory, send_with};
 use unisono_net::{Connection, Introduction};
 
 use super::network::{Arrival, Arrivals, Use};
-use super::{CONTROL, DATA, MEMORY, MESSAGES, Plan};
+use super::{CONTROL, DATA, GroupSetup, MEMORY, MESSAGES};
+use unisono_net::rank::Rank;
 
 /// Connections that wait for their group to form. More than a large job needs; fewer would
 /// refuse a member that is early.
@@ -38,7 +39,7 @@ struct State {
 
 struct Formed {
     /// The members' ranks in the job.
-    members: Vec<usize>,
+    members: Vec<Rank>,
     links: Arc<Arrivals>,
     others: Arc<Arrivals>,
     /// After how long a connection that carries nothing breaks.
@@ -60,7 +61,7 @@ impl Inbox {
         let mut state = self.lock();
         let Introduction { purpose, group, from, channel, .. } = introduction;
         if let Some(formed) = state.formed.get_mut(&group) {
-            let Some(peer) = formed.members.iter().position(|m| *m == from as usize) else {
+            let Some(peer) = formed.members.iter().position(|m| m.0 == from as usize) else {
                 log::warn!("refused a connection of rank {from}, which is not in the group");
                 return;
             };
@@ -132,10 +133,16 @@ impl Inbox {
     }
 
     /// From now on, connections for this instance of a group are delivered.
-    pub fn open(&self, instance: u64, plan: &Plan, links: &Arc<Arrivals>, others: &Arc<Arrivals>) {
+    pub fn open(
+        &self,
+        instance: u64,
+        setup: &GroupSetup,
+        links: &Arc<Arrivals>,
+        others: &Arc<Arrivals>,
+    ) {
         let (links, others) = (links.clone(), others.clone());
         let (claimed, opened) = Default::default();
-        let (members, timeout) = (plan.members.clone(), plan.options.timeout);
+        let (members, timeout) = (setup.members.clone(), setup.options.timeout);
         let formed = Formed { members, links, others, timeout, claimed, opened, memory: None };
         self.lock().formed.insert(instance, formed);
     }
@@ -147,7 +154,7 @@ impl Inbox {
         !formed.opened.contains(&(peer, channel)) && formed.claimed.insert((peer, channel))
     }
 
-    /// Hands the memory of an instance to all who ask for it.
+    /// Hands the memory of an instance to all ranks that ask for it.
     pub fn share(&self, instance: u64, memory: &Arc<Memory>) {
         let mut state = self.lock();
         let asks = |of: &Introduction| (of.purpose, of.group) == (MEMORY, instance);

@@ -10,7 +10,7 @@ use unisono_net::{Connection, descriptors, fork};
 use super::cores::{available_cores, crowd};
 use super::network::{Arrival, Arrivals, Network, Opening, Use};
 use super::staging::HostMemory;
-use super::{Connector, Fabric, Plan, system};
+use super::{Connector, Fabric, GroupSetup, system};
 use crate::control::overlay;
 use crate::error::FormError;
 use crate::options::Transport;
@@ -37,15 +37,15 @@ impl LocalHub {
         Arc::new(LocalHub { hosts: hosts.to_vec(), forming: Mutex::default() })
     }
 
-    fn build(&self, plan: &Plan) -> Result<Vec<Option<Fabric>>, FormError> {
-        let world = plan.members.len();
-        let hosts: Vec<u32> = plan.members.iter().map(|&m| self.hosts[m]).collect();
-        let topology = match plan.options.transport {
+    fn build(&self, setup: &GroupSetup) -> Result<Vec<Option<Fabric>>, FormError> {
+        let world = setup.members.len();
+        let hosts: Vec<u32> = setup.members.iter().map(|&m| self.hosts[m.0]).collect();
+        let topology = match setup.options.transport {
             Transport::Tcp => Topology::all_apart(world),
             Transport::Auto | Transport::Shm => Topology::new(&hosts),
         };
         let crowd = crowd(world, available_cores());
-        // As far as the system allows: who has too few gets an error below.
+        // As far as the system allows: with too few, there is an error below.
         let _ = descriptors::ensure(256 + 128 * world as u64);
         let members: Result<Vec<Member>, _> = (0..world).map(|_| Member::new()).collect();
         let members: Arc<[Member]> = members.map_err(system("making an eventfd"))?.into();
@@ -67,7 +67,7 @@ impl LocalHub {
         }
         for host in (0..topology.hosts()).filter(|host| topology.members(*host).len() > 1) {
             let first = topology.members(host)[0];
-            let host = HostMemory::of(&plan.options, &topology, first);
+            let host = HostMemory::of(&setup.options, &topology, first);
             let memory = host.create()?;
             for &member in host.members {
                 fabrics[member].regions = host.regions(&memory);
@@ -78,23 +78,23 @@ impl LocalHub {
 }
 
 impl Connector for LocalHub {
-    fn connect(self: Arc<Self>, plan: &Plan) -> Result<Fabric, FormError> {
+    fn connect(self: Arc<Self>, setup: &GroupSetup) -> Result<Fabric, FormError> {
         let mut forming = self.forming.lock().expect("no panic while locked");
-        let waiting = forming.entry(plan.id).or_default();
-        let place = match waiting.iter().position(|fabrics| fabrics[plan.me].is_some()) {
+        let waiting = forming.entry(setup.id).or_default();
+        let place = match waiting.iter().position(|fabrics| fabrics[setup.me].is_some()) {
             Some(place) => place,
             None => {
-                waiting.push_back(self.build(plan)?);
+                waiting.push_back(self.build(setup)?);
                 waiting.len() - 1
             }
         };
-        let fabric = waiting[place][plan.me].take().expect("chosen by this");
+        let fabric = waiting[place][setup.me].take().expect("chosen by this");
         // Members come in the same order to all of them, so that the first is complete first.
         while waiting.front().is_some_and(|fabrics| fabrics.iter().all(Option::is_none)) {
             waiting.pop_front();
         }
         if waiting.is_empty() {
-            forming.remove(&plan.id);
+            forming.remove(&setup.id);
         }
         Ok(fabric)
     }

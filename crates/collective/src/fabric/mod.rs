@@ -11,9 +11,9 @@ mod forming;
 #[doc(hidden)]
 pub mod gathering;
 mod inbox;
-mod job;
 mod local;
 mod network;
+mod process;
 mod staging;
 
 use std::sync::Arc;
@@ -24,6 +24,7 @@ use crate::error::FormError;
 use crate::options::Options;
 use crate::schedule::Topology;
 use crate::window::region::{MAX_BUFFERS, Region};
+use unisono_net::rank::Rank;
 
 pub use cores::CoreSet;
 pub use endpoint::{Address, Endpoint, HostId};
@@ -60,13 +61,13 @@ pub struct Fabric {
 
 /// A group that is to form.
 #[derive(Clone, Debug)]
-pub struct Plan {
+pub struct GroupSetup {
     /// Its number, equal on all members and different from all other groups of the epoch.
     pub id: u64,
     /// The epoch it belongs to.
     pub epoch: u64,
     /// The members' ranks in the job, in the order of their ranks in the group.
-    pub members: Vec<usize>,
+    pub members: Vec<Rank>,
     /// This rank's place among the members.
     pub me: usize,
     /// The settings, equal on all members.
@@ -76,7 +77,7 @@ pub struct Plan {
 /// Makes the connections of groups.
 pub trait Connector: Send + Sync {
     /// Connects this rank to the other members.
-    fn connect(self: Arc<Self>, plan: &Plan) -> Result<Fabric, FormError>;
+    fn connect(self: Arc<Self>, setup: &GroupSetup) -> Result<Fabric, FormError>;
 }
 
 /// Staging buffers per rank: with five, a rank may be two segments ahead of another before it

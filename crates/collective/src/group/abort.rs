@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::Group;
-use crate::error::Error;
 use crate::state::GroupState;
 
 /// Ends a group from wherever it is needed, also while the group is being dropped.
@@ -17,8 +16,8 @@ pub struct AbortHandle {
 }
 
 impl Group {
-    /// Ends the group: pending and later operations fail with [`Error::Aborted`], which names this
-    /// rank and the reason, on every rank. Does nothing if the group has failed before.
+    /// Ends the group: on every rank, pending and later operations fail with
+    /// [`Error::Aborted`](crate::Error::Aborted), which names this rank and the reason. Does nothing if the group has failed before.
     pub fn abort(&self, reason: &str) {
         self.abort_handle().abort(reason);
     }
@@ -53,11 +52,11 @@ impl AbortHandle {
         self.state.abort(reason);
     }
 
-    /// Ends the group because a call did not end within `after`: with [`Error::TimedOut`] on this
-    /// rank, which names the ranks that have not arrived, and [`Error::Aborted`] on the others.
+    /// Ends the group because a call did not end within `after`: on this rank with
+    /// [`Error::TimedOut`](crate::Error::TimedOut), which names the ranks that have not arrived, on the others
+    /// with [`Error::Aborted`](crate::Error::Aborted).
     pub fn expire(&self, after: Duration) {
-        let (during, missing) = self.state.waits_for();
-        self.state.fail(Error::TimedOut { after, during, missing });
+        self.state.fail(self.state.timed_out(after));
     }
 
     /// Says why this rank is about to leave the group, where it is not done: the others, if they

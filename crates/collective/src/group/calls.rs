@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use crate::call::Call;
-use crate::engine::{Engine, Explanation, Plan};
+use crate::engine::{CallPlan, Engine, Explanation};
 use crate::error::{Error, InvalidCall};
 use crate::options::Options;
 use crate::request::{Checked, Request};
@@ -59,7 +59,7 @@ impl Calls {
         self.engine.run(&call, request).map_err(|error| self.state.fail_in(&call, error))
     }
 
-    fn expect_canonical(&self, request: &Request<'_>, plan: Plan) -> Result<(), Error> {
+    fn expect_canonical(&self, request: &Request<'_>, plan: CallPlan) -> Result<(), Error> {
         let is_float_sum = request.dtype().is_float() && request.op().reduces();
         if plan.canonical || !self.canonical || !is_float_sum || request.algorithm().is_some() {
             return Ok(());
@@ -86,7 +86,7 @@ impl Calls {
                 let bytes =
                     |count: i64| (count as u64).saturating_mul(request.dtype().size() as u64);
                 let (sent, expected) = (bytes(sent), bytes(expected));
-                return Err(Error::LengthMismatch { from, to, tag: 0, sent, expected });
+                return Err(self.state.length_mismatch((from, to), 0, sent, expected));
             }
         }
         Ok(all.into_iter().max().unwrap_or(0) as usize)

@@ -14,7 +14,7 @@ use crate::control::Control;
 use crate::cost::Costs;
 use crate::engine::{HostEngine, MakeEngine, Memory};
 use crate::error::{Error, FormError};
-use crate::fabric::{Connector, Fabric, LocalHub, Plan};
+use crate::fabric::{Connector, Fabric, GroupSetup, LocalHub};
 use crate::link::Links;
 use crate::options::Options;
 use crate::schedule::Topology;
@@ -23,6 +23,7 @@ use crate::traffic::Traffic;
 use crate::window::{Patience, WindowMemory};
 use calls::Calls;
 use queue::Queue;
+use unisono_net::rank::Rank;
 
 pub use abort::AbortHandle;
 pub use submit::Owned;
@@ -40,7 +41,7 @@ pub struct Group {
 }
 
 struct Inner {
-    plan: Plan,
+    setup: GroupSetup,
     connector: Arc<dyn Connector>,
     epoch: Arc<Epoch>,
     state: Arc<GroupState>,
@@ -100,19 +101,24 @@ impl Group {
         options: Options,
         make_engine: Arc<MakeEngine>,
     ) -> Result<Group, FormError> {
-        let members = (0..world).collect();
-        let plan = Plan { id: 0, epoch: epoch.number(), members, me: rank, options };
-        Group::form(connector, epoch, plan, None, make_engine)
+        let members = Rank::all(world);
+        let setup = GroupSetup { id: 0, epoch: epoch.number(), members, me: rank, options };
+        Group::form(connector, epoch, setup, None, make_engine)
     }
 
     /// This rank.
     pub fn rank(&self) -> usize {
-        self.inner.plan.me
+        self.inner.setup.me
+    }
+
+    /// Its ranks, as the job and its errors number them, in the order of the group.
+    pub fn members(&self) -> &[Rank] {
+        &self.inner.setup.members
     }
 
     /// The number of ranks.
     pub fn size(&self) -> usize {
-        self.inner.plan.members.len()
+        self.inner.setup.members.len()
     }
 
     /// The epoch this group belongs to.
@@ -122,7 +128,7 @@ impl Group {
 
     /// The settings.
     pub fn options(&self) -> &Options {
-        &self.inner.plan.options
+        &self.inner.setup.options
     }
 
     /// Which ranks share a host.
@@ -165,36 +171,41 @@ impl Group {
     fn form(
         connector: Arc<dyn Connector>,
         epoch: Arc<Epoch>,
-        plan: Plan,
+        setup: GroupSetup,
         inherited: Option<Costs>,
         make_engine: Arc<MakeEngine>,
     ) -> Result<Group, FormError> {
         if epoch.has_ended() {
             return Err(FormError::EpochEnded { epoch: epoch.number() });
         }
-        let world = plan.members.len();
-        let fabric = connector.clone().connect(&plan)?;
+        let world = setup.members.len();
+        let fabric = connector.clone().connect(&setup)?;
         let Fabric { topology, control, regions, crowd, network } = fabric;
-        let (members, stall_after) = (plan.members.clone(), plan.options.stall_after);
-        let state = GroupState::new(plan.me, plan.id, members, stall_after);
+        let (members, stall_after) = (setup.members.clone(), setup.options.stall_after);
+        let state = GroupState::new(setup.me, setup.id, members, stall_after);
         let failed =
             |what| move |e: std::io::Error| FormError::System { what, reason: e.to_string() };
 
-        let here = topology.members(topology.host(plan.me)).to_vec();
+        let here = topology.members(topology.host(setup.me)).to_vec();
         let patience = Patience::for_crowd(crowd);
-        let control =
-            Control::start(control, network.clone(), plan.me, plan.options.timeout, state.clone());
+        let control = Control::start(
+            control,
+            network.clone(),
+            setup.me,
+            setup.options.timeout,
+            state.clone(),
+        );
         let control = control.map_err(failed("starting the monitor"))?;
         let watcher = control.watcher();
         let links =
-            Links::new(plan.me, world, &plan.options, network, watcher, patience.for_links());
+            Links::new(setup.me, world, &setup.options, network, watcher, patience.for_links());
         let window = (!regions.is_empty()).then(|| {
-            let me = here.iter().position(|&m| m == plan.me).expect("a rank is on its own host");
+            let me = here.iter().position(|&m| m == setup.me).expect("a rank is on its own host");
             WindowMemory::new(regions, crate::fabric::STAGING_BUFFERS, here, me, patience)
         });
-        let (options, costs) = (plan.options.clone(), inherited.unwrap_or_default());
+        let (options, costs) = (setup.options.clone(), inherited.unwrap_or_default());
         let mut host = HostEngine::new(
-            plan.me,
+            setup.me,
             topology.clone(),
             options.clone(),
             links,
@@ -215,7 +226,7 @@ impl Group {
         let (children, lists) = Default::default();
         let control = Mutex::new(control);
         let inner = Inner {
-            plan,
+            setup,
             connector,
             epoch,
             state,
@@ -247,7 +258,7 @@ impl Drop for Inner {
             return end();
         }
         // The last handle was dropped by a callback, on a thread that is to be waited for.
-        let name = format!("unisono-farewell-{}", self.plan.me);
+        let name = format!("unisono-farewell-{}", self.setup.me);
         if let Err(error) = std::thread::Builder::new().name(name).spawn(end) {
             log::error!("cannot leave a group in an orderly way: {error}");
         }

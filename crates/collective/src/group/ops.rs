@@ -53,7 +53,7 @@ impl Group {
         self.run(Request::reduce_scatter_in_place(buffer, reduction)).map(drop)
     }
 
-    /// Everybody gets everybody's input, in rank order.
+    /// Every rank gets the inputs of all, in rank order.
     pub fn all_gather<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<(), Error> {
         self.run(Request::all_gather(input, output)).map(drop)
     }
@@ -74,7 +74,7 @@ impl Group {
         self.run(Request::all_gather_unequal(input, output, counts)).map(drop)
     }
 
-    /// Everybody gets the root's buffer.
+    /// Every rank gets the root's buffer.
     pub fn broadcast<T: Element>(&self, buffer: &mut [T], root: usize) -> Result<(), Error> {
         self.run(Request::broadcast(buffer, root)).map(drop)
     }
@@ -100,7 +100,7 @@ impl Group {
         self.run(Request::reduce_in_place(buffer, reduction, root)).map(drop)
     }
 
-    /// The root gets everybody's input, in rank order; the others pass no output.
+    /// The root gets the inputs of all ranks, in rank order; the others pass no output.
     pub fn gather<T: Element>(
         &self,
         input: &[T],
@@ -120,7 +120,7 @@ impl Group {
         self.run(Request::scatter(input, output, root)).map(drop)
     }
 
-    /// Rank `r` gets block `r` of everybody's input, in rank order.
+    /// Rank `r` gets block `r` of every rank's input, in rank order.
     pub fn all_to_all<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<(), Error> {
         self.run(Request::all_to_all(input, output)).map(drop)
     }
@@ -205,7 +205,7 @@ impl Group {
     /// [`Work::source`] says which it was. [`Group::submit_receive_owned`] is the safe way.
     ///
     /// # Safety
-    /// The memory stays valid, and nobody else uses it, until the work is done.
+    /// The memory stays valid, and is not used otherwise, until the work is done.
     pub unsafe fn submit_receive(
         &self,
         address: *mut u8,
@@ -230,7 +230,7 @@ impl Group {
     /// Starts a collective call. Calls of a group end in the order in which they were started.
     ///
     /// # Safety
-    /// The request's memory stays valid, and nobody else uses it, until the work is done, also if what
+    /// The request's memory stays valid, and is not used otherwise, until the work is done, also if what
     /// lent it is gone by then.
     pub unsafe fn submit(&self, request: Request<'_>) -> Result<Work, Error> {
         // SAFETY: passed on from the caller.

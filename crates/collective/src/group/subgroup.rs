@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use super::Group;
 use crate::error::{FormError, InvalidCall};
-use crate::fabric::Plan;
+use crate::fabric::GroupSetup;
 
 impl Group {
     /// Splits the group: ranks with the same color form a group, ordered by key and then by
@@ -44,7 +44,7 @@ impl Group {
         // the same id, and this rank makes one after the other. When one has formed, every member
         // has taken all connections that are meant for it, and those of the next are its own.
         let list: Vec<u8> = members.iter().flat_map(|m| (*m as u64).to_le_bytes()).collect();
-        let id = hash(&[b"list", &self.inner.plan.id.to_le_bytes(), &list]);
+        let id = hash(&[b"list", &self.inner.setup.id.to_le_bytes(), &list]);
         let turn =
             self.inner.lists.lock().expect("no panic while locked").entry(id).or_default().clone();
         let _turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
@@ -52,7 +52,7 @@ impl Group {
     }
 
     fn child_id(&self, number: u64, color: u64) -> u64 {
-        let id = self.inner.plan.id.to_le_bytes();
+        let id = self.inner.setup.id.to_le_bytes();
         hash(&[b"split", &id, &number.to_le_bytes(), &color.to_le_bytes()])
     }
 
@@ -62,18 +62,18 @@ impl Group {
         }
         let inner = &self.inner;
         let me = members.iter().position(|&m| m == self.rank()).expect("checked by the caller");
-        let plan = Plan {
+        let setup = GroupSetup {
             id,
-            epoch: inner.plan.epoch,
-            members: members.iter().map(|&m| inner.plan.members[m]).collect(),
+            epoch: inner.setup.epoch,
+            members: members.iter().map(|&m| inner.setup.members[m]).collect(),
             me,
-            options: inner.plan.options.clone(),
+            options: inner.setup.options.clone(),
         };
         let (connector, epoch) = (inner.connector.clone(), inner.epoch.clone());
         let formed =
-            Group::form(connector, epoch, plan, Some(inner.costs), inner.make_engine.clone());
+            Group::form(connector, epoch, setup, Some(inner.costs), inner.make_engine.clone());
         formed.map_err(|error| match error {
-            // Who is missed here is about to be missed in this group, which tells its caller more.
+            // A rank that is missed here is about to be missed in this group, whose error says more.
             FormError::Peer { .. } | FormError::Missing { .. } => {
                 inner.state.verdict().map_or(error, FormError::from)
             }

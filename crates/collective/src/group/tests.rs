@@ -113,9 +113,9 @@ fn a_flow_that_is_dropped_while_it_is_idle_is_noticed() {
     for (_, socket) in data.iter().flatten() {
         deafen(socket);
     }
-    // Nobody sends: whoever waits finds out by the probes.
+    // No rank sends: those that wait find out by the probes.
     let error = groups[0].broadcast(&mut [0u8; 1000], 1).unwrap_err();
-    assert!(matches!(error, Error::PeerLost { peer: 1, .. }), "{error:?}");
+    assert!(matches!(error, Error::PeerLost { peer: Rank(1), .. }), "{error:?}");
 }
 
 /// As before, and the next call sends at once.
@@ -134,11 +134,11 @@ fn a_flow_that_is_dropped_while_data_is_on_its_way_is_noticed() {
             panic!("{error:?}");
         };
         // Who notices first tells the other.
-        assert!(peer < 2);
+        assert!(peer.0 < 2);
     });
 }
 
-/// A rank that computes for longer than the timeout reads nothing meanwhile; whoever sends to it waits.
+/// A rank that computes for longer than the timeout reads nothing meanwhile; a rank that sends to it waits.
 #[test]
 fn a_rank_that_has_no_room_is_not_lost() {
     let options = Options { timeout: Duration::from_millis(500), ..Options::default() };
@@ -185,10 +185,10 @@ fn calls_go_on_after_the_last_number() {
     });
     on_all(&groups, |group| {
         for i in 0..8 {
-            // In the call with the last number, somebody waits for long enough to look who is there.
+            // In the call with the last number, a rank waits for long enough to look which are there.
             let deadline = Instant::now() + HUNG;
             while group.rank() == 2 && i == 3 && waits.load(Ordering::SeqCst) == 0 {
-                assert!(Instant::now() < deadline, "nobody waits");
+                assert!(Instant::now() < deadline, "no call waits");
                 std::thread::yield_now();
             }
             let mut sum = [i];
@@ -196,11 +196,13 @@ fn calls_go_on_after_the_last_number() {
             assert_eq!(sum, [3 * i]);
         }
     });
-    // And who leaves after it has left.
+    // And a rank that leaves after it has left.
     let mut groups = groups;
     drop(groups.pop());
     on_all(&groups, |group| {
         let error = group.barrier().unwrap_err();
-        let Error::PeerLost { peer: 2, loss: Loss::Left, .. } = error else { panic!("{error:?}") };
+        let Error::PeerLost { peer: Rank(2), loss: Loss::Left, .. } = error else {
+            panic!("{error:?}")
+        };
     });
 }

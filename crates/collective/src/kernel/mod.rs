@@ -47,7 +47,7 @@ use std::ptr;
 ///
 /// # Safety
 /// Every pointer is valid for `count` elements and aligned for the type. `into` and `also` may
-/// each be exactly equal to any input or to each other, but overlap nothing partially. Nobody
+/// each be exactly equal to any input or to each other, but overlap nothing partially. No other thread
 /// writes the inputs or touches the outputs meanwhile.
 #[expect(clippy::too_many_arguments, reason = "one flat call on the hot path")]
 pub unsafe fn fold(

@@ -163,7 +163,7 @@ fn targets() -> Vec<Target> {
 
 /// Where a result goes: a buffer of its own, or one of the inputs.
 #[derive(Clone, Copy, Debug)]
-enum Place {
+enum Destination {
     Fresh,
     Input(usize),
 }
@@ -174,8 +174,8 @@ struct Case<'a> {
     tree: &'a Tree,
     count: usize,
     divide: Option<u32>,
-    into: Place,
-    also: Option<Place>,
+    into: Destination,
+    also: Option<Destination>,
 }
 
 /// Folds on every target and compares the outputs, the inputs that must not change, and the
@@ -198,7 +198,7 @@ fn check<T: Scalar>(case: &Case) {
             .map(|b| unsafe { b.as_mut_ptr().add(MARGIN) }.cast())
             .collect();
         let inputs: Vec<*const u8> = starts[..n].iter().map(|p| p.cast_const()).collect();
-        let index = |place, fresh| if let Place::Input(i) = place { i } else { fresh };
+        let index = |place, fresh| if let Destination::Input(i) = place { i } else { fresh };
         let into = index(into, n);
         let also = also.map(|place| index(place, n + 1));
         let kernel = select(target, T::DTYPE, reduction, divide);
@@ -254,8 +254,8 @@ fn fresh(tree: &Tree, count: usize) -> Case<'_> {
         tree,
         count,
         divide: None,
-        into: Place::Fresh,
-        also: Some(Place::Fresh),
+        into: Destination::Fresh,
+        also: Some(Destination::Fresh),
     }
 }
 
@@ -293,12 +293,12 @@ fn an_output_may_be_any_input() {
     for inputs in [1, 2, 3, 4, 7, 8, 9, 16, 17] {
         let tree = Tree::canonical(inputs);
         for input in 0..inputs {
-            let place = Place::Input(input);
-            let other = Place::Input((input + 1) % inputs);
+            let place = Destination::Input(input);
+            let other = Destination::Input((input + 1) % inputs);
             for (into, also) in [
                 (place, None),
-                (place, Some(Place::Fresh)),
-                (Place::Fresh, Some(place)),
+                (place, Some(Destination::Fresh)),
+                (Destination::Fresh, Some(place)),
                 (place, Some(other)),
                 (place, Some(place)),
             ] {
@@ -340,8 +340,11 @@ fn trees_of_subtrees_in_any_order() {
     for tree in trees {
         let tree = tree.expect("the covers are subtrees");
         for_all_types!(check_reductions(&fresh(&tree, 700)));
-        let aliased =
-            Case { into: Place::Input(1), also: Some(Place::Input(0)), ..fresh(&tree, 700) };
+        let aliased = Case {
+            into: Destination::Input(1),
+            also: Some(Destination::Input(0)),
+            ..fresh(&tree, 700)
+        };
         for_all_types!(check_reductions(&aliased));
     }
 }

@@ -18,7 +18,7 @@ use crate::call::Call;
 use crate::control::Watcher;
 use crate::error::Error;
 use crate::fabric::Network;
-use crate::memory::Scratch;
+use crate::memory::ScratchMemory;
 use crate::options::Options;
 use crate::state::GroupState;
 use crate::window::Patience;
@@ -48,7 +48,7 @@ pub struct Links {
     flights: Vec<Flight>,
     inputs: Vec<*const u8>,
     /// Scratch cells of the segments in flight.
-    pub scratch: Scratch,
+    pub scratch: ScratchMemory,
 }
 
 // SAFETY: `inputs` is scratch of a call in progress and never read by another thread.
@@ -82,7 +82,7 @@ impl Links {
         Links { streams, of_peer, opener: None, patience, flights, inputs, scratch }
     }
 
-    /// Room for the inputs of a fold, for whoever folds between runs.
+    /// Room for the inputs of a fold between runs.
     pub fn room(&mut self) -> &mut Vec<*const u8> {
         &mut self.inputs
     }

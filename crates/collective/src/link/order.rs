@@ -9,7 +9,7 @@
 //! place it takes. So the earliest unfinished start can always proceed, and there is no deadlock.
 
 /// Where a start comes in the global order: after whatever is smaller. Its wave, and its segment.
-pub type Place = (usize, usize);
+pub type Turn = (usize, usize);
 
 /// Iterates over (segment, round) in the global order.
 #[derive(Clone, Debug)]
@@ -29,7 +29,7 @@ impl Waves {
     }
 
     /// The place of a start in the order.
-    pub fn place(&self, segment: usize, round: usize) -> Place {
+    pub fn place(&self, segment: usize, round: usize) -> Turn {
         (segment * self.stride + round, segment)
     }
 
@@ -51,7 +51,7 @@ impl Waves {
         let passed = (self.wave + 1).saturating_sub(self.rounds);
         self.segment = passed.div_ceil(self.stride);
         if self.segment * self.stride > self.wave {
-            // Nobody is in this wave: the next segment has not started yet.
+            // No segment is in this wave: the next segment has not started yet.
             self.wave = self.segment * self.stride;
         }
     }

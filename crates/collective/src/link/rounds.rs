@@ -38,7 +38,7 @@ impl Links {
     /// Runs the segments of a schedule.
     ///
     /// # Safety
-    /// The buffers are valid for the call's layouts and nobody else uses them meanwhile.
+    /// The buffers are valid for the call's layouts and no other thread uses them meanwhile.
     pub unsafe fn run(&mut self, run: &Run<'_>) -> Result<(), Error> {
         let Run { schedule, segments, buffers, .. } = run;
         if schedule.rounds.is_empty() {
@@ -222,17 +222,14 @@ impl Links {
         waves: &Waves,
         stream: usize,
         header: &MessageHeader,
-    ) -> Result<Option<(Part, order::Place)>, Error> {
+    ) -> Result<Option<(Part, order::Turn)>, Error> {
         let peer = self.streams[stream].peer;
-        let malformed = |what: &str| Error::System {
-            what: "reading a message",
-            reason: format!("rank {peer} sent {what}"),
-        };
+        let malformed = |what| run.state.bad_message(peer, what);
         let call = Call::try_from(header.call).map_err(|_| malformed("a malformed header"))?;
         if call != *run.call {
             // A message that was left over from an earlier call belongs beside that one.
             let mine = run.state.history().counterpart(&call).unwrap_or(*run.call);
-            return Err(Error::mismatch(run.rank, mine, peer, call));
+            return Err(run.state.mismatch([(run.rank, mine), (peer, call)]));
         }
         let segment = header.segment.get() as usize;
         let round = header.round.get() as usize;
@@ -286,7 +283,7 @@ mod tests {
 
     use super::*;
     use crate::dtype::{Dtype, Unit};
-    use crate::schedule::{Algorithm, Fold, Layout, Op, Place, Recv, Round};
+    use crate::schedule::{Algorithm, Area, Fold, Layout, Op, Recv, Round};
     use crate::tree::Tree;
     use crate::window::Patience;
 
@@ -322,15 +319,15 @@ mod tests {
         // Whatever else is awaited does not come.
         there.shutdown(std::net::Shutdown::Write).unwrap();
 
-        let recv = |cell| Recv { from: 1, blocks: 0..1, into: Place::Scratch(cell) };
+        let recv = |cell| Recv { from: 1, blocks: 0..1, into: Area::Scratch(cell) };
         let round = || Round {
             sends: vec![],
             recvs: vec![recv(0), recv(1)],
             folds: vec![Fold {
-                inputs: vec![Place::Scratch(0), Place::Scratch(1), Place::Output],
+                inputs: vec![Area::Scratch(0), Area::Scratch(1), Area::Output],
                 tree: Tree::canonical(3),
                 blocks: 0..1,
-                into: Place::Output,
+                into: Area::Output,
                 root: false,
             }],
         };
@@ -349,7 +346,7 @@ mod tests {
             depth: 2,
             dtype: Dtype::I64,
         };
-        let state = GroupState::new(0, 0, vec![0, 1], Duration::MAX);
+        let state = GroupState::new(0, 0, crate::Rank::all(2), Duration::MAX);
         let run = Run {
             call: &call,
             schedule: &schedule,
@@ -364,7 +361,7 @@ mod tests {
         Ok(output)
     }
 
-    /// The messages of two segments in the order in which everybody sends them.
+    /// The messages of two segments in the order in which every rank sends them.
     const ALL: [(u32, u32, u32); 8] =
         [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1)];
 
@@ -381,7 +378,7 @@ mod tests {
                 let mut sent = ALL;
                 sent[instead] = message;
                 let outcome = sum(&sent);
-                assert!(matches!(outcome, Err(Error::System { .. })), "{sent:?}: {outcome:?}");
+                assert!(matches!(outcome, Err(Error::BadMessage { .. })), "{sent:?}: {outcome:?}");
             }
         }
     }

@@ -15,7 +15,7 @@ use zerocopy::{FromBytes, IntoBytes};
 use super::order;
 use crate::buffers::Buffers;
 use crate::call::MessageHeader;
-use crate::schedule::Place;
+use crate::schedule::Area;
 
 /// Bytes read ahead while looking for a header. Larger: more of a payload is copied twice.
 /// Smaller: small messages need a second system call.
@@ -34,18 +34,18 @@ pub struct Stream {
     input: Input,
     /// The message being received.
     body: Option<Incoming>,
-    /// A header whose message nobody wants yet.
+    /// A header whose round has not started.
     parked: Option<MessageHeader>,
     /// The last message of the running call that was accepted: its round's place in the order of all,
     /// and which of the round's it is.
-    last: Option<(order::Place, u32)>,
+    last: Option<(order::Turn, u32)>,
 }
 
 /// Part of a message in the memory of a call.
 #[derive(Clone, Debug)]
 pub struct Part {
     pub segment: usize,
-    pub place: Place,
+    pub place: Area,
     pub blocks: Range<u32>,
     /// Which bytes of the blocks, taken one after the other.
     pub bytes: Range<usize>,
@@ -71,7 +71,7 @@ struct Input {
 
 /// What became of an attempt to receive.
 pub enum Received {
-    /// Nothing to read, or nobody wants what is next.
+    /// Nothing to read, or the round of what is next has not started.
     Nothing,
     /// Some bytes moved.
     Some,
@@ -99,7 +99,7 @@ impl Stream {
         }
     }
 
-    /// The socket, shared with whoever watches it and shuts it down when the group fails.
+    /// The socket, shared with the monitor and with what shuts it down when the group fails.
     pub fn socket(&self) -> &Arc<Socket> {
         self.connection.socket()
     }
@@ -109,9 +109,9 @@ impl Stream {
         self.last = None;
     }
 
-    /// Whether a message may come after those that were accepted. Everybody sends in one order, so
+    /// Whether a message may come after those that were accepted. Every rank sends in one order, so
     /// that a message which does not come later has come twice, or is none of this call's.
-    pub fn is_next(&self, round: order::Place, index: u32) -> bool {
+    pub fn is_next(&self, round: order::Turn, index: u32) -> bool {
         self.last.is_none_or(|last| last < (round, index))
     }
 
@@ -124,7 +124,7 @@ impl Stream {
         !self.output.is_empty()
     }
 
-    /// Whether the next message has arrived before anybody wanted it.
+    /// Whether the next message has arrived before its round has started.
     pub fn is_parked(&self) -> bool {
         self.parked.is_some()
     }
@@ -182,7 +182,7 @@ impl Stream {
             let mut used = 0;
             for (address, len) in body.part.pieces(buffers, body.received).take(PIECES) {
                 // SAFETY: pieces lie in the call's buffers, and until the message is complete
-                // nobody else touches where it goes.
+                // nothing else touches where it goes.
                 slices[used].write(IoSliceMut::new(unsafe {
                     std::slice::from_raw_parts_mut(address, len)
                 }));
@@ -221,12 +221,12 @@ impl Stream {
 
     /// Says where the message of the header just received goes, and when it comes in the order of
     /// all.
-    pub fn accept(&mut self, part: Part, round: order::Place, index: u32) {
+    pub fn accept(&mut self, part: Part, round: order::Turn, index: u32) {
         self.last = Some((round, index));
         self.body = Some(Incoming { part, received: 0 });
     }
 
-    /// Keeps a header until somebody wants its message.
+    /// Keeps a header until the round of its message starts.
     pub fn park(&mut self, header: MessageHeader) {
         self.parked = Some(header);
     }
@@ -257,12 +257,7 @@ impl Stream {
 
 impl Part {
     /// The bytes of all blocks of a place in a segment.
-    pub fn total(
-        buffers: &Buffers<'_>,
-        place: Place,
-        segment: usize,
-        blocks: &Range<u32>,
-    ) -> usize {
+    pub fn total(buffers: &Buffers<'_>, place: Area, segment: usize, blocks: &Range<u32>) -> usize {
         let count = |(i, block)| buffers.block(place, segment, block, i as u32).1;
         blocks.clone().enumerate().map(count).sum::<usize>() * buffers.dtype.size()
     }

@@ -23,10 +23,8 @@ const ROOM: usize = 16;
 pub struct Channel {
     /// The other rank.
     pub rank: usize,
-    /// This rank.
-    me: usize,
     /// Whether this rank sends.
-    is_outgoing: bool,
+    pub is_outgoing: bool,
     line: Line,
     /// Whether the socket may have something to read, or room.
     pub ready: bool,
@@ -50,7 +48,7 @@ pub enum Event {
     /// Its connection closed, or could not be opened.
     Closed,
     /// The other rank broke the rules.
-    Failed(Error),
+    BrokeRules(&'static str),
     /// It has a message.
     Announced(Announced),
 }
@@ -117,19 +115,18 @@ const EMPTY: Input = Input::Head { bytes: [0; frame::SIZE], filled: 0 };
 
 impl Channel {
     /// A channel that this rank opens.
-    pub fn outgoing(opening: Opening, rank: usize, me: usize) -> Channel {
-        Channel::new(Line::Opening(opening), rank, me, true)
+    pub fn outgoing(opening: Opening, rank: usize) -> Channel {
+        Channel::new(Line::Opening(opening), rank, true)
     }
 
     /// A channel that another rank has opened; its connection does not block.
-    pub fn incoming(connection: Connection, rank: usize, me: usize) -> Channel {
-        Channel::new(Line::Open(connection), rank, me, false)
+    pub fn incoming(connection: Connection, rank: usize) -> Channel {
+        Channel::new(Line::Open(connection), rank, false)
     }
 
-    fn new(line: Line, rank: usize, me: usize, is_outgoing: bool) -> Channel {
+    fn new(line: Line, rank: usize, is_outgoing: bool) -> Channel {
         Channel {
             rank,
-            me,
             is_outgoing,
             line,
             ready: true,
@@ -340,7 +337,7 @@ impl Channel {
             }
             Input::Data { id, left } => {
                 let Some(receiving) = self.cleared.iter_mut().find(|r| r.id == *id) else {
-                    return Ok(Some(self.broke_rules("data nobody asked for")));
+                    return Ok(Some(self.broke_rules("data that was not asked for")));
                 };
                 if *left > 0 {
                     let room = receiving.transfer.length - receiving.received;
@@ -397,31 +394,16 @@ impl Channel {
     }
 
     /// A send and a receive have met.
-    pub fn clear(&mut self, transfer: Transfer, announced: Announced) -> Result<(), Error> {
-        if announced.length != transfer.length as u64 {
-            let error = Error::LengthMismatch {
-                from: self.rank,
-                to: self.me,
-                tag: transfer.tag,
-                sent: announced.length,
-                expected: transfer.length as u64,
-            };
-            transfer.work.complete(Err(error.clone()));
-            return Err(error);
-        }
+    pub fn clear(&mut self, transfer: Transfer, announced: Announced) {
         self.queue(Frame::Clear { id: announced.id });
         let idle = Idle::new();
         self.cleared.push(Receiving { transfer, idle, id: announced.id, received: 0 });
-        Ok(())
     }
 
     /// The other rank sent what no rank sends.
-    pub fn broke_rules(&mut self, what: &str) -> Event {
+    pub fn broke_rules(&mut self, what: &'static str) -> Event {
         self.line = Line::Closed;
-        Event::Failed(Error::System {
-            what: "a connection for messages",
-            reason: format!("rank {} sent {what}", self.rank),
-        })
+        Event::BrokeRules(what)
     }
 }
 

@@ -1,8 +1,8 @@
 //! Which message belongs to which receive.
 //!
 //! Receives wait in the order in which they were submitted, messages in the order in which they were
-//! announced. Whoever comes takes the oldest of the others that fits: a message fits a receive that
-//! has its tag and names its sender, or nobody. So two messages of one rank with one tag never
+//! announced. Whichever comes takes the oldest of the others that fits: a message fits a receive that
+//! has its tag and names its sender, or no sender. So two messages of one rank with one tag never
 //! overtake each other, and of two receives that fit, the older one gets the message, whether it
 //! names a rank or not.
 
@@ -45,7 +45,7 @@ pub struct Announced {
     pub length: u64,
 }
 
-/// A peer announced more messages than anybody can want.
+/// A peer announced more messages than are ever received.
 #[derive(Debug)]
 pub struct Full;
 

@@ -36,7 +36,7 @@ pub struct Transfer {
     pub work: Work,
 }
 
-// SAFETY: whoever submits a transfer keeps its memory valid, and away from other threads, until
+// SAFETY: the caller that submits a transfer keeps its memory valid, and away from other threads, until
 // its work is done.
 unsafe impl Send for Transfer {}
 
@@ -44,8 +44,8 @@ unsafe impl Send for Transfer {}
 pub struct Messages {
     me: usize,
     world: usize,
-    outgoing: Vec<Channel>,
-    incoming: Vec<Channel>,
+    /// Those by which this rank sends, and those by which it receives.
+    channels: Vec<Channel>,
     mailbox: Mailbox<Receive>,
     /// Ranks whose connections have closed since they were last taken.
     closed: Vec<usize>,
@@ -60,8 +60,8 @@ struct Receive {
 impl Messages {
     /// Rank `me` of `world` has sent and received nothing.
     pub fn new(me: usize, world: usize) -> Messages {
-        let (outgoing, incoming, closed) = Default::default();
-        Messages { me, world, outgoing, incoming, mailbox: Mailbox::new(), closed }
+        let (channels, closed) = Default::default();
+        Messages { me, world, channels, mailbox: Mailbox::new(), closed }
     }
 
     /// Starts a send.
@@ -75,13 +75,13 @@ impl Messages {
         if state.has_gone(to) {
             return transfer.work.complete(Err(left(to, state)));
         }
-        let known = self.outgoing.iter().position(|channel| channel.rank == to);
+        let known = self.channels.iter().position(|c| c.is_outgoing && c.rank == to);
         let place = known.unwrap_or_else(|| {
             let opening = network.dial(Use::Messages, to);
-            self.outgoing.push(Channel::outgoing(opening, to, self.me));
-            self.outgoing.len() - 1
+            self.channels.push(Channel::outgoing(opening, to));
+            self.channels.len() - 1
         });
-        self.outgoing[place].submit_send(transfer);
+        self.channels[place].submit_send(transfer);
     }
 
     /// Starts a receive: of a message that is there, or of one that may come.
@@ -101,9 +101,9 @@ impl Messages {
 
     /// Another rank has opened a connection.
     pub fn accept(&mut self, from: usize, connection: Connection) {
-        let known = self.incoming.iter().any(|channel| channel.rank == from);
+        let known = self.channels.iter().any(|c| !c.is_outgoing && c.rank == from);
         if !known && connection.socket().set_nonblocking(true).is_ok() {
-            self.incoming.push(Channel::incoming(connection, from, self.me));
+            self.channels.push(Channel::incoming(connection, from));
         }
     }
 
@@ -111,11 +111,8 @@ impl Messages {
     /// come, its connection closes.
     pub fn leave(&mut self, rank: usize, state: &GroupState) {
         let error = left(rank, state);
-        for channel in self.outgoing.iter_mut().filter(|channel| channel.rank == rank) {
-            channel.end(&error);
-        }
-        for channel in self.incoming.iter_mut().filter(|channel| channel.rank == rank) {
-            if channel.is_closed() {
+        for channel in self.channels.iter_mut().filter(|channel| channel.rank == rank) {
+            if channel.is_outgoing || channel.is_closed() {
                 channel.end(&error);
             }
         }
@@ -124,20 +121,11 @@ impl Messages {
 
     /// Moves what the sockets allow.
     pub fn exchange(&mut self, network: &dyn Network, state: &GroupState) {
-        for place in 0..self.outgoing.len() {
-            let channel = &mut self.outgoing[place];
+        for place in 0..self.channels.len() {
+            let channel = &self.channels[place];
+            let rank = channel.rank;
             if channel.ready || channel.has_output() {
-                while let Some(event) = self.outgoing[place].progress(network) {
-                    let rank = self.outgoing[place].rank;
-                    self.act_on(rank, event, state);
-                }
-            }
-        }
-        for place in 0..self.incoming.len() {
-            let channel = &mut self.incoming[place];
-            if channel.ready || channel.has_output() {
-                while let Some(event) = self.incoming[place].progress(network) {
-                    let rank = self.incoming[place].rank;
+                while let Some(event) = self.channels[place].progress(network) {
                     self.act_on(rank, event, state);
                 }
             }
@@ -148,16 +136,15 @@ impl Messages {
         match event {
             Event::Closed if state.has_gone(rank) => self.leave(rank, state),
             Event::Closed => self.closed.push(rank),
-            Event::Failed(error) => {
-                state.fail(error);
+            Event::BrokeRules(what) => {
+                state.fail(state.bad_message(rank, what));
             }
             Event::Announced(message) => match self.mailbox.announce(message) {
                 Ok(None) => {}
                 Ok(Some((receive, message))) => self.meet(receive, message, state),
                 Err(_) => {
-                    let reason = format!("rank {rank} sent more messages than are received");
-                    let what = "a connection for messages";
-                    state.fail(Error::System { what, reason });
+                    let what = "more messages than are received";
+                    state.fail(state.bad_message(rank, what));
                 }
             },
         }
@@ -165,11 +152,17 @@ impl Messages {
 
     /// A receive and a message have met.
     fn meet(&mut self, receive: Receive, message: Announced, state: &GroupState) {
-        let channel = self.incoming.iter_mut().find(|channel| channel.rank == message.from);
-        let channel = channel.expect("it has announced the message");
-        if let Err(error) = channel.clear(receive.transfer, message) {
+        let Transfer { tag, length, .. } = receive.transfer;
+        if message.length != length as u64 {
+            let ranks = (message.from, self.me);
+            let error = state.length_mismatch(ranks, tag, message.length, length as u64);
+            receive.transfer.work.complete(Err(error.clone()));
             state.fail(error);
+            return;
         }
+        let channel = self.channels.iter_mut().find(|c| !c.is_outgoing && c.rank == message.from);
+        let channel = channel.expect("it has announced the message");
+        channel.clear(receive.transfer, message);
     }
 
     /// Ranks whose connections have closed, which have not left as far as is known.
@@ -184,8 +177,8 @@ impl Messages {
 
     /// Says in the log which transfers have not moved for too long.
     pub fn report_stalls(&mut self, state: &GroupState) {
-        let Messages { me, world, outgoing, incoming, mailbox, .. } = self;
-        for channel in outgoing.iter_mut().chain(incoming) {
+        let Messages { me, world, channels, mailbox, .. } = self;
+        for channel in channels {
             channel.report_stalls(state);
         }
         let here = || (0..*world).filter(|rank| rank != me && !state.has_gone(*rank)).collect();
@@ -197,7 +190,7 @@ impl Messages {
 
     /// Ends everything with this error.
     pub fn end(&mut self, error: &Error) {
-        for channel in self.outgoing.iter_mut().chain(&mut self.incoming) {
+        for channel in &mut self.channels {
             channel.end(error);
         }
         for Wanted { receive, .. } in self.mailbox.take(|_| true) {
@@ -206,9 +199,9 @@ impl Messages {
     }
 
     /// Ends everything because this rank leaves.
-    pub fn end_here(&mut self) {
-        let lost = |peer| Error::PeerLost { peer, loss: Loss::Left, during: None };
-        for channel in self.outgoing.iter_mut().chain(&mut self.incoming) {
+    pub fn end_here(&mut self, state: &GroupState) {
+        let lost = |peer| state.lost(peer, Loss::Left);
+        for channel in &mut self.channels {
             channel.end(&lost(channel.rank));
         }
         let another = usize::from(self.me == 0);
@@ -219,7 +212,7 @@ impl Messages {
 
     /// The sockets to watch, what for, and where to note that they are ready.
     pub fn watched(&mut self) -> impl Iterator<Item = (&Socket, PollFlags)> {
-        self.outgoing.iter().chain(&self.incoming).filter_map(|channel| {
+        self.channels.iter().filter_map(|channel| {
             let mut flags = PollFlags::IN;
             flags.set(PollFlags::OUT, channel.has_output());
             Some((channel.socket()?, flags))
@@ -228,7 +221,7 @@ impl Messages {
 
     /// Notes which of the watched sockets are ready.
     pub fn note_ready(&mut self, mut ready: impl FnMut() -> bool) {
-        for channel in self.outgoing.iter_mut().chain(&mut self.incoming) {
+        for channel in &mut self.channels {
             channel.ready = match channel.socket() {
                 Some(_) => ready(),
                 None => channel.opening().is_some(),
@@ -238,7 +231,7 @@ impl Messages {
 
     /// The connections that are being opened.
     pub fn openings(&self) -> impl Iterator<Item = &Opening> {
-        self.outgoing.iter().filter_map(Channel::opening)
+        self.channels.iter().filter_map(Channel::opening)
     }
 
     /// Ends the receives of messages of a rank that has left.
@@ -267,5 +260,5 @@ impl Messages {
 
 /// The error of a transfer with a rank that has left.
 fn left(rank: usize, state: &GroupState) -> Error {
-    Error::PeerLost { peer: rank, loss: state.parting_of(rank), during: None }
+    state.lost(rank, state.parting_of(rank))
 }

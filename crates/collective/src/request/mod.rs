@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use crate::call::Call;
 use crate::dtype::{Dtype, Element, Reduction, Unit};
-use crate::engine::{Memory, Plan};
+use crate::engine::{CallPlan, Memory};
 use crate::error::Error;
 use crate::schedule::{Algorithm, Op};
 pub use checked::Checked;
@@ -314,7 +314,7 @@ impl<'a> Request<'a> {
     }
 
     /// The call as all ranks must make it.
-    pub(crate) fn call(&self, seq: u32, plan: Plan) -> Call {
+    pub(crate) fn call(&self, seq: u32, plan: CallPlan) -> Call {
         Call {
             seq,
             op: self.op,

@@ -1,18 +1,18 @@
 //! Agreement on the root.
 //!
-//! Who talks to whom in a rooted operation depends on the root. Ranks that name different roots may
-//! find nobody to contradict them: each sends to those it believes to be waiting, and is content.
+//! Which ranks exchange messages in a rooted operation depends on the root. Ranks that name different roots may
+//! find no rank to contradict them: each sends to those it believes to be waiting, and is content.
 //! So the participants also exchange messages of no blocks, in a pattern that depends on nothing but
 //! their order; every message names the whole call, and a receiver refuses another one than its
 //! own.
 //!
 //! The pattern is *dissemination*: in round `k`, participant `i` sends to `i + 2ᵏ` and hears from
-//! `i − 2ᵏ`, around the circle. After `⌈log₂ n⌉` rounds everybody has heard from everybody, directly
-//! or through others who agreed, so that nobody succeeds unless all made the same call. They are
+//! `i − 2ᵏ`, around the circle. After `⌈log₂ n⌉` rounds every rank has heard from every other, directly
+//! or through others that agreed, so that none succeeds unless all made the same call. They are
 //! woven into the rounds that move the data, and cost no latency of their own where those are as
 //! many.
 
-use super::{Blocks, Place, Recv, Round, Send};
+use super::{Area, Blocks, Recv, Round, Send};
 
 const NOTHING: Blocks = 0..0;
 
@@ -24,8 +24,8 @@ pub(super) fn weave(rounds: &mut Vec<Round>, participants: &[usize], own: usize)
         let distance = 1 << k;
         let to = participants[(own + distance) % count];
         let from = participants[(own + count - distance) % count];
-        round.sends.push(Send { to, blocks: NOTHING, from: Place::Input });
-        round.recvs.push(Recv { from, blocks: NOTHING, into: Place::Output });
+        round.sends.push(Send { to, blocks: NOTHING, from: Area::Input });
+        round.recvs.push(Recv { from, blocks: NOTHING, into: Area::Output });
     }
 }
 
@@ -42,9 +42,9 @@ pub(super) fn extend(rounds: &mut Vec<Round>, count: usize) -> usize {
 mod tests {
     use super::*;
 
-    /// Whoever has gone through all rounds has heard, directly or not, from everybody.
+    /// A rank that has gone through all rounds has heard, directly or not, from every other.
     #[test]
-    fn everybody_hears_from_everybody() {
+    fn every_rank_hears_from_every_other() {
         for count in 1..=33_usize {
             let participants: Vec<usize> = (0..count).map(|i| 10 * i).collect();
             let all: Vec<Vec<Round>> = (0..count)

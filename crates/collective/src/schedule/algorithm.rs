@@ -1,7 +1,7 @@
 //! The algorithms by name, and which of them can do what.
 
 use super::{
-    Fold, Op, Phase, Place, Problem, Round, Schedule, Topology, agreement, block, direct,
+    Area, Fold, Op, Phase, Problem, Round, Schedule, Topology, agreement, block, direct,
     double_tree, halving_doubling, hierarchical, pairwise, ring, tree, window,
 };
 use crate::tree::Tree;
@@ -18,9 +18,9 @@ pub enum Algorithm {
     DoubleTree,
     /// Recursive halving, then recursive doubling.
     HalvingDoubling,
-    /// Everybody exchanges one block with everybody.
+    /// Every rank exchanges one block with every other.
     Pairwise,
-    /// Everybody sends everything to whoever needs it, in one round.
+    /// Every rank sends all its data to the ranks that need it, in one round.
     Direct,
     /// Shared memory; every rank reduces one block for all.
     Window,
@@ -145,12 +145,12 @@ pub fn build(algorithm: Algorithm, problem: &Problem, topology: &Topology) -> Op
         // Its leaders agree among themselves.
         Algorithm::Hierarchical => return hierarchical::build(problem, topology),
     }?;
-    // Memory that is shared shows everybody's call to everybody.
+    // Memory that is shared shows every rank's call to all.
     if problem.op.root().is_some()
         && let [Phase::Rounds(rounds)] = &mut schedule.phases[..]
     {
-        let everybody: Vec<usize> = (0..problem.world).collect();
-        agreement::weave(&mut rounds.rounds, &everybody, problem.rank);
+        let all: Vec<usize> = (0..problem.world).collect();
+        agreement::weave(&mut rounds.rounds, &all, problem.rank);
     }
     Some(schedule)
 }
@@ -199,13 +199,13 @@ pub fn candidates(op: Op, topology: &Topology, canonical: bool) -> Vec<Algorithm
     able
 }
 
-/// A world of one has nobody to talk to: the input is the output.
+/// A world of one has no peer: the input is the output.
 fn alone(op: Op) -> Schedule {
     let fold = Fold {
-        inputs: vec![Place::Input],
+        inputs: vec![Area::Input],
         tree: Tree::canonical(1),
         blocks: block(0),
-        into: Place::Output,
+        into: Area::Output,
         root: op.reduces(),
     };
     Schedule::of_rounds(vec![Round { folds: vec![fold], ..Round::default() }], 1, 0)

@@ -15,7 +15,7 @@
 //! round `D − d` on the way up and in round `D + d − 1` on the way down, where `D` is the depth of
 //! the deeper tree.
 
-use super::{Fold, Op, Place, Problem, Recv, Round, Schedule, Send, block};
+use super::{Area, Fold, Op, Problem, Recv, Round, Schedule, Send, block};
 use crate::tree::Tree;
 
 pub(super) fn build(problem: &Problem) -> Option<Schedule> {
@@ -92,7 +92,7 @@ impl BinaryTree {
     /// Add what a rank does in tree `index`, which carries block `index`.
     fn all_reduce(self, index: usize, node: Node, depth: usize, rounds: &mut [Round]) {
         let blocks = block(index);
-        let cell = |child: u32| Place::Scratch(2 * index as u32 + child);
+        let cell = |child: u32| Area::Scratch(2 * index as u32 + child);
         let mut inputs = Vec::new();
         let children = [(node.left, cell(0)), (node.right, cell(1))];
         for (child, cell) in children {
@@ -103,11 +103,11 @@ impl BinaryTree {
                 inputs.push(cell);
             }
         }
-        let mut sum = Place::Input;
+        let mut sum = Area::Input;
         if !inputs.is_empty() {
             // In order: left subtree, own, right subtree. Only a leaf has no left child.
-            inputs.insert(1, Place::Input);
-            sum = if node.parent.is_none() { Place::Output } else { cell(0) };
+            inputs.insert(1, Area::Input);
+            sum = if node.parent.is_none() { Area::Output } else { cell(0) };
             rounds[depth - node.depth - 1].folds.push(Fold {
                 tree: Tree::canonical(inputs.len()),
                 inputs,
@@ -120,11 +120,11 @@ impl BinaryTree {
             let up = &mut rounds[depth - node.depth];
             up.sends.push(Send { to: parent, blocks: blocks.clone(), from: sum });
             let down = &mut rounds[depth + node.depth - 1];
-            down.recvs.push(Recv { from: parent, blocks: blocks.clone(), into: Place::Output });
+            down.recvs.push(Recv { from: parent, blocks: blocks.clone(), into: Area::Output });
         }
         for to in [node.left, node.right].into_iter().flatten() {
             let down = &mut rounds[depth + node.depth];
-            down.sends.push(Send { to, blocks: blocks.clone(), from: Place::Output });
+            down.sends.push(Send { to, blocks: blocks.clone(), from: Area::Output });
         }
     }
 }

@@ -3,7 +3,7 @@
 //! In every step of the *halving* a rank pairs with the one at distance 1, 2, 4, …; the pair
 //! splits the blocks that both still work on, each sends the half that the other keeps, and adds
 //! what it receives. Because neighbours combine first, lower ranks on the left, the partial sums
-//! are nodes of the canonical tree. The *doubling* runs the steps backwards to give everybody
+//! are nodes of the canonical tree. The *doubling* runs the steps backwards to give every rank
 //! all finished blocks. Bytes are the least possible, in `2 log₂ n` rounds of one message each.
 //!
 //! A world that is no power of two is cut into *teams* whose sizes are powers of two, largest
@@ -15,7 +15,7 @@
 
 use std::ops::Range;
 
-use super::{Fold, Op, Place, Problem, Recv, Round, Schedule, Send, block, blocks};
+use super::{Area, Fold, Op, Problem, Recv, Round, Schedule, Send, block, blocks};
 use crate::tree::Tree;
 
 pub(super) fn build(problem: &Problem) -> Option<Schedule> {
@@ -39,7 +39,7 @@ fn all_reduce(rank: usize, world: usize) -> Schedule {
 
     for step in 0..steps(team) {
         let last = step + 1 == steps(team) && teams.len() == 1;
-        work.halve(step, last.then_some(Place::Output), last, rounds.at(step));
+        work.halve(step, last.then_some(Area::Output), last, rounds.at(step));
     }
     if let Some(smaller) = smaller {
         work.add_from(smaller, larger.is_none(), rounds.at(steps(team)));
@@ -55,13 +55,13 @@ fn all_reduce(rank: usize, world: usize) -> Schedule {
     let ready = finished + number;
     if let Some(larger) = larger {
         for (peer, range) in work.counterparts(larger) {
-            let into = Place::Output;
+            let into = Area::Output;
             rounds.at(ready - 1).recvs.push(Recv { from: peer, blocks: blocks(range), into });
         }
     }
     if let Some(smaller) = smaller {
         let to = smaller.start + work.index % smaller.len();
-        let from = Place::Output;
+        let from = Area::Output;
         rounds.at(ready).sends.push(Send { to, blocks: blocks(work.range.clone()), from });
     }
     let mut range = work.range.clone();
@@ -84,12 +84,12 @@ fn reduce_scatter(rank: usize, world: usize) -> Schedule {
     for step in 0..steps(&team) {
         let last = step + 1 == steps(&team);
         let home = last && swap == rank;
-        work.halve(step, home.then_some(Place::Output), last, rounds.at(step));
+        work.halve(step, home.then_some(Area::Output), last, rounds.at(step));
     }
     if swap != rank {
         let round = rounds.at(steps(&team));
         round.sends.push(Send { to: swap, blocks: block(swap), from: work.held });
-        round.recvs.push(Recv { from: swap, blocks: block(rank), into: Place::Output });
+        round.recvs.push(Recv { from: swap, blocks: block(rank), into: Area::Output });
     }
     Schedule::of_rounds(rounds.padded(steps(&team) + 1), 1, world - 1)
 }
@@ -102,8 +102,8 @@ fn all_gather(rank: usize, world: usize) -> Schedule {
     for step in 0..steps(&team) {
         range = double(rank ^ (1 << step), range, is_upper(rank, step), rounds.at(step));
     }
-    rounds.at(0).sends[0].from = Place::Input;
-    rounds.at(0).folds.push(Fold::copy(block(rank), Place::Input, Place::Output));
+    rounds.at(0).sends[0].from = Area::Input;
+    rounds.at(0).folds.push(Fold::copy(block(rank), Area::Input, Area::Output));
     Schedule::of_rounds(rounds.padded(steps(&team)), 1, 0)
 }
 
@@ -118,7 +118,7 @@ struct Halving {
     /// The blocks this rank still works on.
     range: Range<usize>,
     /// Where its partial sums of them are.
-    held: Place,
+    held: Area,
     /// Scratch cells in use. None is used twice: what was sent from it may still be under way.
     cells: u32,
 }
@@ -126,7 +126,7 @@ struct Halving {
 impl Halving {
     fn new(rank: usize, team: &Range<usize>, parts: usize) -> Halving {
         let (first, index) = (team.start, rank - team.start);
-        Halving { first, team: team.len(), index, range: 0..parts, held: Place::Input, cells: 0 }
+        Halving { first, team: team.len(), index, range: 0..parts, held: Area::Input, cells: 0 }
     }
 
     fn partner(&self, step: usize) -> usize {
@@ -134,12 +134,12 @@ impl Halving {
     }
 
     /// One step with the partner. The sums go where they arrived, unless told otherwise.
-    fn halve(&mut self, step: usize, into: Option<Place>, root: bool, round: &mut Round) {
+    fn halve(&mut self, step: usize, into: Option<Area>, root: bool, round: &mut Round) {
         let (keep, give) = halves(&self.range, self.index, step);
         let peer = self.partner(step);
         let from = self.place_of(&give);
         round.sends.push(Send { to: peer, blocks: blocks(give), from });
-        let arrival = Place::Scratch(self.cells);
+        let arrival = Area::Scratch(self.cells);
         self.cells += keep.len() as u32;
         round.recvs.push(Recv { from: peer, blocks: blocks(keep.clone()), into: arrival });
         let own = self.place_of(&keep);
@@ -153,10 +153,10 @@ impl Halving {
     /// Add the sums of the next smaller team, whose ranks are all higher.
     fn add_from(&mut self, smaller: &Range<usize>, last: bool, round: &mut Round) {
         let from = smaller.start + self.index % smaller.len();
-        let arrival = Place::Scratch(self.cells);
+        let arrival = Area::Scratch(self.cells);
         self.cells += self.range.len() as u32;
         round.recvs.push(Recv { from, blocks: blocks(self.range.clone()), into: arrival });
-        let into = if last { Place::Output } else { arrival };
+        let into = if last { Area::Output } else { arrival };
         round.folds.push(sum(vec![self.held, arrival], &self.range, into, last));
         self.held = into;
     }
@@ -184,7 +184,7 @@ impl Halving {
     }
 
     /// Where the partial sums of some of the blocks are.
-    fn place_of(&self, part: &Range<usize>) -> Place {
+    fn place_of(&self, part: &Range<usize>) -> Area {
         self.held.skip((part.start - self.range.start) as u32)
     }
 }
@@ -194,13 +194,13 @@ impl Halving {
 fn double(peer: usize, range: Range<usize>, upper: bool, round: &mut Round) -> Range<usize> {
     let len = range.len();
     let other = if upper { range.start - len..range.start } else { range.end..range.end + len };
-    let place = Place::Output;
+    let place = Area::Output;
     round.sends.push(Send { to: peer, blocks: blocks(range.clone()), from: place });
     round.recvs.push(Recv { from: peer, blocks: blocks(other.clone()), into: place });
     range.start.min(other.start)..range.end.max(other.end)
 }
 
-fn sum(inputs: Vec<Place>, range: &Range<usize>, into: Place, root: bool) -> Fold {
+fn sum(inputs: Vec<Area>, range: &Range<usize>, into: Area, root: bool) -> Fold {
     Fold { inputs, tree: Tree::pair(), blocks: blocks(range.clone()), into, root }
 }
 

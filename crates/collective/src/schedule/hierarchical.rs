@@ -20,18 +20,18 @@
 use std::ops::Range;
 
 use super::{
-    Blocks, Collect, Fold, Op, Phase, Place, Problem, Recv, Round, Rounds, Schedule, Send, Source,
+    Area, Blocks, Collect, Fold, Op, Phase, Problem, Recv, Round, Rounds, Schedule, Send, Source,
     Stage, Topology, Window, WindowFold, agreement, block,
 };
 use crate::tree::{Tree, split};
 
 pub(super) fn build(problem: &Problem, topology: &Topology) -> Option<Schedule> {
-    let plan = Plan::new(problem, topology)?;
+    let plan = Hierarchy::new(problem, topology)?;
     let Problem { op, rank, .. } = *problem;
     let everywhere = |_| true;
     let (before, rounds, after) = match op {
         Op::AllReduce => {
-            let rounds = vec![plan.exchange(|_| Place::Output), plan.spread(everywhere)];
+            let rounds = vec![plan.exchange(|_| Area::Output), plan.spread(everywhere)];
             (plan.reduce_on_host(), rounds, plan.spread_on_host(|_| true))
         }
         Op::ReduceScatter => {
@@ -67,7 +67,7 @@ pub(super) fn build(problem: &Problem, topology: &Topology) -> Option<Schedule> 
 }
 
 /// One rank's view of the hierarchy.
-struct Plan<'a> {
+struct Hierarchy<'a> {
     topology: &'a Topology,
     rank: usize,
     host: usize,
@@ -94,8 +94,8 @@ struct Partial {
     number: usize,
 }
 
-impl<'a> Plan<'a> {
-    fn new(problem: &Problem, topology: &'a Topology) -> Option<Plan<'a>> {
+impl<'a> Hierarchy<'a> {
+    fn new(problem: &Problem, topology: &'a Topology) -> Option<Hierarchy<'a>> {
         let Problem { op, rank, world } = *problem;
         let (hosts, leaders) = (topology.hosts(), topology.smallest_host());
         let (shares, total) = match op {
@@ -120,7 +120,7 @@ impl<'a> Plan<'a> {
                 *count += 1;
             }
         }
-        Some(Plan {
+        Some(Hierarchy {
             topology,
             rank,
             host,
@@ -161,12 +161,12 @@ impl<'a> Plan<'a> {
 /// Scratch of leader `l`: one cell for every partial of its host, for each of its blocks; one
 /// for the result of each of its blocks; one for every partial that arrives, for each block of
 /// its share.
-impl Plan<'_> {
+impl Hierarchy<'_> {
     /// Where a partial is. What is only this rank's input need not be copied.
-    fn place(&self, l: usize, partial: &Partial, block: u32) -> Place {
+    fn place(&self, l: usize, partial: &Partial, block: u32) -> Area {
         let blocks = self.blocks_of(l);
         let cell = if partial.leaves == (self.rank..self.rank + 1) {
-            return Place::Input;
+            return Area::Input;
         } else if partial.host == self.host {
             partial.number * blocks.len() + position(&blocks, block)
         } else {
@@ -174,18 +174,18 @@ impl Plan<'_> {
             let before = (self.partials_of(self.host) + 1) * blocks.len();
             before + partial.number * share.len() + position(share, block)
         };
-        Place::Scratch(cell as u32)
+        Area::Scratch(cell as u32)
     }
 
     /// Where a leader puts the result of a block: the output if it needs it itself, else scratch.
-    fn output_if(&self, own: bool, block: u32) -> Place {
+    fn output_if(&self, own: bool, block: u32) -> Area {
         match self.leader {
             Some(l) if !own => {
                 let blocks = self.blocks_of(l);
                 let before = self.partials_of(self.host) * blocks.len();
-                Place::Scratch((before + position(&blocks, block)) as u32)
+                Area::Scratch((before + position(&blocks, block)) as u32)
             }
-            _ => Place::Output,
+            _ => Area::Output,
         }
     }
 
@@ -206,9 +206,9 @@ impl Plan<'_> {
 }
 
 /// Between hosts: what a leader does, nothing for the others.
-impl Plan<'_> {
+impl Hierarchy<'_> {
     /// Send the other leaders the partials of their shares; reduce the own share.
-    fn exchange(&self, into: impl Fn(u32) -> Place) -> Round {
+    fn exchange(&self, into: impl Fn(u32) -> Area) -> Round {
         let mut round = Round::default();
         let Some(l) = self.leader else { return round };
         let share = &self.shares[l][self.host];
@@ -245,8 +245,8 @@ impl Plan<'_> {
         let mut round = Round::default();
         let Some(l) = self.leader.filter(|_| takes_part(self.host)) else { return round };
         for g in self.other_hosts().filter(|g| takes_part(*g)) {
-            round.send_all(self.leader_of(l, g), &self.shares[l][self.host], |_| Place::Output);
-            round.recv_all(self.leader_of(l, g), &self.shares[l][g], |_| Place::Output);
+            round.send_all(self.leader_of(l, g), &self.shares[l][self.host], |_| Area::Output);
+            round.recv_all(self.leader_of(l, g), &self.shares[l][g], |_| Area::Output);
         }
         round
     }
@@ -289,10 +289,10 @@ impl Plan<'_> {
         let home = self.topology.host(root);
         if self.host != home {
             let share = &self.shares[l][self.host];
-            round.recv_all(self.leader_of(l, home), share, |_| Place::Output);
+            round.recv_all(self.leader_of(l, home), share, |_| Area::Output);
             return round;
         }
-        let from = if self.rank == root { Place::Input } else { Place::Output };
+        let from = if self.rank == root { Area::Input } else { Area::Output };
         for g in self.other_hosts() {
             round.send_all(self.leader_of(l, g), &self.shares[l][g], |_| from);
         }
@@ -302,15 +302,15 @@ impl Plan<'_> {
 
 /// Inside a host. In all windows but that of an all-gather, block `b` is in cell `b`. A rank
 /// that is alone on its host shares nothing.
-impl Plan<'_> {
-    /// Everybody stages what others fold; leaders fold their blocks into this host's partials.
+impl Hierarchy<'_> {
+    /// Every rank stages what others fold; leaders fold their blocks into this host's partials.
     fn reduce_on_host(&self) -> Window {
         if self.members.len() == 1 {
             return Window::default();
         }
         let own = self.leader.map_or(Vec::new(), |l| self.blocks_of(l));
         let others: Vec<u32> = (0..self.total).filter(|b| own.binary_search(b).is_err()).collect();
-        let mut window = self.stage(&others, |_| Place::Input);
+        let mut window = self.stage(&others, |_| Area::Input);
         let Some(l) = self.leader else { return window };
         let shared = self.partials.iter().filter(|partial| {
             partial.host == self.host && partial.leaves != (self.rank..self.rank + 1)
@@ -318,7 +318,7 @@ impl Plan<'_> {
         for partial in shared {
             window.folds.extend(runs(&own).map(|blocks| {
                 let source = |rank| match rank == self.rank {
-                    true => Source::Own(Place::Input),
+                    true => Source::Own(Area::Input),
                     false => Source::Staged { rank, cell: blocks.start },
                 };
                 WindowFold {
@@ -334,7 +334,7 @@ impl Plan<'_> {
         window
     }
 
-    /// Leaders stage the blocks that `wanted` names; everybody collects those of the others.
+    /// Leaders stage the blocks that `wanted` names; every rank collects those of the others.
     fn spread_on_host(&self, wanted: impl Fn(u32) -> bool) -> Window {
         if self.members.len() == 1 {
             return Window::default();
@@ -345,7 +345,7 @@ impl Plan<'_> {
             blocks
         };
         let own = self.leader.map_or(Vec::new(), blocks_of);
-        let mut window = self.stage(&own, |_| Place::Output);
+        let mut window = self.stage(&own, |_| Area::Output);
         for l in (0..self.leaders).filter(|l| Some(*l) != self.leader) {
             window.collect_all(self.members[l], &blocks_of(l));
         }
@@ -377,31 +377,31 @@ impl Plan<'_> {
             let own = self.leader.map_or(Vec::new(), |l| self.blocks_of(l));
             return self.stage(&own, |b| self.output_if(false, b));
         }
-        let mut window = self.stage(&[], |_| Place::Output);
+        let mut window = self.stage(&[], |_| Area::Output);
         for l in (0..self.leaders).filter(|l| Some(*l) != self.leader) {
             window.collect_all(self.members[l], &self.blocks_of(l));
         }
         window
     }
 
-    /// Nothing moves: all wait for the leaders, who know that the hosts agree on the root.
+    /// Nothing moves: all wait for the leaders, which know that the hosts agree on the root.
     fn wait_on_host(&self) -> Window {
         match self.members.len() {
             1 => Window::default(),
-            _ => self.stage(&[], |_| Place::Output),
+            _ => self.stage(&[], |_| Area::Output),
         }
     }
 
     fn gather_on_host(&self) -> Window {
         let own = block(self.rank);
-        let copies = vec![Fold::copy(own.clone(), Place::Input, Place::Output)];
+        let copies = vec![Fold::copy(own.clone(), Area::Input, Area::Output)];
         if self.members.len() == 1 {
             return Window { copies, ..Window::default() };
         }
         let others = self.members.iter().filter(|member| **member != self.rank);
-        let collect = |&rank| Collect { rank, cell: 0, blocks: block(rank), into: Place::Output };
+        let collect = |&rank| Collect { rank, cell: 0, blocks: block(rank), into: Area::Output };
         Window {
-            stages: vec![Stage { blocks: own, from: Place::Input, cell: 0 }],
+            stages: vec![Stage { blocks: own, from: Area::Input, cell: 0 }],
             copies,
             collects: others.map(collect).collect(),
             cells: 1,
@@ -412,33 +412,33 @@ impl Plan<'_> {
     fn broadcast_on_host(&self, root: usize) -> Window {
         let all: Vec<u32> = (0..self.total).collect();
         if self.rank == root {
-            let copies = vec![Fold::copy(0..self.total, Place::Input, Place::Output)];
+            let copies = vec![Fold::copy(0..self.total, Area::Input, Area::Output)];
             if self.members.len() == 1 {
                 return Window { copies, ..Window::default() };
             }
-            return Window { copies, ..self.stage(&all, |_| Place::Input) };
+            return Window { copies, ..self.stage(&all, |_| Area::Input) };
         }
         if !self.members.contains(&root) {
             return Window::default();
         }
-        let mut window = self.stage(&[], |_| Place::Input);
+        let mut window = self.stage(&[], |_| Area::Input);
         window.collect_all(root, &all);
         window
     }
 
     /// A window in which this rank stages these blocks, each run of them from one place.
-    fn stage(&self, list: &[u32], from: impl Fn(u32) -> Place) -> Window {
+    fn stage(&self, list: &[u32], from: impl Fn(u32) -> Area) -> Window {
         let stage = |blocks: Blocks| Stage { cell: blocks.start, from: from(blocks.start), blocks };
         Window { stages: runs(list).map(stage).collect(), cells: self.total, ..Window::default() }
     }
 }
 
 impl Round {
-    fn send_all(&mut self, to: usize, list: &[u32], from: impl Fn(u32) -> Place) {
+    fn send_all(&mut self, to: usize, list: &[u32], from: impl Fn(u32) -> Area) {
         self.sends.extend(runs(list).map(|blocks| Send { to, from: from(blocks.start), blocks }));
     }
 
-    fn recv_all(&mut self, from: usize, list: &[u32], into: impl Fn(u32) -> Place) {
+    fn recv_all(&mut self, from: usize, list: &[u32], into: impl Fn(u32) -> Area) {
         self.recvs.extend(runs(list).map(|blocks| Recv { from, into: into(blocks.start), blocks }));
     }
 }
@@ -446,7 +446,7 @@ impl Round {
 impl Window {
     fn collect_all(&mut self, rank: usize, list: &[u32]) {
         self.collects.extend(runs(list).map(|blocks| {
-            let into = Place::Output;
+            let into = Area::Output;
             Collect { rank, cell: blocks.start, blocks, into }
         }));
     }

@@ -39,23 +39,23 @@ pub use topology::Topology;
 /// An operation of a group, with what its schedule depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Op {
-    /// Everybody gets the reduction of everybody's input.
+    /// Every rank gets the reduction of all inputs.
     AllReduce,
     /// Rank `r` gets block `r` of the reduction. Input: `world` blocks, output: one.
     ReduceScatter,
-    /// Everybody gets everybody's block. Input: one block, output: `world`.
+    /// Every rank gets the blocks of all. Input: one block, output: `world`.
     AllGather,
-    /// Everybody gets the root's buffer.
+    /// Every rank gets the root's buffer.
     Broadcast {
         /// Who has the data.
         root: usize,
     },
-    /// The root gets the reduction of everybody's input.
+    /// The root gets the reduction of all inputs.
     Reduce {
         /// Who gets the result.
         root: usize,
     },
-    /// The root gets everybody's block.
+    /// The root gets the blocks of all ranks.
     Gather {
         /// Who gets the blocks.
         root: usize,
@@ -65,7 +65,7 @@ pub enum Op {
         /// Who has the blocks.
         root: usize,
     },
-    /// Rank `r` gets block `r` of everybody's buffer.
+    /// Rank `r` gets block `r` of every rank's buffer.
     AllToAll,
 }
 
@@ -85,7 +85,7 @@ pub type Blocks = Range<u32>;
 
 /// Where in memory a range of blocks lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Place {
+pub enum Area {
     /// The caller's input buffer.
     Input,
     /// The caller's output buffer; the same memory as the input of a call in place.
@@ -98,23 +98,23 @@ pub enum Place {
 /// A message to another rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Send {
-    /// To whom.
+    /// To which rank.
     pub to: usize,
     /// Which blocks.
     pub blocks: Blocks,
     /// Where they are.
-    pub from: Place,
+    pub from: Area,
 }
 
 /// A message from another rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Recv {
-    /// From whom.
+    /// From which rank.
     pub from: usize,
     /// Which blocks.
     pub blocks: Blocks,
     /// Where to put them.
-    pub into: Place,
+    pub into: Area,
 }
 
 /// Local work: combine inputs, block by block, in the order of the tree. With one input it is a
@@ -122,20 +122,20 @@ pub struct Recv {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fold {
     /// The inputs of the tree. All hold the same blocks.
-    pub inputs: Vec<Place>,
+    pub inputs: Vec<Area>,
     /// The order in which to combine them.
     pub tree: Tree,
     /// Which blocks.
     pub blocks: Blocks,
     /// Where the result goes; may be one of the inputs.
-    pub into: Place,
+    pub into: Area,
     /// Whether this is the root of the reduction, where a mean is divided.
     pub root: bool,
 }
 
 impl Fold {
     /// A local copy.
-    pub fn copy(blocks: Blocks, from: Place, into: Place) -> Fold {
+    pub fn copy(blocks: Blocks, from: Area, into: Area) -> Fold {
         Fold { inputs: vec![from], tree: Tree::canonical(1), blocks, into, root: false }
     }
 }
@@ -171,7 +171,7 @@ pub struct Stage {
     /// Which blocks.
     pub blocks: Blocks,
     /// Where they are.
-    pub from: Place,
+    pub from: Area,
     /// The first cell of this rank's staging buffer; one cell per block.
     pub cell: u32,
 }
@@ -180,7 +180,7 @@ pub struct Stage {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
     /// This rank's own memory.
-    Own(Place),
+    Own(Area),
     /// A cell of another rank's staging buffer.
     Staged {
         /// Whose.
@@ -200,7 +200,7 @@ pub struct WindowFold {
     /// Which blocks.
     pub blocks: Blocks,
     /// Where the result goes in this rank's memory.
-    pub into: Place,
+    pub into: Area,
     /// Also put the result into this rank's staging buffer, from this cell on.
     pub publish: Option<u32>,
     /// Whether this is the root of the reduction, where a mean is divided.
@@ -217,14 +217,14 @@ pub struct Collect {
     /// Which blocks.
     pub blocks: Blocks,
     /// Where they go in this rank's memory.
-    pub into: Place,
+    pub into: Area,
 }
 
 /// Data through memory that all members can read: stage, then fold what others staged, then
 /// collect what others staged or published.
 ///
-/// All members wait for each other between staging and folding (or collecting, if nobody
-/// folds), and again between folding and collecting if anybody publishes.
+/// All members wait for each other between staging and folding (or collecting, if none
+/// folds), and again between folding and collecting if one publishes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Window {
     /// Private memory to staging.
@@ -239,7 +239,7 @@ pub struct Window {
     /// members.
     pub publishes: bool,
     /// The staging cells a segment needs. Equal on all members. Without any there is nothing to
-    /// share, and nobody waits.
+    /// share, and no rank waits.
     pub cells: u32,
 }
 
@@ -282,11 +282,11 @@ impl Op {
     }
 }
 
-impl Place {
+impl Area {
     /// The place of the blocks that follow the first `blocks` of a range at this place.
-    pub fn skip(self, blocks: u32) -> Place {
+    pub fn skip(self, blocks: u32) -> Area {
         match self {
-            Place::Scratch(cell) => Place::Scratch(cell + blocks),
+            Area::Scratch(cell) => Area::Scratch(cell + blocks),
             buffer => buffer,
         }
     }
@@ -316,7 +316,7 @@ fn peers_after(rank: usize, world: usize) -> impl Iterator<Item = usize> {
     (1..world).map(move |distance| (rank + distance) % world)
 }
 
-/// Every rank but `rank`, in the order in which their messages arrive when everybody sends to
+/// Every rank but `rank`, in the order in which their messages arrive when every rank sends to
 /// [`peers_after`].
 fn peers_before(rank: usize, world: usize) -> impl Iterator<Item = usize> {
     (1..world).map(move |distance| (rank + world - distance) % world)

@@ -6,7 +6,7 @@
 //! and every link is used evenly, but the latency grows with the world, and every block is
 //! summed in a different rotation of the rank order: repeatable, not canonical.
 
-use super::{Fold, Op, Place, Problem, Recv, Round, Schedule, Send, block};
+use super::{Area, Fold, Op, Problem, Recv, Round, Schedule, Send, block};
 use crate::tree::Tree;
 
 pub(super) fn build(problem: &Problem) -> Option<Schedule> {
@@ -15,21 +15,21 @@ pub(super) fn build(problem: &Problem) -> Option<Schedule> {
     let schedule = match op {
         Op::AllReduce => {
             // The output holds the partial sums: one scratch cell for what arrives is enough.
-            let reduce = ring.reduce(|_| Place::Output, |_| Place::Scratch(0));
-            let rounds = reduce.into_iter().chain(ring.pass_on(Place::Output)).collect();
+            let reduce = ring.reduce(|_| Area::Output, |_| Area::Scratch(0));
+            let rounds = reduce.into_iter().chain(ring.pass_on(Area::Output)).collect();
             Schedule::of_rounds(rounds, world, 1)
         }
         Op::ReduceScatter => {
             // Partial sums are added where they arrived, each in a cell of its own, because it
             // may still be on its way to the next rank when another one arrives.
-            let cell = |round: usize| Place::Scratch(round as u32);
+            let cell = |round: usize| Area::Scratch(round as u32);
             let last = world - 2;
-            let sum = |round| if round == last { Place::Output } else { cell(round) };
+            let sum = |round| if round == last { Area::Output } else { cell(round) };
             Schedule::of_rounds(ring.reduce(sum, cell), 1, world - 1)
         }
         Op::AllGather => {
-            let mut rounds = ring.pass_on(Place::Input);
-            rounds[0].folds.push(Fold::copy(block(rank), Place::Input, Place::Output));
+            let mut rounds = ring.pass_on(Area::Input);
+            rounds[0].folds.push(Fold::copy(block(rank), Area::Input, Area::Output));
             Schedule::of_rounds(rounds, 1, 0)
         }
         _ => return None,
@@ -59,9 +59,9 @@ impl Ring {
 
     /// Send every block around once, adding the input; in round `k` a block arrives in
     /// `arrival(k)`, and its sum with the input goes to `sum(k)`.
-    fn reduce(self, sum: impl Fn(usize) -> Place, arrival: impl Fn(usize) -> Place) -> Vec<Round> {
+    fn reduce(self, sum: impl Fn(usize) -> Area, arrival: impl Fn(usize) -> Area) -> Vec<Round> {
         let round = |k: usize| {
-            let from = if k == 0 { Place::Input } else { sum(k - 1) };
+            let from = if k == 0 { Area::Input } else { sum(k - 1) };
             let arriving = block(self.behind(k + 2));
             Round {
                 sends: vec![Send { to: self.next(), blocks: block(self.behind(k + 1)), from }],
@@ -71,7 +71,7 @@ impl Ring {
                     into: arrival(k),
                 }],
                 folds: vec![Fold {
-                    inputs: vec![arrival(k), Place::Input],
+                    inputs: vec![arrival(k), Area::Input],
                     tree: Tree::pair(),
                     blocks: arriving,
                     into: sum(k),
@@ -83,15 +83,15 @@ impl Ring {
     }
 
     /// Send block `rank`, which is at `own`, around once; the others arrive in the output.
-    fn pass_on(self, own: Place) -> Vec<Round> {
+    fn pass_on(self, own: Area) -> Vec<Round> {
         let round = |k: usize| {
-            let from = if k == 0 { own } else { Place::Output };
+            let from = if k == 0 { own } else { Area::Output };
             Round {
                 sends: vec![Send { to: self.next(), blocks: block(self.behind(k)), from }],
                 recvs: vec![Recv {
                     from: self.previous(),
                     blocks: block(self.behind(k + 1)),
-                    into: Place::Output,
+                    into: Area::Output,
                 }],
                 folds: Vec::new(),
             }

@@ -11,7 +11,7 @@
 
 use std::ops::Range;
 
-use super::{Fold, Op, Place, Problem, Recv, Round, Schedule, Send, block, blocks};
+use super::{Area, Fold, Op, Problem, Recv, Round, Schedule, Send, block, blocks};
 use crate::tree::{Tree, split};
 
 pub(super) fn build(problem: &Problem) -> Option<Schedule> {
@@ -21,15 +21,15 @@ pub(super) fn build(problem: &Problem) -> Option<Schedule> {
         Op::AllReduce => {
             let path = path(0);
             let mut rounds = path.reduce();
-            rounds.extend(path.broadcast(Place::Output));
+            rounds.extend(path.broadcast(Area::Output));
             Schedule::of_rounds(rounds, 1, 2)
         }
         Op::Reduce { root } => Schedule::of_rounds(path(root).reduce(), 1, 2),
         Op::Broadcast { root } => {
-            let own = if rank == root { Place::Input } else { Place::Output };
+            let own = if rank == root { Area::Input } else { Area::Output };
             let mut rounds = path(root).broadcast(own);
             if rank == root {
-                rounds[0].folds.push(Fold::copy(block(0), Place::Input, Place::Output));
+                rounds[0].folds.push(Fold::copy(block(0), Area::Input, Area::Output));
             }
             Schedule::of_rounds(rounds, 1, 0)
         }
@@ -95,15 +95,15 @@ impl Path {
     /// Up the tree; the result ends in the root's output.
     fn reduce(&self) -> Vec<Round> {
         let mut rounds = vec![Round::default(); self.levels];
-        let (sum, arrival) = (Place::Scratch(0), Place::Scratch(1));
-        let mut held = Place::Input;
+        let (sum, arrival) = (Area::Scratch(0), Area::Scratch(1));
+        let mut held = Area::Input;
         for meeting in &self.meetings {
             let round = &mut rounds[meeting.level];
             if meeting.gives {
                 round.sends.push(Send { to: meeting.peer, blocks: block(0), from: held });
                 continue;
             }
-            let into = if meeting.last { Place::Output } else { sum };
+            let into = if meeting.last { Area::Output } else { sum };
             round.recvs.push(Recv { from: meeting.peer, blocks: block(0), into: arrival });
             round.folds.push(Fold {
                 inputs: if meeting.given_right { vec![held, arrival] } else { vec![arrival, held] },
@@ -118,12 +118,12 @@ impl Path {
     }
 
     /// Down the tree, from `own` at every rank that has it.
-    fn broadcast(&self, own: Place) -> Vec<Round> {
+    fn broadcast(&self, own: Area) -> Vec<Round> {
         let mut rounds = vec![Round::default(); self.levels];
         for meeting in self.meetings.iter().rev() {
             let round = &mut rounds[self.levels - 1 - meeting.level];
             if meeting.gives {
-                let into = Place::Output;
+                let into = Area::Output;
                 round.recvs.push(Recv { from: meeting.peer, blocks: block(0), into });
             } else {
                 round.sends.push(Send { to: meeting.peer, blocks: block(0), from: own });
@@ -139,22 +139,19 @@ impl Path {
             let round = &mut rounds[meeting.level];
             let range = blocks(meeting.given.clone());
             if meeting.gives {
-                let from = if meeting.given.len() == 1 {
-                    Place::Input
-                } else {
-                    self.aside(&meeting.given)
-                };
+                let from =
+                    if meeting.given.len() == 1 { Area::Input } else { self.aside(&meeting.given) };
                 round.sends.push(Send { to: meeting.peer, blocks: range, from });
             } else {
                 let into =
-                    if self.rank == self.root { Place::Output } else { self.aside(&meeting.given) };
+                    if self.rank == self.root { Area::Output } else { self.aside(&meeting.given) };
                 round.recvs.push(Recv { from: meeting.peer, blocks: range, into });
             }
         }
         if self.rank == self.root {
-            rounds[0].folds.push(Fold::copy(block(self.rank), Place::Input, Place::Output));
+            rounds[0].folds.push(Fold::copy(block(self.rank), Area::Input, Area::Output));
         } else if self.meetings.len() > 1 {
-            rounds[0].folds.push(Fold::copy(block(self.rank), Place::Input, Place::Scratch(0)));
+            rounds[0].folds.push(Fold::copy(block(self.rank), Area::Input, Area::Scratch(0)));
         }
         rounds
     }
@@ -167,26 +164,26 @@ impl Path {
             let range = blocks(meeting.given.clone());
             if !meeting.gives {
                 let from =
-                    if self.rank == self.root { Place::Input } else { self.aside(&meeting.given) };
+                    if self.rank == self.root { Area::Input } else { self.aside(&meeting.given) };
                 round.sends.push(Send { to: meeting.peer, blocks: range, from });
             } else if meeting.given.len() == 1 {
-                round.recvs.push(Recv { from: meeting.peer, blocks: range, into: Place::Output });
+                round.recvs.push(Recv { from: meeting.peer, blocks: range, into: Area::Output });
             } else {
                 let into = self.aside(&meeting.given);
                 round.recvs.push(Recv { from: meeting.peer, blocks: range, into });
-                round.folds.push(Fold::copy(block(self.rank), Place::Scratch(0), Place::Output));
+                round.folds.push(Fold::copy(block(self.rank), Area::Scratch(0), Area::Output));
             }
         }
         if self.rank == self.root {
-            rounds[0].folds.push(Fold::copy(block(self.rank), Place::Input, Place::Output));
+            rounds[0].folds.push(Fold::copy(block(self.rank), Area::Input, Area::Output));
         }
         rounds
     }
 
     /// Where a rank that is not the root keeps the blocks of a node it holds or got: such a rank
     /// is the first of its nodes, so its own block is in cell 0.
-    fn aside(&self, node: &Range<usize>) -> Place {
-        Place::Scratch((node.start - self.rank) as u32)
+    fn aside(&self, node: &Range<usize>) -> Area {
+        Area::Scratch((node.start - self.rank) as u32)
     }
 }
 

@@ -1,17 +1,17 @@
 //! Reduction through shared memory.
 //!
 //! All ranks of a host can read each other's *staging* buffers. Every rank owns one block: it
-//! stages all the others, waits until everybody has, reduces its own block straight from its
+//! stages all the others, waits until all ranks have, reduces its own block straight from its
 //! private input and from the staging buffers of all others, and publishes the result in the
-//! hole that it left when staging. When everybody has, each collects the blocks of the others.
+//! hole that it left when staging. When all have, each collects the blocks of the others.
 //! So every byte is staged once, read once by the one rank that reduces it, and collected once,
 //! and all ranks reduce at the same time, all inputs at once, in the canonical order.
 //!
-//! For little data the second wait costs more than it saves: in the *direct* variant everybody
+//! For little data the second wait costs more than it saves: in the *direct* variant every rank
 //! stages everything and reduces everything for itself.
 
 use super::{
-    Collect, Fold, Op, Phase, Place, Problem, Schedule, Source, Stage, Window, WindowFold, block,
+    Area, Collect, Fold, Op, Phase, Problem, Schedule, Source, Stage, Window, WindowFold, block,
     blocks, peers_after,
 };
 use crate::tree::Tree;
@@ -21,7 +21,7 @@ pub(super) fn build(problem: &Problem) -> Schedule {
     match op {
         Op::AllReduce => {
             let window = Window {
-                folds: vec![fold_own_block(rank, world, Place::Output, Some(rank as u32))],
+                folds: vec![fold_own_block(rank, world, Area::Output, Some(rank as u32))],
                 collects: peers_after(rank, world).map(collect_block).collect(),
                 publishes: true,
                 ..stage_for_owners(rank, world)
@@ -30,7 +30,7 @@ pub(super) fn build(problem: &Problem) -> Schedule {
         }
         Op::ReduceScatter => {
             let window = Window {
-                folds: vec![fold_own_block(rank, world, Place::Output, None)],
+                folds: vec![fold_own_block(rank, world, Area::Output, None)],
                 ..stage_for_owners(rank, world)
             };
             schedule(window, 1, 0)
@@ -38,17 +38,17 @@ pub(super) fn build(problem: &Problem) -> Schedule {
         Op::Reduce { root } => {
             let mut window = Window { publishes: true, ..stage_for_owners(rank, world) };
             if rank == root {
-                window.folds.push(fold_own_block(rank, world, Place::Output, None));
+                window.folds.push(fold_own_block(rank, world, Area::Output, None));
                 window.collects.extend(peers_after(rank, world).map(collect_block));
             } else {
                 let publish = Some(rank as u32);
-                window.folds.push(fold_own_block(rank, world, Place::Scratch(0), publish));
+                window.folds.push(fold_own_block(rank, world, Area::Scratch(0), publish));
             }
             schedule(window, world, 1)
         }
         Op::AllGather => {
             let window = Window {
-                stages: vec![Stage { blocks: block(rank), from: Place::Input, cell: 0 }],
+                stages: vec![Stage { blocks: block(rank), from: Area::Input, cell: 0 }],
                 copies: vec![copy_own_block(rank)],
                 collects: peers_after(rank, world).map(|rank| collect(rank, 0, rank)).collect(),
                 cells: 1,
@@ -59,7 +59,7 @@ pub(super) fn build(problem: &Problem) -> Schedule {
         Op::Broadcast { root } => {
             let mut window = Window { cells: 1, ..Window::default() };
             if rank == root {
-                window.stages.push(Stage { blocks: block(0), from: Place::Input, cell: 0 });
+                window.stages.push(Stage { blocks: block(0), from: Area::Input, cell: 0 });
                 window.copies.push(copy_own_block(0));
             } else {
                 window.collects.push(collect(root, 0, 0));
@@ -72,7 +72,7 @@ pub(super) fn build(problem: &Problem) -> Schedule {
                 window.copies.push(copy_own_block(rank));
                 window.collects.extend(peers_after(rank, world).map(|peer| collect(peer, 0, peer)));
             } else {
-                window.stages.push(Stage { blocks: block(rank), from: Place::Input, cell: 0 });
+                window.stages.push(Stage { blocks: block(rank), from: Area::Input, cell: 0 });
             }
             schedule(window, 1, 0)
         }
@@ -105,14 +105,14 @@ pub(super) fn build_direct(problem: &Problem) -> Option<Schedule> {
     };
     let mut window = Window { cells: 1, ..Window::default() };
     if stages {
-        window.stages.push(Stage { blocks: block(0), from: Place::Input, cell: 0 });
+        window.stages.push(Stage { blocks: block(0), from: Area::Input, cell: 0 });
     }
     if folds {
         window.folds.push(WindowFold {
             inputs: inputs(rank, world, 0),
             tree: Tree::canonical(world),
             blocks: block(0),
-            into: Place::Output,
+            into: Area::Output,
             publish: None,
             root: true,
         });
@@ -127,13 +127,13 @@ fn stage_for_owners(rank: usize, world: usize) -> Window {
         .filter(|range| !range.is_empty())
         .map(|range| {
             let cell = range.start as u32;
-            Stage { blocks: blocks(range), from: Place::Input, cell }
+            Stage { blocks: blocks(range), from: Area::Input, cell }
         })
         .collect();
     Window { stages, cells: world as u32, ..Window::default() }
 }
 
-fn fold_own_block(rank: usize, world: usize, into: Place, publish: Option<u32>) -> WindowFold {
+fn fold_own_block(rank: usize, world: usize, into: Area, publish: Option<u32>) -> WindowFold {
     WindowFold {
         inputs: inputs(rank, world, rank as u32),
         tree: Tree::canonical(world),
@@ -147,7 +147,7 @@ fn fold_own_block(rank: usize, world: usize, into: Place, publish: Option<u32>) 
 /// What all ranks put into, in rank order: `cell` of the staging buffers, or the own input.
 fn inputs(own: usize, world: usize, cell: u32) -> Vec<Source> {
     let source = |rank| match rank == own {
-        true => Source::Own(Place::Input),
+        true => Source::Own(Area::Input),
         false => Source::Staged { rank, cell },
     };
     (0..world).map(source).collect()
@@ -159,11 +159,11 @@ fn collect_block(owner: usize) -> Collect {
 }
 
 fn collect(rank: usize, cell: usize, index: usize) -> Collect {
-    Collect { rank, cell: cell as u32, blocks: block(index), into: Place::Output }
+    Collect { rank, cell: cell as u32, blocks: block(index), into: Area::Output }
 }
 
 fn copy_own_block(index: usize) -> Fold {
-    Fold::copy(block(index), Place::Input, Place::Output)
+    Fold::copy(block(index), Area::Input, Area::Output)
 }
 
 fn schedule(window: Window, parts: usize, cells: u32) -> Schedule {

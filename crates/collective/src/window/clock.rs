@@ -1,4 +1,4 @@
-//! The protocol of the window: who may touch which staging buffer when.
+//! The protocol of the window: which rank may touch which staging buffer when.
 //!
 //! Every rank has one *clock* in shared memory, a counter that it alone advances and all others
 //! read. The ranks of a window follow the same program, so a clock value says exactly how far
@@ -13,7 +13,7 @@
 //! call.
 //!
 //! Waiting is spinning for a while and then sleeping on a futex of the clock; a clock's owner
-//! makes the wake-up call only if somebody sleeps.
+//! makes the wake-up call only if a rank sleeps.
 
 /// The shared words behind a window, as one rank sees them. Implemented on real shared memory,
 /// and on a model checker's memory in the tests.

@@ -2,7 +2,7 @@
 //!
 //! A rank copies into its staging buffer only what others will reduce, reduces its own part
 //! straight from its private input, and publishes the result in the hole its own part left in
-//! the staging buffer. [`clock`] says who may touch what when, [`region`] is the memory, and
+//! the staging buffer. [`clock`] says which rank may touch what when, [`region`] is the memory, and
 //! this file joins the two to a [`Window`](crate::schedule::Window) schedule.
 
 pub mod clock;
@@ -104,7 +104,7 @@ impl WindowMemory {
     /// Runs `segments` of a schedule, starting with `first`.
     ///
     /// # Safety
-    /// The buffers are valid for the call's layouts and nobody else uses them meanwhile.
+    /// The buffers are valid for the call's layouts and no other thread uses them meanwhile.
     pub unsafe fn run(
         &mut self,
         call: &Call,
@@ -149,7 +149,7 @@ impl WindowMemory {
         state.meter().count_shared(run.shared);
         match (outcome, run.disagreement) {
             (Ok(()), _) => Ok(()),
-            (Err(Interrupted), Some(error)) => Err(error),
+            (Err(Interrupted), Some(other)) => Err(state.mismatch([(state.rank(), *call), other])),
             (Err(Interrupted), None) => Err(state.error(Some(*call))),
         }
     }
@@ -220,7 +220,7 @@ impl Words for View<'_> {
 
     fn wake(&self) {
         let clock = self.regions[self.me].clock();
-        // Waking nobody is no error.
+        // That no rank sleeps is no error.
         let _ = futex::wake(clock, futex::Flags::empty(), i32::MAX as u32);
     }
 
@@ -233,7 +233,7 @@ impl Words for View<'_> {
             if turn == 0 {
                 self.yielding.set(Instant::now());
             }
-            // On a busy machine every turn may cost a time slice of somebody else: go to sleep,
+            // On a busy machine every turn may cost a time slice of another process: go to sleep,
             // where the group's failure is noticed.
             let busy = turn % 16 == 15 && self.yielding.get().elapsed() > YIELDING;
             if busy || self.state.is_over() {
@@ -261,7 +261,8 @@ struct Run<'a> {
     first: usize,
     cell_bytes: usize,
     divisor: Option<u32>,
-    disagreement: Option<Error>,
+    /// Another rank's call, if it is not this one.
+    disagreement: Option<(usize, Call)>,
     /// Bytes written for others to read.
     shared: usize,
     meter: &'a Meter,
@@ -311,7 +312,7 @@ impl Run<'_> {
                 let divide = if fold.root { self.divisor } else { None };
                 // SAFETY: inputs are staged cells, complete since the pipeline waited for their
                 // owners' ticks, and this rank's own memory; `into` and `also` are this rank's
-                // own, and nobody reads `also` before the next tick.
+                // own, and no rank reads `also` before the next tick.
                 unsafe {
                     kernel::fold(
                         self.dtype(),
@@ -367,8 +368,7 @@ impl Steps for Run<'_> {
         for (rank, region) in self.regions.iter().enumerate() {
             if region.fingerprint(self.slot) != self.fingerprint {
                 let peer_call = region.call(self.slot).unwrap_or(*self.call);
-                let (me, peer) = (self.members[self.me], self.members[rank]);
-                self.disagreement = Some(Error::mismatch(me, *self.call, peer, peer_call));
+                self.disagreement = Some((self.members[rank], peer_call));
                 return Err(Interrupted);
             }
         }
@@ -379,7 +379,7 @@ impl Steps for Run<'_> {
 /// Runs a schedule that shares nothing: its copies and folds involve this rank's memory only.
 ///
 /// # Safety
-/// The buffers are valid for the call's layouts and nobody else uses them meanwhile.
+/// The buffers are valid for the call's layouts and no other thread uses them meanwhile.
 pub unsafe fn run_alone(
     call: &Call,
     schedule: &schedule::Window,
@@ -388,7 +388,7 @@ pub unsafe fn run_alone(
     divisor: u32,
     room: &mut Vec<*const u8>,
 ) {
-    assert!(schedule.collects.is_empty(), "there is nobody to collect from");
+    assert!(schedule.collects.is_empty(), "there is no other rank to collect from");
     let divisor = (call.reduction == Reduction::Mean).then_some(divisor);
     for segment in segments {
         for copy in &schedule.copies {

@@ -70,7 +70,7 @@ impl Waits {
     pub fn of(group: &Group) -> Waits {
         let asked = Arc::new(AtomicUsize::new(0));
         let count = asked.clone();
-        // Whoever waits asks whether to go on, when it has noted for whom it waits.
+        // A call that waits asks whether to go on, when it has noted for which ranks it waits.
         group.stop_waiting_if(move || {
             count.fetch_add(1, Ordering::SeqCst);
             false
@@ -83,7 +83,7 @@ impl Waits {
         let before = self.0.load(Ordering::SeqCst);
         let deadline = Instant::now() + PATIENCE;
         while self.0.load(Ordering::SeqCst) == before {
-            assert!(Instant::now() < deadline, "nobody waits");
+            assert!(Instant::now() < deadline, "no call waits");
             std::thread::sleep(Duration::from_millis(1));
         }
     }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use socket2::{Domain, Socket, Type};
 use unisono_collective::call::MessageHeader;
 use unisono_collective::fabric::{
-    Arrival, Arrivals, Connector, Fabric, Network, Opening, Plan, Use,
+    Arrival, Arrivals, Connector, Fabric, GroupSetup, Network, Opening, Use,
 };
 use unisono_collective::schedule::Topology;
 use unisono_collective::{
@@ -156,7 +156,7 @@ fn overhear(mut data: &Socket, length: usize) -> Vec<u8> {
     bytes
 }
 
-/// Sends what the socket takes; whoever hung up misses the rest.
+/// Sends what the socket takes; a rank that hung up misses the rest.
 fn speak(socket: &Socket, bytes: &[u8]) {
     let mut sent = 0;
     while sent < bytes.len() {
@@ -217,14 +217,14 @@ impl Tap {
 }
 
 impl Connector for Tap {
-    fn connect(self: Arc<Self>, plan: &Plan) -> Result<Fabric, FormError> {
-        let control = self.control.lock().unwrap()[plan.me].take().expect("a rank connects once");
+    fn connect(self: Arc<Self>, setup: &GroupSetup) -> Result<Fabric, FormError> {
+        let control = self.control.lock().unwrap()[setup.me].take().expect("a rank connects once");
         Ok(Fabric {
             topology: Topology::all_apart(2),
-            control: vec![(1 - plan.me, control)],
+            control: vec![(1 - setup.me, control)],
             regions: Vec::new(),
             crowd: 1.0,
-            network: Arc::new(TapNetwork { me: plan.me, tap: self }),
+            network: Arc::new(TapNetwork { me: setup.me, tap: self }),
         })
     }
 }

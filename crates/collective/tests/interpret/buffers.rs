@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::Call;
-use unisono_collective::schedule::{Layout, Op, Place, Schedule};
+use unisono_collective::schedule::{Area, Layout, Op, Schedule};
 
 /// How long the buffers of a call are.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -96,14 +96,14 @@ impl<V: Copy> Memory<V> {
         &self,
         slot: usize,
         segment: usize,
-        place: Place,
+        place: Area,
         block: u32,
     ) -> Option<Range<usize>> {
         let block = block as usize;
         let buffer = match place {
-            Place::Input => self.input.as_ref()?,
-            Place::Output => self.output.as_ref()?,
-            Place::Scratch(cell) => {
+            Area::Input => self.input.as_ref()?,
+            Area::Output => self.output.as_ref()?,
+            Area::Scratch(cell) => {
                 let cell = cell as usize;
                 if cell >= self.cells || !self.shape.has(block, self.parts) {
                     return None;

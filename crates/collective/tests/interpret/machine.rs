@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::buffers::Memory;
 use super::shared::SharedWindow;
 use super::{Arithmetic, Call, Fault};
-use unisono_collective::schedule::{Blocks, Fold, Phase, Place, Recv, Round, Schedule, Topology};
+use unisono_collective::schedule::{Area, Blocks, Fold, Phase, Recv, Round, Schedule, Topology};
 use unisono_collective::tree::{Node, Tree};
 
 /// All ranks of a call.
@@ -49,9 +49,9 @@ pub(super) enum At {
     Receive { round: usize, missing: Vec<usize>, entered: Clock, arrived: Vec<Range<usize>> },
     /// Stage.
     Stage,
-    /// Wait for everybody to stage, then fold.
+    /// Wait for all ranks to stage, then fold.
     Fold,
-    /// Wait for everybody to fold if somebody publishes, then collect.
+    /// Wait for all ranks to fold if one publishes, then collect.
     Collect,
     /// Wait until all sends have arrived.
     Drain,
@@ -310,7 +310,7 @@ impl<'a, A: Arithmetic> Machine<'a, A> {
         rank: usize,
         slot: usize,
         task: &Task,
-        place: Place,
+        place: Area,
         blocks: &Blocks,
     ) -> Result<Vec<Range<usize>>, Fault> {
         let memory = &self.ranks[rank].memory;

@@ -5,7 +5,7 @@
 //! message arrives next, and a send reads its memory only when it arrives. It finds what a lucky
 //! run of the executor hides:
 //!
-//! - **Deadlocks, lengths, garbage**: nobody can get on, a message is not as long as expected,
+//! - **Deadlocks, lengths, garbage**: no rank can get on, a message is not as long as expected,
 //!   something is read that was never written.
 //! - **Races**: memory is written although nothing proves that a send from it has been received.
 //!   Every rank keeps a vector clock of the steps it knows others to have finished, carried by
@@ -21,7 +21,7 @@ mod machine;
 mod shared;
 mod values;
 
-use unisono_collective::schedule::{Op, Phase, Place, Schedule, Topology};
+use unisono_collective::schedule::{Area, Op, Phase, Schedule, Topology};
 
 use machine::Machine;
 
@@ -54,7 +54,7 @@ pub enum Fault {
         /// The rank.
         rank: usize,
     },
-    /// Nobody can get on.
+    /// No rank can get on.
     #[error("deadlock: ranks {waiting:?} wait")]
     Deadlock {
         /// The ranks that have not finished.
@@ -66,7 +66,7 @@ pub enum Fault {
         /// The rank.
         rank: usize,
         /// Where it looks.
-        place: Place,
+        place: Area,
         /// For what.
         block: u32,
     },
@@ -115,7 +115,7 @@ pub enum Fault {
 }
 
 /// Runs the schedules of all ranks. `input` gives the elements of every rank's input; the result
-/// are the outputs, with `None` for elements that nobody wrote, empty where a rank has none.
+/// are the outputs, with `None` for elements that no rank wrote, empty where a rank has none.
 pub fn interpret<A: Arithmetic>(
     call: &Call,
     topology: &Topology,

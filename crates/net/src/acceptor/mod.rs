@@ -1,9 +1,9 @@
-//! Lets proven peers in, and keeps everybody else out without being held up by them.
+//! Lets proven peers in, and keeps all others out without being held up by them.
 //!
 //! One thread owns the listening sockets of a process and every connection whose handshake is not
 //! finished. All of them are non-blocking and watched by one epoll instance, so a connection that
 //! sends nothing, or a byte a second, costs a slot and nothing else. There is a fixed number of
-//! slots: a stranger who fills them pushes out the oldest connection that has not said a proper
+//! slots: a stranger that fills them pushes out the oldest connection that has not said a proper
 //! hello, which is the first thing that an honest peer does. Only if all have, the oldest goes;
 //! peers that were pushed out knock again. A slot has a fixed size and a deadline. Nothing a
 //! stranger sends reaches further than [`Responder::feed`].
@@ -64,12 +64,12 @@ pub struct Admission {
 }
 
 impl Admission {
-    /// Those who prove `token`, for these purposes.
+    /// Processes that prove `token`, for these purposes.
     pub fn new(token: Token, purposes: &'static [Purpose]) -> Admission {
         Admission { token, purposes, limits: Limits::default() }
     }
 
-    /// The same, with other limits for those who have proven nothing yet.
+    /// The same, with other limits for connections that have proven nothing yet.
     pub fn with_limits(self, limits: Limits) -> Admission {
         let limits = Limits { half_done: limits.half_done.max(1), ..limits };
         Admission { limits, ..self }
@@ -81,7 +81,7 @@ impl Acceptor {
     /// connection that is [admitted](Admission) to `on_connection`, blocking, with Nagle's algorithm
     /// off and keepalive probes on.
     ///
-    /// `on_connection` runs on the acceptor's thread: while it runs, nobody else is let in.
+    /// `on_connection` runs on the acceptor's thread: while it runs, no other connection is let in.
     pub fn start(
         listeners: Vec<Socket>,
         admission: Admission,
@@ -305,7 +305,7 @@ impl<F: FnMut(Connection, Introduction)> Door<F> {
         }
     }
 
-    /// Makes the socket an ordinary blocking one that nobody here watches.
+    /// Makes the socket an ordinary blocking one that is not watched here.
     fn release(&self, socket: &Socket) -> io::Result<()> {
         epoll::delete(&self.epoll, socket)?;
         socket.set_nonblocking(false)

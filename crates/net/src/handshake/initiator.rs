@@ -4,7 +4,7 @@ use zerocopy::IntoBytes;
 
 use super::wire::{
     ACCEPTED, CHALLENGE_LEN, Challenge, HELLO_LEN, Hello, Inbox, MAGIC, PREFIX_LEN, Prefix,
-    VERDICT_LEN, VERSION, Verdict,
+    VERDICT_LEN, VERSION, VerdictMessage,
 };
 use super::{Encryption, HandshakeError, Introduction, Nonce, Reply};
 use crate::cipher::{Keys, Noise};
@@ -118,7 +118,7 @@ impl Initiator {
                 None => Ok(Initiated::More),
             },
             State::AwaitVerdict => {
-                const { assert!(size_of::<Verdict>() == PREFIX_LEN) };
+                const { assert!(size_of::<VerdictMessage>() == PREFIX_LEN) };
                 if Some(self.inbox.len()) < self.whole() {
                     return Ok(Initiated::More);
                 }

@@ -1,6 +1,6 @@
 //! Mutual proof of the job's token, before a connection is believed.
 //!
-//! Whoever opens a connection (the *initiator*) and whoever accepted it (the *responder*) both
+//! The process that opens a connection (the *initiator*) and the one that accepted it (the *responder*) both
 //! hold the [`Token`] of their job. Four messages of fixed size pass between them:
 //!
 //! ```text
@@ -17,8 +17,8 @@
 //! the hello is derived one-way from the token: it only lets a peer of another job be told apart
 //! from a peer that lies.
 //!
-//! The proofs establish who opened the connection. In a job that does not encrypt, what follows on it is
-//! neither encrypted nor authenticated: the token keeps strangers and mistakes out, not someone who can
+//! The proofs establish which process opened the connection. In a job that does not encrypt, what follows on it is
+//! neither encrypted nor authenticated: the token keeps strangers and mistakes out, not an attacker that can
 //! rewrite packets on the job's network. In one that does ([`Token::encrypts`]), answer and verdict of a
 //! TCP connection also carry the two messages of a Noise handshake, whose prologue is the
 //! hello and the responder's nonce, and all that follows is encrypted with its keys. Both sides say in
@@ -58,7 +58,7 @@ pub fn random_nonce() -> io::Result<Nonce> {
     Ok(nonce)
 }
 
-/// Who opens a connection, to whom, and what for. The handshake's proofs cover it.
+/// Which process opens a connection, to which other, and what for. The handshake's proofs cover it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Introduction {
     /// What the connection will carry.
@@ -228,7 +228,7 @@ pub enum HandshakeError {
     /// The connection ended in the middle of the handshake.
     #[error("the connection closed during the handshake")]
     Truncated,
-    /// The deadline passed; nobody may be listening behind the connection.
+    /// The deadline passed; perhaps no process serves the connection.
     #[error("the handshake did not finish in time")]
     TimedOut,
     /// The socket failed.
@@ -238,7 +238,7 @@ pub enum HandshakeError {
 
 impl HandshakeError {
     /// Whether the same attempt, made again later, cannot succeed: the other side is there, and is not
-    /// whom this side looks for.
+    /// the one that this side looks for.
     pub fn is_final(&self) -> bool {
         use HandshakeError::*;
         !matches!(self, Truncated | TimedOut | Io(_))

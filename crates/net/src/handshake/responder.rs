@@ -4,7 +4,7 @@ use zerocopy::IntoBytes;
 
 use super::wire::{
     ACCEPTED, ANSWER_LEN, Answer, CHALLENGE_LEN, Challenge, HELLO_LEN, Hello, Inbox, MAGIC,
-    PREFIX_LEN, Prefix, VERSION, Verdict,
+    PREFIX_LEN, Prefix, VERSION, VerdictMessage,
 };
 use super::{Encryption, Introduction, Nonce, Purpose, Refusal};
 use crate::cipher::{Keys, NOISE_LEN, Noise};
@@ -44,7 +44,7 @@ pub enum Step {
     Refused {
         /// Why.
         refusal: Refusal,
-        /// Tells the initiator why; empty towards whoever does not speak the protocol.
+        /// Tells the initiator why; empty towards a peer that does not speak the protocol.
         reply: Reply,
     },
 }
@@ -60,7 +60,7 @@ pub struct Reply {
 const REPLY_LEN: usize = ANSWER_LEN + NOISE_LEN;
 
 impl Responder {
-    /// A responder of the job that holds `token`, who accepts connections between hosts for these
+    /// A responder of the job that holds `token`, which accepts connections between hosts for these
     /// purposes. The nonce must be fresh.
     pub fn new(token: &Token, purposes: &'static [Purpose], nonce: Nonce) -> Responder {
         Responder::with(token, purposes, nonce, Encryption::of(token, false))
@@ -83,7 +83,7 @@ impl Responder {
     }
 
     /// How many bytes the next message still lacks: read no more than this from the connection,
-    /// since what follows the handshake belongs to somebody else. 0 once it is over.
+    /// since what follows the handshake is not for it. 0 once it is over.
     pub fn wanted(&self) -> usize {
         match self.state {
             State::AwaitHello => HELLO_LEN - self.inbox.len(),
@@ -158,7 +158,7 @@ impl Responder {
         if theirs != self.encryption {
             return self.refuse(Refusal::Encryption { theirs: theirs != Encryption::Off });
         }
-        let mut verdict = Reply::new(&Verdict { prefix: Prefix::new(ACCEPTED) });
+        let mut verdict = Reply::new(&VerdictMessage { prefix: Prefix::new(ACCEPTED) });
         if self.encryption == Encryption::On {
             let Some((message, keys)) = self.agree_on_keys(hello) else {
                 return self.refuse(Refusal::BadProof);

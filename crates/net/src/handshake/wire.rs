@@ -21,7 +21,7 @@ pub(super) const PREFIX_LEN: usize = size_of::<Prefix>();
 pub(super) const HELLO_LEN: usize = size_of::<Hello>();
 pub(super) const CHALLENGE_LEN: usize = size_of::<Challenge>();
 pub(super) const ANSWER_LEN: usize = size_of::<Answer>();
-pub(super) const VERDICT_LEN: usize = size_of::<Verdict>();
+pub(super) const VERDICT_LEN: usize = size_of::<VerdictMessage>();
 
 pub(crate) type JobId = [u8; 16];
 
@@ -111,7 +111,7 @@ pub(super) struct Answer {
 
 #[derive(Clone, Copy, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
-pub(super) struct Verdict {
+pub(super) struct VerdictMessage {
     pub prefix: Prefix,
 }
 

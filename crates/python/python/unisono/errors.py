@@ -14,7 +14,8 @@ from collections.abc import Sequence
 class Error(RuntimeError):
     """A call failed, or a group could not form."""
 
-    #: The rank that raised this, as its group numbers it.
+    #: The rank that raised this. In every error, ranks are numbered as in the job, also in those of a
+    #: group of some ranks.
     rank: int | None
     #: What it was doing, such as ``"all_reduce"`` or ``"send to rank 1 with tag 0"``.
     operation: str | None
@@ -61,7 +62,7 @@ class Mismatch(Error):
 
     #: What two ranks called in each other's place: by rank, the number of the call in its group,
     #: from 1, and what it was.  Where ranks wait for each other in different groups, the call in
-    #: which each waits, by its rank in the job.  Empty if a message and its buffer differ in length.
+    #: which each waits.  Empty if a message and its buffer differ in length.
     calls: dict[int, tuple[int, str]]
 
     def __init__(self, text: str, *, calls: dict[int, tuple[int, str]] | None = None, **fields):

@@ -10,7 +10,7 @@ use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 use pyo3::prelude::*;
-use unisono_collective::{AbortHandle, Group as EngineGroup, Options};
+use unisono_collective::{AbortHandle, Group as EngineGroup, Options, Rank};
 use unisono_sync::SyncError;
 
 use crate::deadline::{self, Deadlines};
@@ -29,6 +29,8 @@ pub struct GroupMember {
     /// Of the group, and of whatever else a call may wait for.
     deadlines: Vec<Arc<Deadlines>>,
     rank: usize,
+    /// The rank, as errors name it.
+    named: Rank,
 }
 
 impl GroupMember {
@@ -37,7 +39,8 @@ impl GroupMember {
         let own = group.as_ref().map(|group| group.bind(py).get());
         let rank = own.map_or(0, Group::rank);
         let deadlines = own.map(|own| own.deadlines().clone()).into_iter().collect();
-        GroupMember { group, deadlines, rank }
+        let named = own.map_or(Rank(rank), |own| own.job_rank(rank));
+        GroupMember { group, deadlines, rank, named }
     }
 
     /// Lets timeouts and Ctrl-C also end the calls that this handle ends.
@@ -65,7 +68,7 @@ impl GroupMember {
 
     /// Where an error shows.
     pub fn site(&self, operation: &'static str) -> Site {
-        Site { rank: self.rank, operation: Operation::Collective(operation) }
+        Site { rank: self.named, operation: Operation::Collective(operation) }
     }
 
     /// The engine's group; a group of one for a process by itself.

@@ -19,6 +19,7 @@ pub use local::LocalSteps;
 pub use synchronizer::Synchronizer;
 
 use pyo3::prelude::*;
+use unisono_collective::Rank;
 use unisono_sync::shards::Shards;
 
 use crate::error::{Operation, Site};
@@ -31,7 +32,7 @@ pub fn shards_of(
     worker: usize,
     workers: usize,
 ) -> PyResult<(usize, usize)> {
-    let site = Site { rank: worker, operation: Operation::Collective("sharding") };
+    let site = Site { rank: Rank(worker), operation: Operation::Collective("sharding") };
     if worker >= workers {
         return Err(site.invalid(py, "a worker's number is below the number of workers"));
     }

@@ -30,6 +30,8 @@ pub enum Command {
     EndEpoch,
     /// Split the group.
     Split,
+    /// Make a sub-group of the world, and use it from now on.
+    Subgroup { members: Vec<usize> },
     /// Drop the group; answered by [`Reply::Residue`].
     Leave,
     /// Panic with the group in hand.
@@ -200,17 +202,17 @@ impl From<Error> for Failure {
                     Loss::Failed(_) => How::Failed,
                     other => return Failure::Other(format!("{other:?}")),
                 };
-                Failure::Lost { peer, how, during: during.map(|call| call.to_string()) }
+                Failure::Lost { peer: peer.0, how, during: during.map(|call| call.to_string()) }
             }
             Error::EpochEnded { epoch } => Failure::EpochEnded { epoch },
             Error::Mismatch { rank, call, peer, peer_call, .. } => Failure::Mismatch {
-                rank,
+                rank: rank.0,
                 call: call.to_string(),
-                peer,
+                peer: peer.0,
                 peer_call: peer_call.to_string(),
             },
             Error::LengthMismatch { from, to, tag, sent, expected } => {
-                Failure::Length { from, to, tag, sent, expected }
+                Failure::Length { from: from.0, to: to.0, tag, sent, expected }
             }
             other => Failure::Other(format!("{other:?}")),
         }
@@ -221,7 +223,7 @@ impl From<FormError> for Failure {
     fn from(error: FormError) -> Failure {
         match error {
             FormError::Staging { bytes, .. } => Failure::Staging { bytes },
-            FormError::Peer { peer, reason } => Failure::Peer { peer, reason },
+            FormError::Peer { peer, reason } => Failure::Peer { peer: peer.0, reason },
             FormError::EpochEnded { epoch } => Failure::EpochEnded { epoch },
             FormError::Parent(error) => (*error).into(),
             other => Failure::Other(format!("{other:?}")),

@@ -27,6 +27,8 @@ pub struct Rank {
     meeting: Meeting,
     endpoint: Option<Endpoint>,
     group: Option<Group>,
+    /// The group of which `group` is a part, if it is.
+    world: Option<Group>,
 }
 
 /// Marks the lines of stdout that are replies, among those of the test harness.
@@ -50,7 +52,7 @@ pub fn serve_stdin() {
 
 impl Rank {
     pub fn new(meeting: Meeting) -> Rank {
-        Rank { meeting, endpoint: None, group: None }
+        Rank { meeting, endpoint: None, group: None, world: None }
     }
 
     /// Carries out a command and answers it.
@@ -87,8 +89,14 @@ impl Rank {
                 Reply::Done
             }
             Command::Split => done(self.group().split(Some(0), 0).map(drop).map_err(Failure::from)),
+            Command::Subgroup { members } => {
+                let world = self.world.take().or(self.group.take()).expect("there is a world");
+                let formed = world.subgroup(&members).map(|group| self.group = Some(group));
+                self.world = Some(world);
+                done(formed.map_err(Failure::from))
+            }
             Command::Leave => {
-                self.group = None;
+                (self.group, self.world) = (None, None);
                 Reply::Residue(machine::residue())
             }
             Command::Fork => Reply::Forked(fork()),

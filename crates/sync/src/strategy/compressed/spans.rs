@@ -123,6 +123,7 @@ impl Compressed {
                     rest = after;
                     let into = &mut gradients.slots[0][layout.span(parameter)][span];
                     let decoded = spans.decode(bytes, into);
+                    let rank = self.combiner.group().members()[rank];
                     decoded.map_err(|source| SyncError::EncodingOfMean { rank, source })?;
                 }
             }

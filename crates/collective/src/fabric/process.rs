@@ -14,7 +14,7 @@ use super::endpoint::{Address, HostId};
 use super::forming::form;
 use super::inbox::Inbox;
 use super::network::{Arrivals, Network, Opening, Use};
-use super::{CONTROL, Connector, DATA, Fabric, MESSAGES, Plan, system};
+use super::{CONTROL, Connector, DATA, Fabric, GroupSetup, MESSAGES, system};
 use crate::error::FormError;
 use crate::options::Transport;
 use crate::schedule::Topology;
@@ -24,7 +24,7 @@ use crate::schedule::Topology;
 const NEVER: Duration = Duration::from_secs(31_536_000);
 
 /// A rank that knows all the others.
-pub struct Job {
+pub struct ProcessHub {
     pub(super) rank: usize,
     token: Token,
     roster: Vec<Address>,
@@ -32,7 +32,7 @@ pub struct Job {
     _acceptor: Acceptor,
 }
 
-impl Job {
+impl ProcessHub {
     /// A rank whose acceptor fills `inbox`.
     pub fn new(
         rank: usize,
@@ -40,26 +40,26 @@ impl Job {
         roster: Vec<Address>,
         inbox: Arc<Inbox>,
         acceptor: Acceptor,
-    ) -> Job {
-        Job { rank, token, roster, inbox, _acceptor: acceptor }
+    ) -> ProcessHub {
+        ProcessHub { rank, token, roster, inbox, _acceptor: acceptor }
     }
 
     /// A connection to be opened to a member of a group.
     pub(super) fn door(
         &self,
-        plan: &Plan,
+        setup: &GroupSetup,
         topology: &Topology,
         peer: usize,
         (purpose, group, channel): (Purpose, u64, u32),
     ) -> Door {
-        let member = plan.members[peer];
-        let address = &self.roster[member];
-        let target = match topology.together(plan.me, peer) {
+        let member = setup.members[peer];
+        let address = &self.roster[member.0];
+        let target = match topology.together(setup.me, peer) {
             true => Target::Unix(address.unix.clone()),
             false => Target::Tcp(address.tcp),
         };
-        let (from, to) = (self.rank as u32, member as u32);
-        let introduction = Introduction { purpose, epoch: plan.epoch, group, from, to, channel };
+        let (from, to) = (self.rank as u32, member.0 as u32);
+        let introduction = Introduction { purpose, epoch: setup.epoch, group, from, to, channel };
         Door { peer, target, introduction }
     }
 
@@ -69,15 +69,16 @@ impl Job {
     }
 
     /// Ranks of this host per core, whatever the transport.
-    fn crowd(&self, plan: &Plan) -> f64 {
+    fn crowd(&self, setup: &GroupSetup) -> f64 {
         let own = &self.roster[self.rank];
-        let here = || plan.members.iter().map(|&m| &self.roster[m]).filter(|a| a.host == own.host);
+        let here =
+            || setup.members.iter().map(|&m| &self.roster[m.0]).filter(|a| a.host == own.host);
         crowd(here().count(), shared_cores(&own.cores, here().map(|address| &address.cores)))
     }
 
-    fn topology(&self, plan: &Plan) -> Result<Topology, FormError> {
-        let world = plan.members.len();
-        if plan.options.transport == Transport::Tcp {
+    fn topology(&self, setup: &GroupSetup) -> Result<Topology, FormError> {
+        let world = setup.members.len();
+        if setup.options.transport == Transport::Tcp {
             return Ok(Topology::all_apart(world));
         }
         let mut known: Vec<HostId> = Vec::new();
@@ -87,51 +88,52 @@ impl Job {
                 known.len() - 1
             }) as u32
         };
-        let hosts: Vec<u32> = plan.members.iter().map(|&m| number(self.roster[m].host)).collect();
+        let hosts: Vec<u32> =
+            setup.members.iter().map(|&m| number(self.roster[m.0].host)).collect();
         let topology = Topology::new(&hosts);
-        if plan.options.transport == Transport::Shm && !topology.is_one_host() {
+        if setup.options.transport == Transport::Shm && !topology.is_one_host() {
             return Err(FormError::Transport { transport: Transport::Shm });
         }
         Ok(topology)
     }
 }
 
-impl Connector for Job {
-    fn connect(self: Arc<Self>, plan: &Plan) -> Result<Fabric, FormError> {
-        if plan.options.encrypt != self.token.encrypts() {
+impl Connector for ProcessHub {
+    fn connect(self: Arc<Self>, setup: &GroupSetup) -> Result<Fabric, FormError> {
+        if setup.options.encrypt != self.token.encrypts() {
             let reason = "the options of the group and the token of the endpoint disagree".into();
             return Err(FormError::System { what: "encryption", reason });
         }
-        let topology = self.topology(plan)?;
-        let crowd = self.crowd(plan);
-        let (control, regions, network) = form(&self, plan, &topology)?;
+        let topology = self.topology(setup)?;
+        let crowd = self.crowd(setup);
+        let (control, regions, network) = form(&self, setup, &topology)?;
         Ok(Fabric { topology, control, regions, crowd, network: Arc::new(network) })
     }
 }
 
 /// One instance of a group, as its connections are opened.
-pub struct JobNetwork {
-    job: Arc<Job>,
-    plan: Plan,
+pub struct ProcessNetwork {
+    hub: Arc<ProcessHub>,
+    setup: GroupSetup,
     topology: Topology,
     instance: u64,
     links: Arc<Arrivals>,
     others: Arc<Arrivals>,
 }
 
-impl JobNetwork {
+impl ProcessNetwork {
     /// From now on, connections for this instance are accepted.
     pub fn open(
-        job: &Arc<Job>,
-        plan: &Plan,
+        hub: &Arc<ProcessHub>,
+        setup: &GroupSetup,
         topology: &Topology,
         instance: u64,
-    ) -> Result<JobNetwork, FormError> {
+    ) -> Result<ProcessNetwork, FormError> {
         let arrivals = || Arrivals::new().map(Arc::new).map_err(system("making an eventfd"));
         let (links, others) = (arrivals()?, arrivals()?);
-        job.inbox.open(instance, plan, &links, &others);
-        let (job, plan, topology) = (job.clone(), plan.clone(), topology.clone());
-        Ok(JobNetwork { job, plan, topology, instance, links, others })
+        hub.inbox.open(instance, setup, &links, &others);
+        let (hub, setup, topology) = (hub.clone(), setup.clone(), topology.clone());
+        Ok(ProcessNetwork { hub, setup, topology, instance, links, others })
     }
 
     /// Which instance it is.
@@ -140,7 +142,7 @@ impl JobNetwork {
     }
 }
 
-impl Network for JobNetwork {
+impl Network for ProcessNetwork {
     fn dial(&self, purpose: Use, peer: usize) -> Opening {
         let (purpose, channel) = match purpose {
             Use::Data(channel) => (DATA, channel),
@@ -148,24 +150,24 @@ impl Network for JobNetwork {
             Use::Control => (CONTROL, 0),
         };
         let what = (purpose, self.instance, channel);
-        let dials = || Dials::new(vec![self.job.door(&self.plan, &self.topology, peer, what)]);
+        let dials = || Dials::new(vec![self.hub.door(&self.setup, &self.topology, peer, what)]);
         if purpose != DATA {
             return Opening::Dialing(dials());
         }
-        match self.job.inbox.claim(self.instance, peer, channel) {
+        match self.hub.inbox.claim(self.instance, peer, channel) {
             true => Opening::Asking(dials(), None),
             false => Opening::Coming,
         }
     }
 
     fn advance(&self, opening: &mut Opening) -> Result<Option<Connection>, String> {
-        let timeout = self.plan.options.timeout;
+        let timeout = self.setup.options.timeout;
         let mut open = None;
         match opening {
             Opening::Open(connection) => open = connection.take(),
             Opening::Dialing(dials) | Opening::Asking(dials, None) => {
                 let opened = |_, connection| open = Some(connection);
-                let dialed = dials.advance(&self.job.dialer(timeout), opened);
+                let dialed = dials.advance(&self.hub.dialer(timeout), opened);
                 dialed.map_err(|Refused { cause, .. }| cause.to_string())?;
             }
             Opening::Asking(..) | Opening::Coming => {}
@@ -196,9 +198,9 @@ impl Network for JobNetwork {
     }
 }
 
-impl Drop for JobNetwork {
+impl Drop for ProcessNetwork {
     fn drop(&mut self) {
-        self.job.inbox.close(self.instance);
+        self.hub.inbox.close(self.instance);
         self.links.close();
         self.others.close();
     }
