@@ -4,7 +4,7 @@ use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 
 /// The type of the elements of a buffer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[repr(u8)]
 pub enum Dtype {
     /// 32-bit IEEE float.

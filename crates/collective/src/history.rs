@@ -32,14 +32,12 @@ impl History {
     /// Remembers a call; only one thread at a time may.
     pub fn record(&self, call: &Call) {
         let slot = &self.calls[call.seq as usize % REMEMBERED];
-        let wire = WireCall::from(*call);
-        let mut words = [0u64; WORDS];
-        words.as_mut_bytes().copy_from_slice(wire.as_bytes());
+        let words: [u64; WORDS] = zerocopy::transmute!(WireCall::from(*call));
         slot[0].store(BLANK, Ordering::Relaxed);
         // A reader that sees one of the new words below also sees that the first one is blank.
         fence(Ordering::Release);
-        for (word, value) in slot.iter().zip(words).skip(1) {
-            word.store(value, Ordering::Relaxed);
+        for (word, value) in slot[1..].iter().zip(&words[1..]) {
+            word.store(*value, Ordering::Relaxed);
         }
         slot[0].store(words[0], Ordering::Release);
     }

@@ -66,6 +66,7 @@ impl Memory {
     }
 
     /// Where it is mapped, aligned to pages.
+    #[inline]
     pub fn as_ptr(&self) -> *mut u8 {
         self.map.as_mut_ptr()
     }

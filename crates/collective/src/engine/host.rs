@@ -1,7 +1,7 @@
 //! The engine of host memory: chooses the algorithm, cuts the buffers, drives the phases over shared
 //! memory and sockets.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::buffers::Buffers;
@@ -38,9 +38,10 @@ pub struct HostEngine {
     pub(super) window: Option<WindowMemory>,
     costs: Costs,
     pub(super) state: Arc<GroupState>,
-    contests: HashMap<(Op, bool), Contest>,
-    schedules: HashMap<(Op, Algorithm), Arc<Schedule>>,
-    plans: HashMap<(Op, Dtype, usize, Option<Algorithm>), CallPlan>,
+    contests: BTreeMap<(Op, bool), Contest>,
+    // Sorted, since comparing a few small keys is quicker than hashing one.
+    schedules: BTreeMap<(Op, Algorithm), Arc<Schedule>>,
+    plans: BTreeMap<(usize, Op, Dtype, Option<Algorithm>), CallPlan>,
 }
 
 impl HostEngine {
@@ -61,9 +62,9 @@ impl HostEngine {
             window,
             costs,
             state,
-            contests: HashMap::new(),
-            schedules: HashMap::new(),
-            plans: HashMap::new(),
+            contests: BTreeMap::new(),
+            schedules: BTreeMap::new(),
+            plans: BTreeMap::new(),
         }
     }
 
@@ -246,7 +247,7 @@ impl Engine for HostEngine {
 
     fn plan(&mut self, request: &Request<'_>) -> Result<CallPlan, Error> {
         let forced = request.algorithm().or(self.options.algorithm);
-        let key = (request.op(), request.dtype(), request.extent(), forced);
+        let key = (request.extent(), request.op(), request.dtype(), forced);
         if let Some(plan) = self.plans.get(&key) {
             return Ok(*plan);
         }

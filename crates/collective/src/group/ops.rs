@@ -224,7 +224,7 @@ impl Group {
     /// Runs a collective call and waits for it, on the caller's thread if the group is idle; its
     /// number in the group, from 1.
     pub fn run(&self, request: Request<'_>) -> Result<u32, Error> {
-        self.inner.queue.run(self.check(request)?)
+        self.check_then(request, |request| self.inner.queue.run(request))
     }
 
     /// Starts a collective call. Calls of a group end in the order in which they were started.
@@ -234,7 +234,8 @@ impl Group {
     /// lent it is gone by then.
     pub unsafe fn submit(&self, request: Request<'_>) -> Result<Work, Error> {
         // SAFETY: passed on from the caller.
-        Ok(self.inner.queue.submit(unsafe { self.check(request)?.outlive() }))
+        let submit = |request: Checked<'_>| self.inner.queue.submit(unsafe { request.outlive() });
+        self.check_then(request, |request| Ok(submit(request)))
     }
 
     /// Runs `task` on the thread that makes progress with calls, after those that were started
@@ -252,12 +253,17 @@ impl Group {
         self.inner.queue.with_calls(|calls| calls.explain(&request))
     }
 
-    fn check<'a>(&self, request: Request<'a>) -> Result<Checked<'a>, Error> {
+    #[inline]
+    fn check_then<'a, R>(
+        &self,
+        request: Request<'a>,
+        then: impl FnOnce(Checked<'a>) -> Result<R, Error>,
+    ) -> Result<R, Error> {
         let memory = request.memory();
         if !self.inner.reach.contains(&memory) {
             return Err(InvalidCall::Memory { memory }.into());
         }
-        request.check(self.rank(), &self.inner.topology)
+        request.check_then(self.rank(), &self.inner.topology, then)
     }
 
     /// Refuses a message from or to a rank that there is not, or that is this one.

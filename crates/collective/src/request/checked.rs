@@ -134,7 +134,6 @@ impl Checked<'_> {
 /// The input or the output of a call.
 #[derive(Debug)]
 pub(super) struct Part {
-    pub what: &'static str,
     pub address: *mut u8,
     /// Elements, unless its owner vouches for them.
     pub length: Option<usize>,
@@ -189,12 +188,25 @@ impl<'a> Request<'a> {
     }
 
     /// The request, if its memory is what a rank of these needs for the call.
-    pub fn check(mut self, rank: usize, topology: &Topology) -> Result<Checked<'a>, Error> {
+    pub fn check(self, rank: usize, topology: &Topology) -> Result<Checked<'a>, Error> {
+        self.check_then(rank, topology, Ok)
+    }
+
+    /// As [`Request::check`], but hands the request on instead of returning it: that moves it once in
+    /// memory, where each function that returns it moves it again, which small calls notice.
+    #[inline]
+    pub(crate) fn check_then<R>(
+        self,
+        rank: usize,
+        topology: &Topology,
+        then: impl FnOnce(Checked<'a>) -> Result<R, Error>,
+    ) -> Result<R, Error> {
         let world = topology.world();
-        self.divide(rank, world);
-        self.check_kind(topology)?;
-        self.check_memory(rank, world)?;
-        Ok(Checked { request: self, rank, world })
+        let mut checked = Checked { request: self, rank, world };
+        checked.request.divide(rank, world);
+        checked.check_kind(topology)?;
+        checked.check_memory(rank, world)?;
+        then(checked)
     }
 
     fn check_memory(&self, rank: usize, world: usize) -> Result<(), Error> {
@@ -214,10 +226,12 @@ impl<'a> Request<'a> {
             _ => (true, true),
         };
         if writes {
-            self.output.expect(output, world)?;
+            let what = if self.in_place { "the buffer" } else { "the output" };
+            self.output.expect(what, output, world)?;
         }
         if reads {
-            self.input.expect(input, world)?;
+            let what = if self.in_place { "the buffer" } else { "the input" };
+            self.input.expect(what, input, world)?;
         }
         Ok(())
     }
@@ -226,15 +240,13 @@ impl<'a> Request<'a> {
 impl Part {
     pub fn of<T: Element>(buffer: &mut [T]) -> Part {
         let (address, length) = (buffer.as_mut_ptr().cast(), Some(buffer.len()));
-        Part { what: "the buffer", address, length, starts: None }
+        Part { address, length, starts: None }
     }
 
     /// Blocks that lie apart are all ahead of the lowest.
-    pub fn at(what: &'static str, address: Address, dtype: Dtype) -> Result<Part, Error> {
+    pub fn at(address: Address, dtype: Dtype) -> Result<Part, Error> {
         let blocks = match address {
-            Address::Together(address) => {
-                return Ok(Part { what, address, length: None, starts: None });
-            }
+            Address::Together(address) => return Ok(Part { address, length: None, starts: None }),
             Address::Apart(blocks) => blocks,
         };
         let address = blocks.iter().copied().min().unwrap_or(std::ptr::null_mut());
@@ -244,13 +256,13 @@ impl Part {
         };
         let starts: Option<Box<[usize]>> = blocks.iter().map(start).collect();
         let starts = Some(starts.ok_or(InvalidCall::Distance { dtype })?);
-        Ok(Part { what, address, length: None, starts })
+        Ok(Part { address, length: None, starts })
     }
 
     /// The block of a rank.
     fn block(&self, rank: usize, count: usize, dtype: Dtype) -> Part {
         let address = self.address.wrapping_add(rank * count * dtype.size());
-        Part { what: self.what, address, length: Some(count), starts: None }
+        Part { address, length: Some(count), starts: None }
     }
 
     /// How blocks of `count` elements lie, if not as in `equal`.
@@ -259,12 +271,12 @@ impl Part {
         self.starts.as_ref().map_or(equal, |starts| Layout::separate(starts, count, column))
     }
 
-    fn expect(&self, length: usize, world: usize) -> Result<(), Error> {
+    fn expect(&self, what: &'static str, length: usize, world: usize) -> Result<(), Error> {
         if let Some(starts) = &self.starts {
             expect_length("the list of blocks", starts.len(), world)?;
         }
         match self.length {
-            Some(actual) => expect_length(self.what, actual, length),
+            Some(actual) => expect_length(what, actual, length),
             None => expect_at_most(length, isize::MAX as usize),
         }
     }

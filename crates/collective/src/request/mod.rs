@@ -29,6 +29,8 @@ pub struct Request<'a> {
     /// Whether the count is that of all blocks, and the memory in place that of all, until the group
     /// says how many there are.
     is_whole: bool,
+    /// Whether input and output are one buffer, for messages.
+    in_place: bool,
     memory: Memory,
     input: Part,
     output: Part,
@@ -211,8 +213,7 @@ impl<'a> Request<'a> {
         input: impl Into<Address>,
         output: impl Into<Address>,
     ) -> Result<Request<'a>, Error> {
-        let input = Part::at("the input", input.into(), dtype)?;
-        let output = Part::at("the output", output.into(), dtype)?;
+        let (input, output) = (Part::at(input.into(), dtype)?, Part::at(output.into(), dtype)?);
         Ok(Request::assembled(op, dtype, count, input, output))
     }
 
@@ -240,6 +241,7 @@ impl<'a> Request<'a> {
     }
 
     /// Uses this algorithm, if one is given.
+    #[inline]
     #[must_use]
     pub fn with_algorithm(self, algorithm: impl Into<Option<Algorithm>>) -> Request<'a> {
         Request { algorithm: algorithm.into(), ..self }
@@ -330,16 +332,15 @@ impl<'a> Request<'a> {
     }
 
     fn new<T: Element>(op: Op, input: &'a [T], output: &'a mut [T], count: usize) -> Request<'a> {
-        let address = input.as_ptr().cast_mut().cast();
-        let (what, length, starts) = ("the input", Some(input.len()), None);
-        let input = Part { what, address, length, starts };
-        let output = Part { what: "the output", ..Part::of(output) };
-        Request::assembled(op, T::DTYPE, count, input, output)
+        let (address, length) = (input.as_ptr().cast_mut().cast(), Some(input.len()));
+        let input = Part { address, length, starts: None };
+        Request::assembled(op, T::DTYPE, count, input, Part::of(output))
     }
 
     fn in_place<T: Element>(op: Op, count: usize, buffer: &'a mut [T]) -> Request<'a> {
-        let whole = Part::of(buffer);
-        Request::assembled(op, T::DTYPE, count, Part { starts: None, ..whole }, whole)
+        let output = Part::of(buffer);
+        let input = Part { starts: None, ..output };
+        Request { in_place: true, ..Request::assembled(op, T::DTYPE, count, input, output) }
     }
 
     fn of_blocks<T: Element>(op: Op, buffer: &'a mut [T]) -> Request<'a> {
@@ -355,6 +356,7 @@ impl<'a> Request<'a> {
             reduction: Reduction::Sum,
             count,
             is_whole: false,
+            in_place: false,
             memory: Memory::Host,
             input,
             output,

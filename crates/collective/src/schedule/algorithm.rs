@@ -7,7 +7,7 @@ use super::{
 use crate::tree::Tree;
 
 /// A way to do a collective operation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 pub enum Algorithm {
     /// Blocks travel around a ring of ranks. Not canonical.

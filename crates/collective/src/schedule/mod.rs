@@ -37,7 +37,7 @@ pub use layout::Layout;
 pub use topology::Topology;
 
 /// An operation of a group, with what its schedule depends on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Op {
     /// Every rank gets the reduction of all inputs.
     AllReduce,

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use unisono_net::memory::Memory;
-use zerocopy::{FromBytes, IntoBytes};
+use zerocopy::FromBytes;
 
 use crate::call::{Call, WireCall};
 
@@ -94,13 +94,12 @@ impl Region {
 
     /// Records the owner's call number `slot` on this window; published by its next tick.
     pub(super) fn record(&self, slot: usize, call: &Call, fingerprint: u64) {
-        let slot = slot % CALLS;
-        let wire = WireCall::from(*call);
-        for (word, bytes) in self.header().calls[slot].iter().zip(wire.as_bytes().chunks_exact(8)) {
-            let value = u64::from_ne_bytes(bytes.try_into().expect("chunks of eight"));
+        let (header, slot) = (self.header(), slot % CALLS);
+        let words: [u64; size_of::<WireCall>() / 8] = zerocopy::transmute!(WireCall::from(*call));
+        for (word, value) in header.calls[slot].iter().zip(words) {
             word.store(value, Ordering::Relaxed);
         }
-        self.header().clock.fingerprints[slot].store(fingerprint, Ordering::Relaxed);
+        header.clock.fingerprints[slot].store(fingerprint, Ordering::Relaxed);
     }
 
     /// The fingerprint of the owner's call number `slot` on this window.
