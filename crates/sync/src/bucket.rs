@@ -37,7 +37,7 @@ pub const SCALARS: usize = 3;
 pub struct Layout {
     buckets: Vec<Bucket>,
     /// The bucket of every parameter.
-    home: Vec<usize>,
+    bucket_of: Vec<usize>,
     /// Where every parameter is in its bucket.
     span: Vec<Range<usize>>,
     /// Where its count of shards is.
@@ -100,8 +100,8 @@ impl Layout {
     }
 
     /// The bucket of a parameter.
-    pub fn home(&self, parameter: usize) -> usize {
-        self.home[parameter]
+    pub fn bucket_of(&self, parameter: usize) -> usize {
+        self.bucket_of[parameter]
     }
 
     /// Where a parameter's gradient is in its bucket.
@@ -122,7 +122,7 @@ impl Layout {
     fn empty(parameters: usize) -> Layout {
         Layout {
             buckets: Vec::new(),
-            home: vec![0; parameters],
+            bucket_of: vec![0; parameters],
             span: vec![0..0; parameters],
             count: vec![0; parameters],
         }
@@ -130,7 +130,7 @@ impl Layout {
 
     fn close(&mut self, parameters: Vec<usize>, gradients: usize, scalars: usize, align: usize) {
         for (i, &parameter) in parameters.iter().enumerate() {
-            self.home[parameter] = self.buckets.len();
+            self.bucket_of[parameter] = self.buckets.len();
             self.count[parameter] = gradients + i;
         }
         let start = gradients + parameters.len();
@@ -184,7 +184,7 @@ mod tests {
         assert_eq!(parameters, [vec![6, 5], vec![4], vec![3, 2, 1, 0]]);
         assert_eq!(layout.buckets()[0].len, 8 + 2 + SCALARS);
         assert_eq!(layout.scalars(), 10..13);
-        assert_eq!((layout.home(5), layout.span(5), layout.count(5)), (0, 4..8, 9));
+        assert_eq!((layout.bucket_of(5), layout.span(5), layout.count(5)), (0, 4..8, 9));
     }
 
     #[test]
@@ -195,8 +195,8 @@ mod tests {
         let scalars: Vec<_> = layout.buckets().iter().map(|b| b.scalars.clone()).collect();
         assert_eq!(scalars, [10..13, 0..3, 9..12]);
         assert!(layout.buckets().iter().all(|b| b.len == b.scalars.end));
-        assert_eq!((layout.home(1), layout.span(1), layout.count(1)), (0, 3..8, 9));
-        assert_eq!((layout.home(4), layout.span(4), layout.count(4)), (2, 2..6, 8));
+        assert_eq!((layout.bucket_of(1), layout.span(1), layout.count(1)), (0, 3..8, 9));
+        assert_eq!((layout.bucket_of(4), layout.span(4), layout.count(4)), (2, 2..6, 8));
     }
 
     #[test]
@@ -224,10 +224,10 @@ mod tests {
                 Ok(())
             };
             for (parameter, &len) in lengths.iter().enumerate() {
-                let (home, count) = (layout.home(parameter), layout.count(parameter));
+                let (bucket, count) = (layout.bucket_of(parameter), layout.count(parameter));
                 prop_assert_eq!(layout.span(parameter).len(), len);
-                take(home, layout.span(parameter))?;
-                take(home, count..count + 1)?;
+                take(bucket, layout.span(parameter))?;
+                take(bucket, count..count + 1)?;
             }
             take(0, layout.scalars())?;
             let order: Vec<_> =

@@ -467,11 +467,11 @@ impl Synchronizer {
     /// Adds a leaf of a parameter, and lets its bucket go if that was the last it waited for.
     fn take(&self, step: &mut Step, parameter: usize, values: &impl Values, count: f32) {
         step.seen[parameter] = true;
-        let (home, at) = (step.layout.home(parameter), step.layout.count(parameter));
-        let (leaf, slots) = (step.begun - 1, &mut step.buckets[home].slots);
+        let (bucket, at) = (step.layout.bucket_of(parameter), step.layout.count(parameter));
+        let (leaf, slots) = (step.begun - 1, &mut step.buckets[bucket].slots);
         step.accumulation.add(leaf, slots, step.layout.span(parameter), values);
         step.accumulation.add(leaf, slots, at..at + 1, &Constant(count));
-        self.release(step, home);
+        self.release(step, bucket);
     }
 
     /// Something a bucket waits for has come.

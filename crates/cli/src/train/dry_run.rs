@@ -16,7 +16,7 @@ use crate::bench::sizes;
 use crate::exit::Wrong;
 use crate::output;
 
-/// Checks the call, and says what it asks for. Under a launcher rank 0 speaks for all.
+/// Checks the call, and says what it asks for. Under a launcher only rank 0 says it.
 pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let place = Place::from_env().wrong_call()?;
     let (workers, launcher) = match place.launcher {

@@ -2,7 +2,7 @@
 //!
 //! [`Place::from_vars`] is a pure function of the variables. It asks the launchers it knows, one
 //! file each, from the most to the least specific: Unisono's own, torchrun, Open MPI's `mpirun`,
-//! Slurm's `srun`, and process managers that speak PMI. Each either does not recognize the
+//! Slurm's `srun`, and process managers with PMI. Each either does not recognize the
 //! environment, or says where the process stands, or says which variable is wrong and what to set.
 //! A process without a launcher is a world of one.
 //!
