@@ -198,7 +198,7 @@ impl Shared {
                 }),
             };
             // The end of this call is seen before the group is seen idle, so that no later call
-            // ends first; and the group is idle for whoever was woken by the end.
+            // ends first; and the group is idle for the caller that the end woke.
             line = self.lock();
             (line.busy, line.in_task) = (false, None);
             let ended = work.end(outcome);

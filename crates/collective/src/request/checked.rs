@@ -124,7 +124,7 @@ impl Checked<'_> {
     /// Forgets for how long the memory is borrowed.
     ///
     /// # Safety
-    /// The memory stays valid, and nobody else uses it, until the call has ended.
+    /// The memory stays valid, and no other code uses it, until the call has ended.
     pub(crate) unsafe fn outlive(self) -> Checked<'static> {
         let Checked { request, rank, world } = self;
         Checked { request: Request { borrowed: PhantomData, ..request }, rank, world }

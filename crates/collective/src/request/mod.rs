@@ -98,7 +98,7 @@ impl<'a> Request<'a> {
         Request::of_blocks(Op::ReduceScatter, buffer).with_reduction(reduction)
     }
 
-    /// Everybody gets everybody's input, in rank order.
+    /// Every rank gets the input of all ranks, in rank order.
     pub fn all_gather<T: Element>(input: &'a [T], output: &'a mut [T]) -> Request<'a> {
         Request::new(Op::AllGather, input, output, input.len())
     }
@@ -119,7 +119,7 @@ impl<'a> Request<'a> {
         Request { unequal: Some(Box::new(unequal)), ..Request::all_gather(input, output) }
     }
 
-    /// Everybody gets the root's buffer.
+    /// Every rank gets the root's buffer.
     pub fn broadcast<T: Element>(buffer: &'a mut [T], root: usize) -> Request<'a> {
         Request::in_place(Op::Broadcast { root }, buffer.len(), buffer)
     }
@@ -144,7 +144,7 @@ impl<'a> Request<'a> {
         Request::in_place(Op::Reduce { root }, buffer.len(), buffer).with_reduction(reduction)
     }
 
-    /// The root gets everybody's input, in rank order; the others need no output.
+    /// The root gets the input of all ranks, in rank order; the others need no output.
     pub fn gather<T: Element>(
         input: &'a [T],
         output: Option<&'a mut [T]>,
@@ -163,7 +163,7 @@ impl<'a> Request<'a> {
         Request::new(Op::Scatter { root }, input.unwrap_or_default(), output, count)
     }
 
-    /// Rank `r` gets block `r` of everybody's input, in rank order.
+    /// Rank `r` gets block `r` of every rank's input, in rank order.
     pub fn all_to_all<T: Element>(input: &'a [T], output: &'a mut [T]) -> Request<'a> {
         let whole = Request::new(Op::AllToAll, input, output, input.len());
         Request { is_whole: true, ..whole }
@@ -199,13 +199,13 @@ impl<'a> Request<'a> {
         Request::assembled(op, dtype, count, Part::of(&mut [0u8; 0]), Part::of(&mut [0u8; 0]))
     }
 
-    /// A call on memory that nobody lends. See [`Request::sized`] for what `count` means; a rank
+    /// A call on memory that no borrow protects. See [`Request::sized`] for what `count` means; a rank
     /// that has no input or no output gives a null pointer, and equal pointers, or those of its
     /// own block and the whole, for a call in place.
     ///
     /// # Safety
     /// Until the call has ended, the memory is valid for what the operation reads of the input and
-    /// writes of the output, and nobody else uses it.
+    /// writes of the output, and no other code uses it.
     pub unsafe fn raw(
         op: Op,
         dtype: Dtype,
@@ -217,7 +217,7 @@ impl<'a> Request<'a> {
         Ok(Request::assembled(op, dtype, count, input, output))
     }
 
-    /// [`Request::all_to_all_unequal`] of bytes that nobody lends.
+    /// [`Request::all_to_all_unequal`] of bytes that no borrow protects.
     ///
     /// # Safety
     /// As of [`Request::raw`].

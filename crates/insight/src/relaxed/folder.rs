@@ -3,14 +3,14 @@
 //! | file | what |
 //! |---|---|
 //! | `run.toml` | what was run: [`RunInfo`] |
-//! | `updates-K.jsonl` | one [`UpdateRecord`] per line: of server shard K, or without servers of worker K |
+//! | `updates-K.jsonl` | one [`UpdateRecord`] per line: of server K, or without servers of worker K |
 //! | `moves.jsonl` | one [`Move`] of the bound per line; only for `ssp:auto` |
 //! | `diverged.json` | [`Diverged`]; only where a loss was no number any more |
 //! | `summary.json` | the run in one object: [`RelaxedSummary`] |
 //! | `report.html` | the report: [`RelaxedReport`] |
 //!
 //! Several processes write to it. The one that began the run makes it and finishes it; each server
-//! shard has an [`UpdateLog`] of its own. Lines are written as soon as they are appended, so that a
+//! server has an [`UpdateLog`] of its own. Lines are written as soon as they are appended, so that a
 //! process that is killed loses at most the one it was writing; reading tolerates that one, and
 //! nothing else.
 
@@ -32,7 +32,7 @@ use crate::updates::{Move, UpdateRecord};
 const MOVES: &str = "moves.jsonl";
 const DIVERGED: &str = "diverged.json";
 
-/// Files of updates that are read. No run has more shards, and a stray name must not cost memory.
+/// Files of updates that are read. No run has more servers, and a stray name must not cost memory.
 const MOST_FILES: usize = 4096;
 
 /// The folder of a relaxed run that is going on.
@@ -51,7 +51,7 @@ pub struct SavedRun {
     dir: PathBuf,
 }
 
-/// The updates of a server shard, or of a worker without one: `updates-K.jsonl`.
+/// The updates of a server, or of a worker without one: `updates-K.jsonl`.
 pub type UpdateLog = Log<UpdateRecord>;
 
 /// The moves of the bound: `moves.jsonl`.
@@ -79,7 +79,7 @@ impl RelaxedFolder {
         &self.dir
     }
 
-    /// The updates of server shard `k`, or without servers of worker `k`.
+    /// The updates of server `k`, or without servers of worker `k`.
     pub fn updates(dir: &Path, k: usize) -> PathBuf {
         dir.join(format!("updates-{k}.jsonl"))
     }
@@ -116,13 +116,13 @@ impl RelaxedFolder {
     pub fn open(dir: impl Into<PathBuf>) -> Result<SavedRun, FolderError> {
         let dir = dir.into();
         let info = read_info(&dir)?;
-        let mut shards = Vec::new();
+        let mut logs = Vec::new();
         for file in 0..files_of_updates(&dir)? {
-            shards.push(read_lines(&RelaxedFolder::updates(&dir, file), "record of an update")?);
+            logs.push(read_lines(&RelaxedFolder::updates(&dir, file), "record of an update")?);
         }
         let moves = read_lines(&RelaxedFolder::moves(&dir), "move of the bound")?;
         let summary = read_json(&dir.join(SUMMARY), "summary of a relaxed run")?;
-        let mut run = RelaxedRun::of(info, shards, moves);
+        let mut run = RelaxedRun::of(info, logs, moves);
         run.diverged = read_json(&dir.join(DIVERGED), "account of a loss that is no number")?;
         Ok(SavedRun { run, summary, dir })
     }

@@ -4,8 +4,8 @@
 //! numbered without a gap, for a gap is a push that was acknowledged and lost; and so are the updates,
 //! for a gap is a change of the weights that was not written down.
 //!
-//! Across server shards, a push met all of them. The last push of a life is the one exception: its
-//! worker may have died before it reached every shard. A worker pushes again only when all shards have
+//! Across servers, a push met all of them. The last push of a life is the one exception: its
+//! worker may have died before it reached every server. A worker pushes again only when all servers have
 //! acknowledged, so it can never be more than the last one.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -17,11 +17,11 @@ use crate::updates::UpdateRecord;
 pub struct Ledger {
     /// Different pushes.
     pub pushes: u64,
-    /// Those that were applied on every shard.
+    /// Those that were applied on every server.
     pub applied: u64,
-    /// Those that were dropped on every shard.
+    /// Those that were dropped on every server.
     pub dropped: u64,
-    /// Those that one shard applied and another dropped, or never received because the worker died.
+    /// Those that one server applied and another dropped, or never received because the worker died.
     pub partial: u64,
     /// Lives of all workers together.
     pub lives: u64,
@@ -80,10 +80,10 @@ pub enum LedgerError {
 }
 
 impl Ledger {
-    /// Of weights in one place, or split over servers: every shard has met every push.
-    pub(super) fn of_shards(shards: &[Vec<UpdateRecord>]) -> Result<Ledger, LedgerError> {
-        let mut books = Vec::with_capacity(shards.len());
-        for (file, records) in shards.iter().enumerate() {
+    /// Of weights in one place, or split over servers: every server has met every push.
+    pub(super) fn of_servers(servers: &[Vec<UpdateRecord>]) -> Result<Ledger, LedgerError> {
+        let mut books = Vec::with_capacity(servers.len());
+        for (file, records) in servers.iter().enumerate() {
             let book = Book::of(file, records)?;
             book.check_updates(file)?;
             books.push(book);
@@ -122,11 +122,11 @@ impl Ledger {
     fn count(books: &[Book], lives: &BTreeSet<Life>) -> Ledger {
         let mut ledger = Ledger { lives: lives.len() as u64, ..Ledger::default() };
         for life in lives {
-            let shards: Vec<Option<&Pushes>> =
+            let servers: Vec<Option<&Pushes>> =
                 books.iter().map(|book| book.lives.get(life)).collect();
-            let last = shards.iter().flatten().map(|pushes| pushes.len()).max().unwrap_or(0);
+            let last = servers.iter().flatten().map(|pushes| pushes.len()).max().unwrap_or(0);
             for push in 1..=last {
-                let fates = shards.iter().map(|pushes| pushes.and_then(|p| p.get(&push).copied()));
+                let fates = servers.iter().map(|pushes| pushes.and_then(|p| p.get(&push).copied()));
                 let (mut applied, mut dropped) = (true, true);
                 for fate in fates {
                     applied &= fate.is_some_and(|update| update > 0);
@@ -217,27 +217,27 @@ mod tests {
         entries.iter().map(entry).collect()
     }
 
-    fn violation(shards: &[Vec<UpdateRecord>]) -> String {
-        let text = Ledger::of_shards(shards).unwrap_err().to_string();
+    fn violation(servers: &[Vec<UpdateRecord>]) -> String {
+        let text = Ledger::of_servers(servers).unwrap_err().to_string();
         assert!(!text.contains('\n') && !text.contains("  "), "{text}");
         text
     }
 
     #[test]
     fn pushes_updates_and_fates_are_counted() {
-        // Shard 1 drops what shard 0 applied once; the last push of the first life never got there.
+        // Server 1 drops what server 0 applied once; the last push of the first life never got there.
         let shard_0 = file(&[(0, 1, 1, 1), (1, 1, 1, 1), (0, 1, 2, 2), (0, 2, 1, 0), (1, 1, 2, 3)]);
         let shard_1 = file(&[(1, 1, 1, 1), (0, 1, 1, 1), (0, 2, 1, 0), (1, 1, 2, 0)]);
-        let ledger = Ledger::of_shards(&[shard_0, shard_1]).unwrap();
+        let ledger = Ledger::of_servers(&[shard_0, shard_1]).unwrap();
         assert_eq!(ledger, Ledger { pushes: 5, applied: 2, dropped: 1, partial: 2, lives: 3 });
-        assert_eq!(Ledger::of_shards(&[]).unwrap(), Ledger::default());
+        assert_eq!(Ledger::of_servers(&[]).unwrap(), Ledger::default());
     }
 
     #[test]
     fn a_push_applied_twice_is_found() {
-        let shards = [file(&[(0, 1, 1, 1), (2, 7, 1, 2), (2, 7, 1, 3)])];
+        let servers = [file(&[(0, 1, 1, 1), (2, 7, 1, 2), (2, 7, 1, 3)])];
         assert_eq!(
-            violation(&shards),
+            violation(&servers),
             "updates-0.jsonl has push 1 of worker 2 (life 7) twice, in updates 2 and 3"
         );
     }
@@ -251,7 +251,7 @@ mod tests {
         );
         let whole = file(&[(0, 1, 1, 1), (0, 1, 2, 2), (0, 1, 3, 3)]);
         let behind = file(&[(0, 1, 1, 1)]);
-        assert!(Ledger::of_shards(&[whole.clone(), whole[..2].to_vec()]).is_ok());
+        assert!(Ledger::of_servers(&[whole.clone(), whole[..2].to_vec()]).is_ok());
         assert_eq!(
             violation(&[whole, behind]),
             "updates-1.jsonl lacks push 2 of worker 0 (life 1), which went on to push 3"
@@ -265,7 +265,7 @@ mod tests {
             violation(&[from_two]),
             "updates-0.jsonl lacks update 1, though it goes on to update 3"
         );
-        assert!(Ledger::of_shards(&[file(&[(0, 1, 1, 0), (0, 1, 2, 1)])]).is_ok());
+        assert!(Ledger::of_servers(&[file(&[(0, 1, 1, 0), (0, 1, 2, 1)])]).is_ok());
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! What a relaxed run came to: how much was done, how stale it was, who waited.
 //!
-//! Everything is computed from the [`UpdateRecord`]s. Every server shard meets every push, so shard 0
+//! Everything is computed from the [`UpdateRecord`]s. Every server meets every push, so server 0
 //! stands for all of them, and the others only matter to the [`ledger`]. Where workers average without
 //! a server, each keeps records of its own, and all of them together are the run.
 //!
@@ -66,7 +66,7 @@ pub struct RelaxedRun {
     pub losses: Vec<(f64, f64)>,
     /// Why it ended early, if a loss was no number any more.
     pub diverged: Option<Diverged>,
-    shards: Vec<Vec<UpdateRecord>>,
+    logs: Vec<Vec<UpdateRecord>>,
 }
 
 /// A loss that was no number any more. Its gradient was not pushed.
@@ -110,9 +110,9 @@ pub struct WorkerStats {
 }
 
 impl RelaxedRun {
-    /// Analyses what each server shard, or without servers each worker, wrote down.
-    pub fn of(info: RunInfo, shards: Vec<Vec<UpdateRecord>>, moves: Vec<Move>) -> RelaxedRun {
-        let mut run = RelaxedRun { info, moves, shards, ..RelaxedRun::default() };
+    /// Analyses what each server, or without servers each worker, wrote down.
+    pub fn of(info: RunInfo, logs: Vec<Vec<UpdateRecord>>, moves: Vec<Move>) -> RelaxedRun {
+        let mut run = RelaxedRun { info, moves, logs, ..RelaxedRun::default() };
         run.analyse();
         run
     }
@@ -167,9 +167,9 @@ impl RelaxedRun {
     /// Whether every push is accounted for exactly once, and in how many parts.
     pub fn ledger(&self) -> Result<Ledger, LedgerError> {
         if self.is_gossip() {
-            Ledger::of_workers(&self.shards)
+            Ledger::of_workers(&self.logs)
         } else {
-            Ledger::of_shards(&self.shards)
+            Ledger::of_servers(&self.logs)
         }
     }
 
@@ -214,9 +214,9 @@ impl RelaxedRun {
         self.info.settings.get("stale").and_then(|stale| stale.as_str()).unwrap_or("keep")
     }
 
-    /// Server shards; 0 where there are none.
+    /// Servers; 0 where there are none.
     pub fn servers(&self) -> usize {
-        if self.has_servers() { self.shards.len() } else { 0 }
+        if self.has_servers() { self.logs.len() } else { 0 }
     }
 
     /// Times that a worker was started again.
@@ -226,7 +226,7 @@ impl RelaxedRun {
 
     /// Bytes that all workers sent and received.
     pub fn bytes(&self) -> u64 {
-        self.shards.iter().flatten().map(|record| record.bytes).sum()
+        self.logs.iter().flatten().map(|record| record.bytes).sum()
     }
 
     /// Whether there are common weights, that can be newer than those of a gradient.
@@ -248,7 +248,7 @@ impl RelaxedRun {
 
     /// The files whose records are those of the run, each of which counts its updates by itself.
     fn views(&self) -> &[Vec<UpdateRecord>] {
-        if self.is_gossip() { &self.shards } else { &self.shards[..self.shards.len().min(1)] }
+        if self.is_gossip() { &self.logs } else { &self.logs[..self.logs.len().min(1)] }
     }
 
     /// Every push once, in order of time.

@@ -14,7 +14,7 @@ pub struct RelaxedSummary {
     pub stale: String,
     /// Number of workers.
     pub workers: usize,
-    /// Number of server shards; 0 where there are none.
+    /// Number of servers; 0 where there are none.
     pub servers: usize,
     /// See [`RelaxedRun::updates`].
     pub updates: u64,

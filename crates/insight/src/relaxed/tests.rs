@@ -106,15 +106,15 @@ fn pushes_of_one_commit_are_one_update() {
             ..record(worker, clock as f64 * 0.1)
         })
     };
-    let shard: Vec<UpdateRecord> = (1..=10).flat_map(commit).collect();
-    // What the second shard says changes nothing but the ledger.
-    let run = RelaxedRun::of(info("bsp", 4), vec![shard.clone(), shard.clone()], Vec::new());
+    let records: Vec<UpdateRecord> = (1..=10).flat_map(commit).collect();
+    // What the second server says changes nothing but the ledger.
+    let run = RelaxedRun::of(info("bsp", 4), vec![records.clone(), records.clone()], Vec::new());
     assert_eq!((run.pushes, run.updates, run.bound(), run.servers()), (40, 10, Some(0), 2));
     assert!(close(run.updates_per_s, 10.0), "{}", run.updates_per_s);
     let ledger = run.ledger().unwrap();
     assert_eq!((ledger.pushes, ledger.applied, ledger.lives), (40, 40, 4));
     let behind =
-        RelaxedRun::of(info("bsp", 4), vec![shard.clone(), shard[..8].to_vec()], Vec::new());
+        RelaxedRun::of(info("bsp", 4), vec![records.clone(), records[..8].to_vec()], Vec::new());
     assert!(matches!(behind.ledger(), Err(LedgerError::Lost { file: 1, push: 3, .. })));
 }
 

@@ -5,14 +5,14 @@ use tempfile::TempDir;
 use super::*;
 use crate::relaxed::tests::{info, unbounded};
 
-/// A run of two server shards, with a line of updates for every push of three workers. Their times have
+/// A run of two servers, with a line of updates for every push of three workers. Their times have
 /// few digits, so that they survive JSON to the bit.
 fn run_of(seconds: f64) -> (TempDir, RelaxedFolder, Vec<UpdateRecord>) {
     let dir = TempDir::new().unwrap();
     let folder = RelaxedFolder::create(dir.path().join("run"), &info("ssp:3", 3)).unwrap();
     let records = unbounded(&[(0.125, 0.0), (0.125, 0.0), (0.25, 0.0)], seconds);
-    for shard in 0..2 {
-        let mut log = UpdateLog::create(RelaxedFolder::updates(folder.path(), shard)).unwrap();
+    for server in 0..2 {
+        let mut log = UpdateLog::create(RelaxedFolder::updates(folder.path(), server)).unwrap();
         log.append(&records[0]).unwrap();
         log.append_all(&records[1..]).unwrap();
     }
