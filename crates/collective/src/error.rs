@@ -212,7 +212,7 @@ pub enum InvalidCall {
         op: &'static str,
     },
     /// Blocks that lie apart, but not by whole elements.
-    #[error("the blocks lie apart by a part of an element of {dtype}")]
+    #[error("the distance between blocks is no multiple of the size of {dtype}")]
     Distance {
         /// The type.
         dtype: crate::Dtype,
@@ -224,7 +224,9 @@ pub enum InvalidCall {
         memory: crate::engine::Memory,
     },
     /// Canonical bits were promised, and the group's engine would not give them.
-    #[error("{op} would not be canonical; allow that, or force an algorithm")]
+    #[error(
+        "the engine of this group would not add floats in the canonical order in {op}; set UNISONO_CANONICAL=false, or name an algorithm"
+    )]
     NotCanonical {
         /// The operation.
         op: &'static str,

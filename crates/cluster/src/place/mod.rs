@@ -24,8 +24,8 @@ use unisono_net::Token;
 
 pub(crate) use unisono::{join_host_port, split_host_port};
 
-/// Ranks of a job at most. More than any job that connects every rank with every other can have; a
-/// number beyond is a mistake, found before memory is set aside for so many.
+/// Ranks of a job at most. Far more than has been tried; a number
+/// beyond is a mistake, found before memory is set aside for so many.
 pub const MAX_WORLD: u32 = 1 << 16;
 
 /// Environment variables by name.

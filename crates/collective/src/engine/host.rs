@@ -94,7 +94,7 @@ impl HostEngine {
         &self.options
     }
 
-    /// Whether the group still stands.
+    /// The state of the group: whether it has failed, and who has left.
     pub fn state(&self) -> &Arc<GroupState> {
         &self.state
     }

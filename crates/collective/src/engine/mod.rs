@@ -29,7 +29,7 @@ pub trait Engine: Send {
     fn reaches(&self) -> Vec<Memory>;
 
     /// How it is going to run a call. Where canonical bits were promised, and no algorithm is forced,
-    /// the plan of a reduction of floats must be canonical: the group refuses another.
+    /// the plan of a reduction of floats must be canonical: the group refuses one that says it is not.
     fn plan(&mut self, request: &Request<'_>) -> Result<CallPlan, Error>;
 
     /// What a call of this kind and size would do, and what it would cost.

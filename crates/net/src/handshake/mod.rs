@@ -148,8 +148,8 @@ pub enum Refusal {
     /// The proof does not fit: the initiator does not hold the token.
     #[error("failed to prove the job's token")]
     BadProof,
-    /// The connection is for something that is not done here.
-    #[error("asks for {theirs:?}, which is not done here")]
+    /// The connection is for something that this port does not serve.
+    #[error("asks for {theirs:?}, which this port does not serve")]
     OtherPurpose {
         /// The purpose the initiator named.
         theirs: Purpose,
@@ -214,7 +214,9 @@ pub enum HandshakeError {
     #[error("the other side did not accept the proof of the job's token")]
     ProofRejected,
     /// The other side does something else than what this connection is for: probably the wrong port.
-    #[error("the other side does not do what the connection is for")]
+    #[error(
+        "the port serves something else than what this connection is for; is it the right one?"
+    )]
     OtherPurpose,
     /// One side encrypts and the other does not: all of a job must agree.
     #[error("{}", disagreement(.theirs))]

@@ -72,7 +72,7 @@ pub enum Refusal {
     #[error("the server takes this worker for gone: it must join again")]
     NotPresent,
     /// Pushes before this one are missing.
-    #[error("push {expected} is missing")]
+    #[error("push {expected}, which comes before this one, never came to this server")]
     Gap {
         /// The number that comes next.
         expected: u64,

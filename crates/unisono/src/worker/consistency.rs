@@ -13,8 +13,8 @@ use unisono_sync::strategy::{BadStrategy, StrategySpec};
 pub enum Consistency {
     /// They agree in every step, or every so many: `all-reduce`, `local:H`, `diloco:H`.
     Agreeing(StrategySpec),
-    /// They do not wait for each other, or not for long: `bsp`, `ssp:S`, `ssp:auto`, `async`,
-    /// `downpour`, `hogwild`, `gossip`.
+    /// They share weights, on servers, in memory or between partners, and wait for each other always
+    /// (`bsp`), within a bound (`ssp:S`, `ssp:auto`) or never (`async`, `downpour`, `hogwild`, `gossip`).
     Relaxed(Level),
 }
 

@@ -402,7 +402,9 @@ pub enum WorkerError {
     #[error("the run has ended")]
     Ended,
     /// Checkpoints are for workers that agree. At other levels the servers have journals.
-    #[error("workers that do not agree have no checkpoints; give their servers a journal")]
+    #[error(
+        "there are checkpoints with all-reduce, local and diloco only; at other levels give the servers a journal"
+    )]
     NotAgreeing,
     /// The process could not join its job.
     #[error(transparent)]

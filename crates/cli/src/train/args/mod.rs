@@ -139,7 +139,7 @@ pub struct TrainArgs {
     no_overlap: bool,
     /// When the workers agree: all-reduce (in every step), local:H or local:H..MAX (average the weights
     /// every H steps, a period that may grow), diloco:H[,streams=P][,delay=T][,rate=R][,momentum=M]
-    /// (every H steps, with an outer optimizer); or not at all, with weights on servers: bsp (in
+    /// (every H steps, with an outer optimizer); or, with weights on servers: bsp (in
     /// lock-step), ssp:S (at most S steps ahead of the slowest), ssp:auto (S adapts), async (without
     /// limit), downpour[:PUSH,FETCH] (replicas that push and fetch every so many steps, by default 5),
     /// with shared weights:

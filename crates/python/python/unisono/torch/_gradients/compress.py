@@ -53,8 +53,8 @@ def compress(
     unless one of the `rules` says otherwise: ``{"embed*": None, "*.head.weight": "int8"}``, of
     which the first that fits a parameter's name decides; one that fits none is refused.  In the
     first `warm_up` steps nothing is encoded.  What an encoding leaves out is added to the next
-    gradient, unless `error_feedback` is off; without it, most codecs do not converge.  `seed` is
-    what codecs that draw draw from.
+    gradient, unless `error_feedback` is off; without it, most codecs do not converge.  Codecs that
+    draw random numbers draw them from `seed`.
 
     All ranks call this, with the same arguments, after making the model and before the first step.
     It works with `no_sync`, `find_unused_parameters`, `static_graph` and `gradient_as_bucket_view`,
