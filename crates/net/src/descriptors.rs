@@ -23,6 +23,17 @@ pub fn ensure(needed: u64) -> io::Result<()> {
     Ok(setrlimit(Resource::Nofile, Rlimit { current: Some(needed), maximum })?)
 }
 
+/// Makes sure that this process may have so many descriptors more than it has.
+///
+/// # Errors
+///
+/// As [`ensure`].
+pub fn ensure_more(more: u64) -> io::Result<()> {
+    // Where the system does not tell how many there are, opening them will.
+    let Ok(open) = std::fs::read_dir("/proc/self/fd") else { return Ok(()) };
+    ensure(open.count() as u64 + more)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -38,6 +49,8 @@ mod tests {
             assert_eq!(getrlimit(Resource::Nofile).current, Some(most.max(before)));
             let error = ensure(most + 1).unwrap_err();
             assert!(error.to_string().contains("ulimit -n"), "{error}");
+            assert!(ensure_more(1).is_ok());
+            assert!(ensure_more(most).is_err());
         }
     }
 }

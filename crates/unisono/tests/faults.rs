@@ -330,6 +330,29 @@ fn a_rank_that_was_stopped_for_a_moment_is_forgiven() {
     }
 }
 
+/// As when a machine sleeps: none of them has heard of the others, and none may blame another.
+#[test]
+fn ranks_that_were_all_stopped_go_on() {
+    for wiring in Wiring::PROCESSES {
+        let mut world = wiring.start(3);
+        let settings = Settings { timeout: Duration::from_secs(2), ..wiring.settings() };
+        world.form(&settings);
+        for round in 0..2 {
+            for rank in &world.ranks {
+                rank.stop();
+            }
+            std::thread::sleep(settings.timeout * 2);
+            for rank in &world.ranks {
+                rank.signal(Signal::CONT);
+            }
+            for reply in world.all(&Command::Call(SUM)) {
+                assert_eq!(reply, Reply::Done, "round {round}");
+            }
+        }
+        world.end();
+    }
+}
+
 /// Calls that look alike and are not: what rank 1 calls, and what the others call.
 fn disagreements() -> Vec<(Call, Call)> {
     use Reduction::{Max, Sum};

@@ -1,6 +1,7 @@
 //! Finding the listener of a job, the host of its rendezvous or the launcher of its node 0: among listeners of
 //! other programs, and perhaps before it listens.
 
+use std::io::ErrorKind;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
@@ -75,6 +76,9 @@ impl Sought<'_> {
                         return Err(RendezvousError::Handshake { address, cause });
                     }
                     Err(_) if last.is_some() && Instant::now() >= deadline => {}
+                    // Ports at which nothing listens say less than one that answered.
+                    Err(HandshakeError::Io(error))
+                        if last.is_some() && error.kind() == ErrorKind::ConnectionRefused => {}
                     Err(error) => *last = Some(format!("{address}: {error}")),
                 }
             }

@@ -340,11 +340,15 @@ impl Host {
     }
 
     fn expire(&mut self, now: Instant) {
-        for guest in &mut self.guests {
-            if guest.deadline > now {
+        for index in 0..self.guests.len() {
+            if self.guests[index].deadline > now {
                 continue;
             }
+            // This process may have been stopped: what a guest has asked meanwhile counts.
+            self.serve(index);
+            let guest = &mut self.guests[index];
             match guest.phase {
+                _ if guest.deadline > now => {}
                 Phase::Member => self.roster.expire(),
                 _ => guest.phase = Phase::Closed,
             }

@@ -216,6 +216,7 @@ impl Monitor {
         // Often enough that one lost or late heartbeat does not look like silence.
         let beat = (self.timeout / 8).min(Duration::from_secs(1));
         let mut next_beat = Instant::now();
+        let mut last_turn = next_beat;
         loop {
             if let Some(seq) = self.obey() {
                 self.farewell(seq);
@@ -226,8 +227,11 @@ impl Monitor {
             self.messages.exchange(&*self.network, &self.state);
             self.tell_waits();
             let now = Instant::now();
+            let away = now.duration_since(last_turn);
+            last_turn = now;
             if now >= next_beat || self.state.take_suspicion() {
                 next_beat = now + beat;
+                self.catch_up(now, away.saturating_sub(beat));
                 self.beat(now);
             }
             self.judge(now);
@@ -296,6 +300,16 @@ impl Monitor {
 
     fn is_connected(&self, rank: usize) -> bool {
         self.peers.iter().any(|peer| peer.rank == rank && peer.is_present())
+    }
+
+    /// Hears what has arrived, before peers are judged by their silence. While this process was stopped or
+    /// had no core, which was for the time `away`, it could hear no peer: that time does not count.
+    fn catch_up(&mut self, now: Instant, away: Duration) {
+        for peer in &mut self.peers {
+            peer.last_heard = now.min(peer.last_heard + away);
+            peer.ready = true;
+        }
+        self.exchange();
     }
 
     /// Moves what the sockets allow and acts on what arrives.

@@ -1,11 +1,11 @@
 //! Opens links when a schedule first needs them.
 //!
-//! Before a run, a rank opens the links to all ranks of the schedule that it lacks, all at once. That waits
+//! Before a run, a rank opens the links to all ranks of the schedule that it lacks, many at once. That waits
 //! for no call of the others: their acceptors answer. So it ends soon, or with the group: it has no
 //! deadline of its own. Links that other ranks have opened for what they are about to send are taken on
 //! the way.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Weak};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -18,6 +18,10 @@ use crate::control::Watcher;
 use crate::error::Error;
 use crate::fabric::{Arrival, Network, Opening, Use};
 use crate::state::GroupState;
+
+/// Streams that a rank dials at once. More: it crowds the acceptors of the others. Fewer: many links open
+/// later.
+const DIALS: usize = 32;
 
 /// Opens the links of a rank.
 pub struct Opener {
@@ -57,17 +61,29 @@ impl Links {
             unreachable!("a schedule needs links only to other ranks of its group")
         };
         debug_assert!(!lacking.contains(rank), "a rank has no link to itself");
-        let network = network.clone();
-        let numbers = 0..*streams as u32;
+        let (network, numbers) = (network.clone(), 0..*streams as u32);
+        let descriptors = lacking.len() * streams + DIALS;
+        unisono_net::descriptors::ensure_more(descriptors as u64)
+            .map_err(|e| Error::System { what: "opening links", reason: e.to_string() })?;
+        // Every rank begins with another one, so that they do not all dial the same.
+        let lower = lacking.partition_point(|peer| peer < rank);
+        lacking.rotate_left(lower);
         self.take_arrivals(run.state)?;
         lacking.retain(|peer| self.of_peer[*peer].is_empty());
-        let mut openings: Vec<(usize, u32, Opening)> = lacking
+        let mut undialed: VecDeque<(usize, u32)> = lacking
             .iter()
             .flat_map(|peer| numbers.clone().map(move |number| (*peer, number)))
-            .map(|(peer, number)| (peer, number, network.dial(Use::Data(number), peer)))
             .collect();
+        let mut openings: Vec<(usize, u32, Opening)> = Vec::new();
+        let is_dialed =
+            |(.., opening): &&(usize, u32, Opening)| !matches!(opening, Opening::Coming);
         let mut watch = None;
         loop {
+            let room = DIALS.saturating_sub(openings.iter().filter(is_dialed).count());
+            let next = undialed.drain(..undialed.len().min(room));
+            openings.extend(
+                next.map(|(peer, number)| (peer, number, network.dial(Use::Data(number), peer))),
+            );
             let mut refused = None;
             openings.retain_mut(|(peer, number, opening)| match network.advance(opening) {
                 Ok(None) => true,
@@ -89,14 +105,17 @@ impl Links {
             lacking.retain(|peer| self.of_peer[*peer].is_empty());
             // A dial is not broken off because the other rank was quicker: its acceptor would take it for a
             // stranger's.
-            let dialed =
-                openings.iter().filter(|(.., opening)| !matches!(opening, Opening::Coming));
-            let mut dialed = dialed.map(|(peer, ..)| peer).peekable();
-            if lacking.is_empty() && dialed.peek().is_none() {
+            let dialed: Vec<usize> =
+                openings.iter().filter(is_dialed).map(|(peer, ..)| *peer).collect();
+            if lacking.is_empty() && dialed.is_empty() {
                 return Ok(());
             }
-            if lacking.iter().chain(dialed).any(|peer| run.state.is_over_for(*peer, run.call)) {
+            if lacking.iter().chain(&dialed).any(|peer| run.state.is_over_for(*peer, run.call)) {
                 return Err(run.state.error(Some(*run.call)));
+            }
+            undialed.retain(|(peer, _)| lacking.contains(peer));
+            if !undialed.is_empty() && dialed.len() < DIALS {
+                continue;
             }
             let bell = network.links().bell();
             let mut fds = vec![PollFd::new(&**bell, PollFlags::IN)];

@@ -158,7 +158,8 @@ pub struct TrainArgs {
     /// well. A run that is started again with it goes on.
     #[arg(long, value_name = "DIR")]
     journal: Option<PathBuf>,
-    /// How often workers and servers of such a run that die are started again, in all; by default 3.
+    /// With servers or gossip: how often workers and servers that die are started again, in all; by
+    /// default 3.
     #[arg(long, value_name = "N")]
     restarts: Option<u32>,
     /// Send fewer bytes: fp16, bf16, int8, int4, qsgd, sign, topk, randk, dgc, powersgd, each with

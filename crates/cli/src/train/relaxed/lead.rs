@@ -212,7 +212,7 @@ fn explain(
             say!("unisono: {again}; report so far: {}", report.display());
         }
         _ if was_killed => {
-            say!("unisono: {outcome}, more often than --restarts allows; {again}");
+            say!("unisono: {outcome}, and no restart of --restarts is left; {again}");
         }
         (_, Some(failure)) => match diverged(&folder) {
             Some(report) => say!("unisono: {failure}; report: {}", report.display()),
