@@ -1,5 +1,7 @@
 //! What the threads of a group share: whether it still stands, and if not, why.
 
+mod stall;
+
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
@@ -12,6 +14,7 @@ use crate::places::{self, Places};
 use crate::traffic::Meter;
 use crate::waits::{Statement, Waits};
 use crate::work::Work;
+pub use stall::StallWatch;
 use unisono_net::rank::{Listed, Rank};
 
 /// How long a broken link waits for the monitor to say whose fault it is. A process that dies
@@ -21,12 +24,6 @@ const VERDICT: Duration = Duration::from_millis(500);
 
 /// Ranks for which that is enough. More of them share the cores of a host, and news take more steps.
 const QUICK_WORLD: usize = 64;
-
-/// How long a rank waits in a call before it tells the others which call that is. They compare it
-/// with their own, which finds out calls that differ so much that no message of one ever meets a
-/// message of the other. Longer: such a mistake is noticed later. Shorter: more messages when
-/// ranks are out of step for good reasons.
-const ASK_AFTER: Duration = Duration::from_millis(200);
 
 /// How often a waiting call asks whether to go on. Longer: it answers later. Shorter: more idle work.
 pub const ASK_EVERY: Duration = Duration::from_millis(100);
@@ -702,28 +699,6 @@ impl GroupState {
             let _ = rustix::io::write(monitor, &1u64.to_ne_bytes());
         }
     }
-
-    /// Starts to watch a wait of `call`.
-    pub fn watch<'a>(&'a self, call: &'a Call) -> StallWatch<'a> {
-        let since = Instant::now();
-        let (told, stated) = (None, Vec::new());
-        StallWatch { state: self, call, since, asked: since, told, stated, reported: false }
-    }
-}
-
-/// Watches over a wait: remembers for which ranks it waits, says so in the log once if it takes too long,
-/// and asks whether to go on.
-pub struct StallWatch<'a> {
-    state: &'a GroupState,
-    call: &'a Call,
-    since: Instant,
-    /// When it asked whether to go on.
-    asked: Instant,
-    /// When the other ranks were told.
-    told: Option<Instant>,
-    /// The threads that wait for the call, as the other ranks were told.
-    stated: Vec<u64>,
-    reported: bool,
 }
 
 /// A thread that does nothing but wait, until this is dropped.
@@ -737,59 +712,6 @@ impl Drop for Waiting {
         let mut waiting = self.state.users.waiting.lock().expect("no panic while locked");
         if let Some(own) = waiting.iter().rposition(|(thread, _)| *thread == self.thread) {
             waiting.swap_remove(own);
-        }
-    }
-}
-
-impl StallWatch<'_> {
-    /// To be called now and then while waiting; `missing` names the ranks that have not
-    /// arrived.
-    pub fn tick(&mut self, missing: impl FnOnce() -> Vec<usize>) {
-        let now = Instant::now();
-        let missing = missing();
-        if now - self.told.unwrap_or(self.since) >= ASK_AFTER {
-            if self.told.is_none() {
-                self.state.tell_stuck(self.call);
-            }
-            self.told = Some(now);
-            self.tell_who_waits(&missing);
-        }
-        let report = || missing.clone();
-        let call = self.state.named(*self.call);
-        self.reported |= !self.reported && self.state.report_stall(self.since, &call, report);
-        *self.state.wait.lock().expect("no panic while locked") =
-            Wait { call: Some(*self.call), missing };
-        if now - self.asked >= ASK_EVERY {
-            self.asked = now;
-            self.state.ask_to_stop();
-        }
-    }
-
-    /// Says for which ranks the call waits, and of each thread that waits for it, once, that it does: one may
-    /// begin to wait for a call only when the call has waited for others for a while. A rank for which no
-    /// other waits is in no circle, and says nothing of its threads.
-    fn tell_who_waits(&mut self, missing: &[usize]) {
-        if !self.state.is_counted(self.call) {
-            return;
-        }
-        self.state.await_ranks(self.call, missing);
-        if !self.state.is_awaited_anywhere() {
-            return;
-        }
-        for thread in self.state.waiting_threads() {
-            if !self.stated.contains(&thread) {
-                self.stated.push(thread);
-                self.state.state_wait(thread, self.call, missing);
-            }
-        }
-    }
-}
-
-impl Drop for StallWatch<'_> {
-    fn drop(&mut self) {
-        // The failure of a group is often what ends a wait: its cause is looked for afterwards.
-        if !self.state.is_over() {
-            *self.state.wait.lock().expect("no panic while locked") = Wait::default();
         }
     }
 }
