@@ -3,6 +3,7 @@
 
 pub mod checkpoint;
 pub mod launch;
+pub mod membership;
 pub mod place;
 pub mod rendezvous;
 pub mod variables;
