@@ -10,8 +10,10 @@ use crate::shards::TooFewShards;
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SyncError {
-    /// The group failed: a rank was lost, or the ranks disagree. Buckets that arrived before may have
-    /// been applied: the weights are those of no step. Resume from a checkpoint with a new group.
+    /// The group failed: a rank was lost, or the ranks disagree. Where the update is
+    /// [withheld](crate::Settings::withhold), the weights are those before the step, which can be computed
+    /// again in a new group. Else buckets that arrived before may have been applied, and the weights
+    /// are those of no step: resume from a checkpoint with a new group.
     #[error(transparent)]
     Group(#[from] Error),
     /// The group for the gradients could not be formed.

@@ -6,7 +6,8 @@
 //! [`gradient`](Synchronizer::gradient) as backward produces it, and calls
 //! [`end_shard`](Synchronizer::end_shard). Gradients of the last shard complete buckets, which travel
 //! while backward goes on. [`finish`](Synchronizer::finish) then hands out the means, bucket by
-//! bucket, while later ones are still under way.
+//! bucket, while later ones are still under way, or, if they are [withheld](Settings::withhold), once
+//! all of them are back.
 //!
 //! A parameter that got no gradient in a shard counts as zero there. One that got none in any shard
 //! of any worker is not handed out, so that no optimizer touches it.
@@ -62,6 +63,10 @@ pub struct Settings {
     pub overlap: bool,
     /// Whether gradients travel in fewer bytes, and how.
     pub compression: Option<Compression>,
+    /// Whether [`Synchronizer::finish`] waits for all buckets of a step before it updates the first
+    /// parameter: then a step that fails has changed no weight, and can be computed again. Without, the
+    /// update of a bucket hides behind the buckets that are still under way.
+    pub withhold: bool,
 }
 
 impl Settings {
@@ -73,6 +78,7 @@ impl Settings {
             buckets: None,
             overlap: true,
             compression: None,
+            withhold: false,
         }
     }
 }
@@ -103,6 +109,7 @@ pub struct Synchronizer {
     /// The same, as leaves of the tree that is summed.
     leaves: Range<usize>,
     overlap: bool,
+    withhold: bool,
     /// What bucket lengths are a multiple of.
     align: usize,
     step: Mutex<Step>,
@@ -202,9 +209,10 @@ impl Synchronizer {
             last_seconds: 0.0,
             clock: Clock::new(now),
         };
-        let overlap = settings.overlap;
+        let Settings { overlap, withhold, .. } = settings;
         let step = Mutex::new(step);
-        let synchronizer = Synchronizer { parameters, shards, own, leaves, overlap, align, step };
+        let synchronizer =
+            Synchronizer { parameters, shards, own, leaves, overlap, withhold, align, step };
         synchronizer.go_on_from(0);
         Ok(synchronizer)
     }
@@ -321,7 +329,8 @@ impl Synchronizer {
     }
 
     /// Ends the step: calls `update` with every parameter that had a gradient anywhere, and the
-    /// mean of its gradient over all shards.
+    /// mean of its gradient over all shards. After an error some may have been updated and others
+    /// not; with [`Settings::withhold`], none was.
     ///
     /// # Panics
     /// If not all shards of this worker were computed.
@@ -342,21 +351,18 @@ impl Synchronizer {
             let gradients = step.queue.collect()?;
             blocked += asked.elapsed();
             debug_assert_eq!(gradients.bucket, bucket);
-            let mean = &gradients.slots[0];
             if bucket == 0 {
-                scalars.copy_from_slice(&mean[step.layout.scalars()]);
-            }
-            for &parameter in &step.layout.buckets()[bucket].parameters {
-                if mean[step.layout.count(parameter)] > 0.0 {
-                    update(parameter, &mean[step.layout.span(parameter)]);
-                }
+                scalars.copy_from_slice(&gradients.slots[0][step.layout.scalars()]);
             }
             buckets.push(BucketTimes::of(&gradients));
             step.buckets[bucket].slots = gradients.slots;
+            if !self.withhold {
+                step.hand_out(bucket, &mut update);
+            }
         }
         let end = Instant::now();
         let clock = std::mem::replace(&mut step.clock, Clock::new(end));
-        let times = StepTimes {
+        let mut times = StepTimes {
             begin: clock.begin,
             computed: clock.computed,
             end,
@@ -367,12 +373,18 @@ impl Synchronizer {
         };
         let encoded = step.queue.strategy().encodes_from().map(|from| step.number >= from);
         let advice = step.queue.observe(step.number, &step.layout, &times)?;
-        if advice.is_some() {
-            // What it took to decide is part of no step.
-            step.clock = Clock::new(Instant::now());
+        // What it took to decide is part of no step.
+        let mut next = if advice.is_some() { Instant::now() } else { end };
+        if self.withhold {
+            // From here on nothing fails.
+            let all_back = Instant::now();
+            (0..step.buckets.len()).for_each(|bucket| step.hand_out(bucket, &mut update));
+            let updating = all_back.elapsed();
+            (times.end, next) = (end + updating, next + updating);
         }
+        step.clock = Clock::new(next);
         step.number += 1;
-        step.last_seconds = (end - clock.begin).as_secs_f32();
+        step.last_seconds = (times.end - clock.begin).as_secs_f32();
         let shards = self.shards.count() as f32;
         let settled = step.queue.strategy().is_settled();
         let tuned = step.tuner.as_mut().filter(|tuner| settled && !tuner.is_settled());
@@ -517,6 +529,16 @@ impl Synchronizer {
 }
 
 impl Step {
+    /// Calls `update` with the parameters of a bucket that is back, and their means.
+    fn hand_out(&self, bucket: usize, update: &mut impl FnMut(usize, &[f32])) {
+        let mean = &self.buckets[bucket].slots[0];
+        for &parameter in &self.layout.buckets()[bucket].parameters {
+            if mean[self.layout.count(parameter)] > 0.0 {
+                update(parameter, &mean[self.layout.span(parameter)]);
+            }
+        }
+    }
+
     fn wants_leaves(&self) -> bool {
         self.queue.strategy().wants_leaves(self.number)
     }

@@ -22,12 +22,14 @@ struct Variant {
     transport: Transport,
     buckets: Option<BucketSizes>,
     overlap: bool,
+    withhold: bool,
 }
 
 impl Variant {
     fn new(workers: usize) -> Variant {
         let first = Some(BucketSizes { first: 40, others: 400 });
-        Variant { workers, transport: Transport::Auto, buckets: first, overlap: true }
+        let transport = Transport::Auto;
+        Variant { workers, transport, buckets: first, overlap: true, withhold: false }
     }
 }
 
@@ -79,6 +81,7 @@ fn worker(group: &Group, variant: &Variant) -> Trained {
     let mut settings = Settings::new(SHARDS);
     settings.buckets = variant.buckets;
     settings.overlap = variant.overlap;
+    settings.withhold = variant.withhold;
     let sync = Synchronizer::new(Some(group), parameters(), settings).unwrap();
     let mut optimizer = "momentum".parse::<OptimizerSpec>().unwrap().build(&LENGTHS).unwrap();
     let mut weights: Vec<Vec<f32>> = LENGTHS
@@ -127,6 +130,8 @@ fn weights_do_not_depend_on_how_they_are_synchronized() {
     for workers in [1, 2, 3, 4] {
         let plain = Variant::new(workers);
         variants.push(Variant { overlap: false, ..plain.clone() });
+        variants.push(Variant { withhold: true, ..plain.clone() });
+        variants.push(Variant { overlap: false, withhold: true, ..plain.clone() });
         variants.push(Variant { transport: Transport::Tcp, ..plain.clone() });
         variants.push(Variant { buckets: None, ..plain.clone() });
         variants.push(Variant { buckets: Some(BucketSizes { first: 0, others: 0 }), ..plain });
