@@ -24,7 +24,9 @@ use crate::bucket::{BucketSizes, Layout, SCALARS, Turns};
 use crate::combine;
 use crate::error::SyncError;
 use crate::shards::Shards;
-use crate::strategy::{self, Compression, Find, Gradients, Queue, Save, StrategySpec, Weights};
+use crate::strategy::{
+    self, Compression, Find, Gradients, Queue, Save, StrategySpec, Votes, Weights,
+};
 use crate::times::{BucketTimes, StepTimes};
 use crate::tune::Tuner;
 
@@ -93,6 +95,8 @@ pub struct StepOutcome {
     pub loss: f32,
     /// Whether any rank voted to stop and all stop after this step.
     pub stop: bool,
+    /// Whether any rank voted for a change of members, and all leave the group after this step.
+    pub regroup: bool,
     /// When things happened on this rank.
     pub times: StepTimes,
     /// With a codec, whether it was in force: not in its warm-up, nor before one was chosen.
@@ -134,7 +138,10 @@ struct Step {
     open: bool,
     /// Which parameters have had their gradient in the shard under way.
     seen: Vec<bool>,
-    scalars: [f32; SCALARS],
+    /// What this rank votes for in the next backward pass.
+    votes: Votes,
+    /// What it has voted for in the step under way.
+    cast: Votes,
     last_seconds: f32,
     clock: Clock,
 }
@@ -161,6 +168,7 @@ struct Clock {
 const LOSS: usize = 0;
 const STOP: usize = 1;
 const SECONDS: usize = 2;
+const REGROUP: usize = 3;
 
 impl Synchronizer {
     /// Joins the replicas of a group, all of which must call this with the same parameters and
@@ -205,7 +213,8 @@ impl Synchronizer {
             begun: 0,
             open: false,
             seen: vec![false; parameters.len()],
-            scalars: [0.0; SCALARS],
+            votes: Votes::default(),
+            cast: Votes::default(),
             last_seconds: 0.0,
             clock: Clock::new(now),
         };
@@ -271,7 +280,11 @@ impl Synchronizer {
         let step = &mut *guard;
         assert!(step.open, "backward begins inside of a shard");
         step.clock.backward = Instant::now();
-        let values = [loss, std::mem::take(&mut step.scalars[STOP]), step.last_seconds];
+        let votes = std::mem::take(&mut step.votes);
+        step.cast |= votes;
+        let mut values = [0.0; SCALARS];
+        (values[LOSS], values[SECONDS]) = (loss, step.last_seconds);
+        (values[STOP], values[REGROUP]) = (votes.stop.into(), votes.regroup.into());
         let (leaf, span) = (step.begun - 1, step.layout.scalars());
         step.accumulation.add(leaf, &mut step.buckets[0].slots, span, &values.as_slice());
         self.release(step, 0);
@@ -280,7 +293,14 @@ impl Synchronizer {
     /// Votes that training should stop after the present step. Heard if it is said before the
     /// last backward pass of the step begins, else with the next one.
     pub fn vote_to_stop(&self) {
-        self.lock().scalars[STOP] = 1.0;
+        self.lock().votes.stop = true;
+    }
+
+    /// Votes that the ranks should leave the group after the present step, so that another one takes its
+    /// place: a rank wants to join, or this one to leave. Heard as a [vote to
+    /// stop](Synchronizer::vote_to_stop) is.
+    pub fn vote_to_regroup(&self) {
+        self.lock().votes.regroup = true;
     }
 
     /// Takes a parameter's gradient in the shard under way. `false` if there is no shard under way:
@@ -399,9 +419,11 @@ impl Synchronizer {
             self.lay_out(step);
         }
         step.start_over();
-        let (agreed, stop) = (!step.queue.strategy().is_local(), scalars[STOP] > 0.0);
+        step.cast = Votes::default();
+        let agreed = !step.queue.strategy().is_local();
+        let (stop, regroup) = (scalars[STOP] > 0.0, scalars[REGROUP] > 0.0);
         let loss = scalars[LOSS] / shards;
-        Ok(StepOutcome { agreed, loss, stop, times, encoded, advice })
+        Ok(StepOutcome { agreed, loss, stop, regroup, times, encoded, advice })
     }
 
     /// The next step is this one of the run, counted from 0.
@@ -427,13 +449,14 @@ impl Synchronizer {
     ) -> Result<(), SyncError> {
         let mut guard = self.lock();
         let step = &mut *guard;
-        let (number, loss, vote) = (step.number, outcome.loss, outcome.stop);
-        let round = step.queue.strategy().agree(number, weights, loss, vote)?;
+        let votes = Votes { stop: outcome.stop, regroup: outcome.regroup };
+        let round = step.queue.strategy().agree(step.number, weights, outcome.loss, votes)?;
         let Some(round) = round else { return Ok(()) };
         outcome.times.blocked += round.blocked;
         outcome.times.buckets = round.buckets;
         outcome.agreed = round.agreed.is_some();
-        outcome.stop = round.agreed.is_some_and(|agreed| agreed.stop);
+        outcome.stop = round.agreed.is_some_and(|agreed| agreed.votes.stop);
+        outcome.regroup = round.agreed.is_some_and(|agreed| agreed.votes.regroup);
         if let Some(agreed) = round.agreed {
             outcome.loss = agreed.loss;
         }

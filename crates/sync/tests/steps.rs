@@ -166,7 +166,7 @@ fn parameters_without_a_gradient_anywhere_are_left_alone() {
 }
 
 #[test]
-fn one_vote_stops_all() {
+fn one_vote_is_heard_by_all_after_its_step() {
     let groups = Group::local(3, &Options::default()).unwrap();
     std::thread::scope(|scope| {
         for group in &groups {
@@ -177,12 +177,16 @@ fn one_vote_stops_all() {
                     if step == 2 && group.rank() == 1 {
                         sync.vote_to_stop();
                     }
+                    if step == 1 && group.rank() == 2 {
+                        sync.vote_to_regroup();
+                    }
                     sync.begin_shard();
                     sync.begin_backward(1.0);
                     sync.gradient(0, &[1.0, 2.0, 3.0]);
                     sync.end_shard();
                     let outcome = sync.finish(|_, gradient| assert_eq!(gradient, [1.0, 2.0, 3.0]));
-                    assert_eq!(outcome.unwrap().stop, step == 2);
+                    let StepOutcome { stop, regroup, .. } = outcome.unwrap();
+                    assert_eq!((stop, regroup), (step == 2, step == 1));
                 }
             });
         }

@@ -109,7 +109,7 @@ fn without_that_a_step_that_fails_has_updated_some() {
         scope.spawn(|| {
             let sync = synchronizer(&second, false, true);
             compute(&sync, None);
-            assert!(sync.finish(|_, _| drop(updated.fetch_add(1, Ordering::SeqCst))).is_err());
+            assert!(sync.finish(|_, _| _ = updated.fetch_add(1, Ordering::SeqCst)).is_err());
         });
         let sync = synchronizer(&first, false, true);
         let shards = sync.shards();
