@@ -68,6 +68,16 @@ pub enum SyncError {
         /// What is missing.
         name: String,
     },
+    /// The strategy of a rank remembers something from step to step that a new group does not have: the
+    /// residuals of a codec, or what workers with local steps have agreed on. All ranks get this. The
+    /// synchronizer belongs to the new group; restore it from a checkpoint.
+    #[error(
+        "what {strategy} remembers from step to step was lost with the group; go on from the last checkpoint"
+    )]
+    StateLost {
+        /// The strategy's name.
+        strategy: String,
+    },
     /// The replicas are no longer equal. Something changed weights outside of the optimizer, or a
     /// rank's arithmetic differs. Resume from the last checkpoint.
     #[error(

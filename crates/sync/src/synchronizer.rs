@@ -108,20 +108,23 @@ pub struct StepOutcome {
 /// Keeps one replica in step with the others.
 pub struct Synchronizer {
     parameters: Vec<Parameter>,
-    shards: Shards,
-    own: Range<usize>,
-    /// The same, as leaves of the tree that is summed.
-    leaves: Range<usize>,
-    overlap: bool,
-    withhold: bool,
-    /// What bucket lengths are a multiple of.
-    align: usize,
+    settings: Settings,
     step: Mutex<Step>,
 }
 
-/// A step in progress.
+/// A step in progress, in one group.
 struct Step {
     queue: Queue,
+    /// What was sent in groups before this one.
+    sent_before: u64,
+    /// The shards whose gradients are summed.
+    shards: Shards,
+    /// Those of this worker.
+    own: Range<usize>,
+    /// The same, as leaves of the tree that is summed.
+    leaves: Range<usize>,
+    /// What bucket lengths are a multiple of.
+    align: usize,
     /// The step's number in the run, from 0.
     number: u64,
     accumulation: Accumulation,
@@ -178,52 +181,39 @@ impl Synchronizer {
         parameters: Vec<Parameter>,
         settings: Settings,
     ) -> Result<Synchronizer, SyncError> {
-        let (rank, workers) = group.map_or((0, 1), |group| (group.rank(), group.size()));
-        let shards = Shards::new(settings.shards, workers)?;
-        if let Some(group) = group {
-            expect_equal_models(group, &parameters)?;
-        }
-        let own = shards.of(rank, workers);
-        let Settings { strategy, compression, .. } = settings;
-        let queue = strategy::build(&strategy, group, shards, &parameters, compression)?;
-        // By itself, a worker steps by the mean of its own shards.
-        let (shards, leaves, workers) = match queue.strategy().is_local() {
-            true => (Shards::new(own.len(), 1)?, 0..own.len(), 1),
-            false => (shards, own.clone(), workers),
-        };
-        let alone = workers == 1;
-        let bytes = parameters.iter().map(|p| p.elements()).sum::<usize>() * 4;
-        let tuner = (!alone && settings.buckets.is_none()).then(|| Tuner::new(bytes));
-        let sizes = settings.buckets.unwrap_or_else(|| match &tuner {
-            Some(tuner) => tuner.sizes(),
-            None => BucketSizes::default(),
-        });
-        let align = if alone { 1 } else { combine::alignment(shards, workers) };
-        let now = Instant::now();
-        let step = Step {
-            queue,
-            number: 0,
-            apart: false,
-            accumulation: Accumulation::new(shards.count(), leaves.clone()),
-            layout: Arc::new(Layout::new(&[], sizes, align)),
-            buckets: Vec::new(),
-            turns: Turns::new(0),
-            sizes,
-            tuner,
-            begun: 0,
-            open: false,
-            seen: vec![false; parameters.len()],
-            votes: Votes::default(),
-            cast: Votes::default(),
-            last_seconds: 0.0,
-            clock: Clock::new(now),
-        };
-        let Settings { overlap, withhold, .. } = settings;
-        let step = Mutex::new(step);
-        let synchronizer =
-            Synchronizer { parameters, shards, own, leaves, overlap, withhold, align, step };
+        let (step, _) = Step::new(group, &parameters, &settings, true)?;
+        let synchronizer = Synchronizer { parameters, settings, step: Mutex::new(step) };
         synchronizer.go_on_from(0);
         Ok(synchronizer)
+    }
+
+    /// Goes on in another group, whose ranks all call this, those that were never in a group too; without
+    /// one, alone. What belongs to the step under way is dropped, whether or not the group before has
+    /// failed: the step is to be computed again. The number of the next step stays.
+    ///
+    /// If the strategy of a rank remembers something from step to step, that is lost, and all ranks get
+    /// [`SyncError::StateLost`]: the synchronizer belongs to the new group, and is to be
+    /// [restored](Synchronizer::restore). After any other error it belongs to no group, and this can be
+    /// called again, with the next one.
+    pub fn regroup(&self, group: Option<&Group>) -> Result<(), SyncError> {
+        let (survives, strategy) = {
+            let mut step = self.lock();
+            step.abandon();
+            let strategy = step.queue.strategy();
+            (strategy.survives_regroup(step.number), strategy.name())
+        };
+        // No lock is held while ranks wait for each other.
+        let (mut next, all_survive) = Step::new(group, &self.parameters, &self.settings, survives)?;
+        let mut guard = self.lock();
+        let step = &mut *guard;
+        next.number = step.number;
+        next.sent_before = step.sent();
+        // A vote for a change of members has got what it was for.
+        next.votes.stop = step.votes.stop;
+        *step = next;
+        self.lay_out(step);
+        step.start_over();
+        if all_survive { Ok(()) } else { Err(SyncError::StateLost { strategy }) }
     }
 
     /// The parameters, in order of registration.
@@ -233,7 +223,7 @@ impl Synchronizer {
 
     /// The shards whose gradients this worker computes.
     pub fn shards(&self) -> Range<usize> {
-        self.own.clone()
+        self.lock().own.clone()
     }
 
     /// The strategy's name.
@@ -246,9 +236,9 @@ impl Synchronizer {
         self.lock().buckets.len()
     }
 
-    /// Bytes this rank has sent so far.
+    /// Bytes this rank has sent so far, in all groups.
     pub fn sent(&self) -> u64 {
-        self.lock().queue.sent()
+        self.lock().sent()
     }
 
     /// What ends its exchanges, for a caller that does not want to wait any longer; `None` if it waits
@@ -263,7 +253,7 @@ impl Synchronizer {
     /// If all have been computed and [`Synchronizer::finish`] was not called, or one is not ended.
     pub fn begin_shard(&self) -> usize {
         let mut step = self.lock();
-        assert!(step.begun < self.own.len(), "all shards of this step are computed: finish it");
+        assert!(step.begun < step.own.len(), "all shards of this step are computed: finish it");
         assert!(!step.open, "a shard has begun and was not ended");
         step.open = true;
         step.begun += 1;
@@ -271,7 +261,7 @@ impl Synchronizer {
         let now = Instant::now();
         step.clock.shard = now;
         step.clock.backward = now;
-        self.own.start + step.begun - 1
+        step.own.start + step.begun - 1
     }
 
     /// The forward pass of the shard is done; gradients come next.
@@ -342,7 +332,7 @@ impl Synchronizer {
         step.open = false;
         let now = Instant::now();
         step.clock.compute += now - step.clock.shard;
-        if step.begun == self.own.len() {
+        if step.begun == step.own.len() {
             step.clock.computed = now;
             step.clock.last_backward = now - step.clock.backward;
         }
@@ -357,8 +347,8 @@ impl Synchronizer {
     pub fn finish(&self, mut update: impl FnMut(usize, &[f32])) -> Result<StepOutcome, SyncError> {
         let mut guard = self.lock();
         let step = &mut *guard;
-        assert!(step.begun == self.own.len() && !step.open, "a step has all its shards");
-        if !self.overlap {
+        assert!(step.begun == step.own.len() && !step.open, "a step has all its shards");
+        if !self.settings.overlap {
             for bucket in 0..step.buckets.len() {
                 self.submit(step, bucket);
             }
@@ -376,7 +366,7 @@ impl Synchronizer {
             }
             buckets.push(BucketTimes::of(&gradients));
             step.buckets[bucket].slots = gradients.slots;
-            if !self.withhold {
+            if !self.settings.withhold {
                 step.hand_out(bucket, &mut update);
             }
         }
@@ -395,7 +385,7 @@ impl Synchronizer {
         let advice = step.queue.observe(step.number, &step.layout, &times)?;
         // What it took to decide is part of no step.
         let mut next = if advice.is_some() { Instant::now() } else { end };
-        if self.withhold {
+        if self.settings.withhold {
             // From here on nothing fails.
             let all_back = Instant::now();
             (0..step.buckets.len()).for_each(|bucket| step.hand_out(bucket, &mut update));
@@ -405,7 +395,7 @@ impl Synchronizer {
         step.clock = Clock::new(next);
         step.number += 1;
         step.last_seconds = (times.end - clock.begin).as_secs_f32();
-        let shards = self.shards.count() as f32;
+        let shards = step.shards.count() as f32;
         let settled = step.queue.strategy().is_settled();
         let tuned = step.tuner.as_mut().filter(|tuner| settled && !tuner.is_settled());
         // The times of the step before this one, as all ranks saw them together.
@@ -511,11 +501,11 @@ impl Synchronizer {
 
     /// Something a bucket waits for has come.
     fn release(&self, step: &mut Step, bucket: usize) {
-        if step.begun < self.own.len() {
+        if step.begun < step.own.len() {
             return;
         }
         step.buckets[bucket].missing -= 1;
-        if step.buckets[bucket].missing > 0 || !self.overlap {
+        if step.buckets[bucket].missing > 0 || !self.settings.overlap {
             return;
         }
         for bucket in step.turns.ready(bucket) {
@@ -526,7 +516,7 @@ impl Synchronizer {
     fn submit(&self, step: &mut Step, bucket: usize) {
         let slots = std::mem::take(&mut step.buckets[bucket].slots);
         let (layout, number) = (step.layout.clone(), step.number);
-        let (filled, shards) = (step.accumulation.sums(), self.shards.count());
+        let (filled, shards) = (step.accumulation.sums(), step.shards.count());
         let gradients = Gradients::new(bucket, layout, number, slots, filled, shards);
         step.queue.submit(gradients);
     }
@@ -535,11 +525,11 @@ impl Synchronizer {
     fn lay_out(&self, step: &mut Step) {
         step.apart = step.wants_leaves();
         step.accumulation = match step.apart {
-            true => Accumulation::apart(self.own.len()),
-            false => Accumulation::new(self.shards.count(), self.leaves.clone()),
+            true => Accumulation::apart(step.own.len()),
+            false => Accumulation::new(step.shards.count(), step.leaves.clone()),
         };
         let lengths: Vec<usize> = self.parameters.iter().map(Parameter::elements).collect();
-        step.layout = Arc::new(Layout::new(&lengths, step.sizes, self.align));
+        step.layout = Arc::new(Layout::new(&lengths, step.sizes, step.align));
         let slots = step.accumulation.slots();
         let memory = |len: usize| Bucket { slots: vec![vec![0.0; len]; slots], missing: 0 };
         step.buckets = step.layout.buckets().iter().map(|b| memory(b.len)).collect();
@@ -552,6 +542,74 @@ impl Synchronizer {
 }
 
 impl Step {
+    /// The first step in a group, still without buckets; and whether the state of the strategies of all
+    /// its ranks `survives`.
+    fn new(
+        group: Option<&Group>,
+        parameters: &[Parameter],
+        settings: &Settings,
+        survives: bool,
+    ) -> Result<(Step, bool), SyncError> {
+        let (rank, workers) = group.map_or((0, 1), |group| (group.rank(), group.size()));
+        let shards = Shards::new(settings.shards, workers)?;
+        let all_survive = match group {
+            Some(group) => expect_equal_models(group, parameters, survives)?,
+            None => survives,
+        };
+        let own = shards.of(rank, workers);
+        let Settings { strategy, compression, .. } = settings;
+        let queue = strategy::build(strategy, group, shards, parameters, compression.clone())?;
+        // By itself, a worker steps by the mean of its own shards.
+        let (shards, leaves, workers) = match queue.strategy().is_local() {
+            true => (Shards::new(own.len(), 1)?, 0..own.len(), 1),
+            false => (shards, own.clone(), workers),
+        };
+        let alone = workers == 1;
+        let bytes = parameters.iter().map(|p| p.elements()).sum::<usize>() * 4;
+        let tuner = (!alone && settings.buckets.is_none()).then(|| Tuner::new(bytes));
+        let sizes = settings.buckets.unwrap_or_else(|| match &tuner {
+            Some(tuner) => tuner.sizes(),
+            None => BucketSizes::default(),
+        });
+        let align = if alone { 1 } else { combine::alignment(shards, workers) };
+        let step = Step {
+            queue,
+            sent_before: 0,
+            number: 0,
+            apart: false,
+            accumulation: Accumulation::new(shards.count(), leaves.clone()),
+            layout: Arc::new(Layout::new(&[], sizes, align)),
+            buckets: Vec::new(),
+            turns: Turns::new(0),
+            sizes,
+            tuner,
+            begun: 0,
+            open: false,
+            seen: vec![false; parameters.len()],
+            votes: Votes::default(),
+            cast: Votes::default(),
+            last_seconds: 0.0,
+            clock: Clock::new(Instant::now()),
+            shards,
+            own,
+            leaves,
+            align,
+        };
+        Ok((step, all_survive))
+    }
+
+    /// Drops what the step under way has accumulated and submitted. What this rank voted for in it still
+    /// counts.
+    fn abandon(&mut self) {
+        self.queue.abandon();
+        self.open = false;
+        self.votes |= std::mem::take(&mut self.cast);
+    }
+
+    fn sent(&self) -> u64 {
+        self.sent_before + self.queue.sent()
+    }
+
     /// Calls `update` with the parameters of a bucket that is back, and their means.
     fn hand_out(&self, bucket: usize, update: &mut impl FnMut(usize, &[f32])) {
         let mean = &self.buckets[bucket].slots[0];
@@ -591,8 +649,13 @@ impl Clock {
     }
 }
 
-/// Fails on all ranks if one has registered other parameters than rank 0.
-fn expect_equal_models(group: &Group, parameters: &[Parameter]) -> Result<(), SyncError> {
+/// Fails on all ranks if one has registered other parameters than rank 0. Else, whether the state of the
+/// strategy survives on all of them.
+fn expect_equal_models(
+    group: &Group,
+    parameters: &[Parameter],
+    survives: bool,
+) -> Result<bool, SyncError> {
     let fingerprint = |parameter: &Parameter| {
         let mut hasher = blake3::Hasher::new();
         for dimension in &parameter.shape {
@@ -611,13 +674,13 @@ fn expect_equal_models(group: &Group, parameters: &[Parameter]) -> Result<(), Sy
     group.broadcast(&mut first, 0)?;
     // Where this rank's list differs, or -1.
     let differs = (0..own.len().max(first.len())).find(|i| own.get(*i) != first.get(*i));
-    let mut all = vec![-1; group.size()];
-    group.all_gather(&[differs.map_or(-1, |i| i as i64)], &mut all)?;
-    match all.iter().position(|differs| *differs >= 0) {
-        None => Ok(()),
+    let mut all = vec![0; 2 * group.size()];
+    group.all_gather(&[differs.map_or(-1, |i| i as i64), survives.into()], &mut all)?;
+    match all.iter().step_by(2).position(|differs| *differs >= 0) {
+        None => Ok(all.iter().skip(1).step_by(2).all(|survives| *survives == 1)),
         Some(differs) => {
             let (rank, first) = (group.members()[differs], group.members()[0]);
-            let parameter = all[differs] as usize;
+            let parameter = all[2 * differs] as usize;
             Err(SyncError::DifferentModels { rank, first, parameter })
         }
     }

@@ -127,6 +127,16 @@ pub trait Strategy: Send {
         None
     }
 
+    /// Gives up on what is under way between steps.
+    fn abandon(&mut self) {}
+
+    /// Whether another group can go on without what this strategy remembers, before this step, counted
+    /// from 0. By default a strategy remembers nothing.
+    fn survives_regroup(&self, step: u64) -> bool {
+        let _ = step;
+        true
+    }
+
     /// Calls `each` at rank 0 with every vector that must be remembered from step to step, by its
     /// name. All ranks must call it, between steps.
     fn save(&mut self, group: &Group, each: &mut Save<'_>) -> Result<(), SyncError> {

@@ -324,6 +324,16 @@ impl Strategy for LocalSteps {
         Ok(outcome)
     }
 
+    fn abandon(&mut self) {
+        self.travel.abandon();
+    }
+
+    /// The agreed weights and the momentum of the outer optimizer have been with this group only. Before
+    /// the first step they are nothing but the weights that the run begins with.
+    fn survives_regroup(&self, step: u64) -> bool {
+        step == 0
+    }
+
     fn agreed(&self, parameter: usize) -> Option<&[f32]> {
         Some(&self.agreed[parameter])
     }
