@@ -30,7 +30,7 @@ impl Default for BucketSizes {
 }
 
 /// Numbers that travel with every step, behind the gradients and counts.
-pub const SCALARS: usize = 3;
+pub const SCALARS: usize = 4;
 
 /// The buckets of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -183,7 +183,7 @@ mod tests {
         let parameters: Vec<_> = layout.buckets().iter().map(|b| b.parameters.clone()).collect();
         assert_eq!(parameters, [vec![6, 5], vec![4], vec![3, 2, 1, 0]]);
         assert_eq!(layout.buckets()[0].len, 8 + 2 + SCALARS);
-        assert_eq!(layout.scalars(), 10..13);
+        assert_eq!(layout.scalars(), 10..10 + SCALARS);
         assert_eq!((layout.bucket_of(5), layout.span(5), layout.count(5)), (0, 4..8, 9));
     }
 
@@ -193,7 +193,7 @@ mod tests {
         let parameters: Vec<_> = layout.buckets().iter().map(|b| b.parameters.clone()).collect();
         assert_eq!(parameters, [vec![0, 1], vec![], vec![2, 3, 4]]);
         let scalars: Vec<_> = layout.buckets().iter().map(|b| b.scalars.clone()).collect();
-        assert_eq!(scalars, [10..13, 0..3, 9..12]);
+        assert_eq!(scalars, [10, 0, 9].map(|start| start..start + SCALARS));
         assert!(layout.buckets().iter().all(|b| b.len == b.scalars.end));
         assert_eq!((layout.bucket_of(1), layout.span(1), layout.count(1)), (0, 3..8, 9));
         assert_eq!((layout.bucket_of(4), layout.span(4), layout.count(4)), (2, 2..6, 8));
@@ -203,7 +203,7 @@ mod tests {
     fn a_model_without_parameters_has_a_bucket_for_the_step() {
         let layout = Layout::new(&[], BucketSizes::default(), 3);
         assert_eq!(layout.buckets().len(), 1);
-        assert_eq!((layout.scalars(), layout.buckets()[0].len), (0..3, 3));
+        assert_eq!((layout.scalars(), layout.buckets()[0].len), (0..SCALARS, 6));
     }
 
     proptest! {

@@ -10,8 +10,10 @@ use crate::shards::TooFewShards;
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SyncError {
-    /// The group failed: a rank was lost, or the ranks disagree. Buckets that arrived before may have
-    /// been applied: the weights are those of no step. Resume from a checkpoint with a new group.
+    /// The group failed: a rank was lost, or the ranks disagree. Where the update is
+    /// [withheld](crate::Settings::withhold), the weights are those before the step, which can be computed
+    /// again in a new group. Else buckets that arrived before may have been applied, and the weights
+    /// are those of no step: resume from a checkpoint with a new group.
     #[error(transparent)]
     Group(#[from] Error),
     /// The group for the gradients could not be formed.
@@ -65,6 +67,16 @@ pub enum SyncError {
     MissingState {
         /// What is missing.
         name: String,
+    },
+    /// The strategy of a rank remembers something from step to step that a new group does not have: the
+    /// residuals of a codec, or what workers with local steps have agreed on. All ranks get this. The
+    /// synchronizer belongs to the new group; restore it from a checkpoint.
+    #[error(
+        "what {strategy} remembers from step to step was lost with the group; go on from the last checkpoint"
+    )]
+    StateLost {
+        /// The strategy's name.
+        strategy: String,
     },
     /// The replicas are no longer equal. Something changed weights outside of the optimizer, or a
     /// rank's arithmetic differs. Resume from the last checkpoint.

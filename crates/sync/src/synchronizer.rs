@@ -6,7 +6,8 @@
 //! [`gradient`](Synchronizer::gradient) as backward produces it, and calls
 //! [`end_shard`](Synchronizer::end_shard). Gradients of the last shard complete buckets, which travel
 //! while backward goes on. [`finish`](Synchronizer::finish) then hands out the means, bucket by
-//! bucket, while later ones are still under way.
+//! bucket, while later ones are still under way, or, if they are [withheld](Settings::withhold), once
+//! all of them are back.
 //!
 //! A parameter that got no gradient in a shard counts as zero there. One that got none in any shard
 //! of any worker is not handed out, so that no optimizer touches it.
@@ -23,7 +24,9 @@ use crate::bucket::{BucketSizes, Layout, SCALARS, Turns};
 use crate::combine;
 use crate::error::SyncError;
 use crate::shards::Shards;
-use crate::strategy::{self, Compression, Find, Gradients, Queue, Save, StrategySpec, Weights};
+use crate::strategy::{
+    self, Compression, Find, Gradients, Queue, Save, StrategySpec, Votes, Weights,
+};
 use crate::times::{BucketTimes, StepTimes};
 use crate::tune::Tuner;
 
@@ -62,6 +65,10 @@ pub struct Settings {
     pub overlap: bool,
     /// Whether gradients travel in fewer bytes, and how.
     pub compression: Option<Compression>,
+    /// Whether [`Synchronizer::finish`] waits for all buckets of a step before it updates the first
+    /// parameter: then a step that fails has changed no weight, and can be computed again. Without, the
+    /// update of a bucket hides behind the buckets that are still under way.
+    pub withhold: bool,
 }
 
 impl Settings {
@@ -73,6 +80,7 @@ impl Settings {
             buckets: None,
             overlap: true,
             compression: None,
+            withhold: false,
         }
     }
 }
@@ -87,6 +95,8 @@ pub struct StepOutcome {
     pub loss: f32,
     /// Whether any rank voted to stop and all stop after this step.
     pub stop: bool,
+    /// Whether any rank voted for a change of members, and all leave the group after this step.
+    pub regroup: bool,
     /// When things happened on this rank.
     pub times: StepTimes,
     /// With a codec, whether it was in force: not in its warm-up, nor before one was chosen.
@@ -98,19 +108,23 @@ pub struct StepOutcome {
 /// Keeps one replica in step with the others.
 pub struct Synchronizer {
     parameters: Vec<Parameter>,
-    shards: Shards,
-    own: Range<usize>,
-    /// The same, as leaves of the tree that is summed.
-    leaves: Range<usize>,
-    overlap: bool,
-    /// What bucket lengths are a multiple of.
-    align: usize,
+    settings: Settings,
     step: Mutex<Step>,
 }
 
-/// A step in progress.
+/// A step in progress, in one group.
 struct Step {
     queue: Queue,
+    /// What was sent in groups before this one.
+    sent_before: u64,
+    /// The shards whose gradients are summed.
+    shards: Shards,
+    /// Those of this worker.
+    own: Range<usize>,
+    /// The same, as leaves of the tree that is summed.
+    leaves: Range<usize>,
+    /// What bucket lengths are a multiple of.
+    align: usize,
     /// The step's number in the run, from 0.
     number: u64,
     accumulation: Accumulation,
@@ -127,7 +141,10 @@ struct Step {
     open: bool,
     /// Which parameters have had their gradient in the shard under way.
     seen: Vec<bool>,
-    scalars: [f32; SCALARS],
+    /// What this rank votes for in the next backward pass.
+    votes: Votes,
+    /// What it has voted for in the step under way.
+    cast: Votes,
     last_seconds: f32,
     clock: Clock,
 }
@@ -154,6 +171,7 @@ struct Clock {
 const LOSS: usize = 0;
 const STOP: usize = 1;
 const SECONDS: usize = 2;
+const REGROUP: usize = 3;
 
 impl Synchronizer {
     /// Joins the replicas of a group, all of which must call this with the same parameters and
@@ -163,50 +181,39 @@ impl Synchronizer {
         parameters: Vec<Parameter>,
         settings: Settings,
     ) -> Result<Synchronizer, SyncError> {
-        let (rank, workers) = group.map_or((0, 1), |group| (group.rank(), group.size()));
-        let shards = Shards::new(settings.shards, workers)?;
-        if let Some(group) = group {
-            expect_equal_models(group, &parameters)?;
-        }
-        let own = shards.of(rank, workers);
-        let Settings { strategy, compression, .. } = settings;
-        let queue = strategy::build(&strategy, group, shards, &parameters, compression)?;
-        // By itself, a worker steps by the mean of its own shards.
-        let (shards, leaves, workers) = match queue.strategy().is_local() {
-            true => (Shards::new(own.len(), 1)?, 0..own.len(), 1),
-            false => (shards, own.clone(), workers),
-        };
-        let alone = workers == 1;
-        let bytes = parameters.iter().map(|p| p.elements()).sum::<usize>() * 4;
-        let tuner = (!alone && settings.buckets.is_none()).then(|| Tuner::new(bytes));
-        let sizes = settings.buckets.unwrap_or_else(|| match &tuner {
-            Some(tuner) => tuner.sizes(),
-            None => BucketSizes::default(),
-        });
-        let align = if alone { 1 } else { combine::alignment(shards, workers) };
-        let now = Instant::now();
-        let step = Step {
-            queue,
-            number: 0,
-            apart: false,
-            accumulation: Accumulation::new(shards.count(), leaves.clone()),
-            layout: Arc::new(Layout::new(&[], sizes, align)),
-            buckets: Vec::new(),
-            turns: Turns::new(0),
-            sizes,
-            tuner,
-            begun: 0,
-            open: false,
-            seen: vec![false; parameters.len()],
-            scalars: [0.0; SCALARS],
-            last_seconds: 0.0,
-            clock: Clock::new(now),
-        };
-        let overlap = settings.overlap;
-        let step = Mutex::new(step);
-        let synchronizer = Synchronizer { parameters, shards, own, leaves, overlap, align, step };
+        let (step, _) = Step::new(group, &parameters, &settings, true)?;
+        let synchronizer = Synchronizer { parameters, settings, step: Mutex::new(step) };
         synchronizer.go_on_from(0);
         Ok(synchronizer)
+    }
+
+    /// Goes on in another group, whose ranks all call this, those that were never in a group too; without
+    /// one, alone. What belongs to the step under way is dropped, whether or not the group before has
+    /// failed: the step is to be computed again. The number of the next step stays.
+    ///
+    /// If the strategy of a rank remembers something from step to step, that is lost, and all ranks get
+    /// [`SyncError::StateLost`]: the synchronizer belongs to the new group, and is to be
+    /// [restored](Synchronizer::restore). After any other error it belongs to no group, and this can be
+    /// called again, with the next one.
+    pub fn regroup(&self, group: Option<&Group>) -> Result<(), SyncError> {
+        let (survives, strategy) = {
+            let mut step = self.lock();
+            step.abandon();
+            let strategy = step.queue.strategy();
+            (strategy.survives_regroup(step.number), strategy.name())
+        };
+        // No lock is held while ranks wait for each other.
+        let (mut next, all_survive) = Step::new(group, &self.parameters, &self.settings, survives)?;
+        let mut guard = self.lock();
+        let step = &mut *guard;
+        next.number = step.number;
+        next.sent_before = step.sent();
+        // A vote for a change of members has got what it was for.
+        next.votes.stop = step.votes.stop;
+        *step = next;
+        self.lay_out(step);
+        step.start_over();
+        if all_survive { Ok(()) } else { Err(SyncError::StateLost { strategy }) }
     }
 
     /// The parameters, in order of registration.
@@ -216,7 +223,7 @@ impl Synchronizer {
 
     /// The shards whose gradients this worker computes.
     pub fn shards(&self) -> Range<usize> {
-        self.own.clone()
+        self.lock().own.clone()
     }
 
     /// The strategy's name.
@@ -229,9 +236,9 @@ impl Synchronizer {
         self.lock().buckets.len()
     }
 
-    /// Bytes this rank has sent so far.
+    /// Bytes this rank has sent so far, in all groups.
     pub fn sent(&self) -> u64 {
-        self.lock().queue.sent()
+        self.lock().sent()
     }
 
     /// What ends its exchanges, for a caller that does not want to wait any longer; `None` if it waits
@@ -246,7 +253,7 @@ impl Synchronizer {
     /// If all have been computed and [`Synchronizer::finish`] was not called, or one is not ended.
     pub fn begin_shard(&self) -> usize {
         let mut step = self.lock();
-        assert!(step.begun < self.own.len(), "all shards of this step are computed: finish it");
+        assert!(step.begun < step.own.len(), "all shards of this step are computed: finish it");
         assert!(!step.open, "a shard has begun and was not ended");
         step.open = true;
         step.begun += 1;
@@ -254,7 +261,7 @@ impl Synchronizer {
         let now = Instant::now();
         step.clock.shard = now;
         step.clock.backward = now;
-        self.own.start + step.begun - 1
+        step.own.start + step.begun - 1
     }
 
     /// The forward pass of the shard is done; gradients come next.
@@ -263,7 +270,11 @@ impl Synchronizer {
         let step = &mut *guard;
         assert!(step.open, "backward begins inside of a shard");
         step.clock.backward = Instant::now();
-        let values = [loss, std::mem::take(&mut step.scalars[STOP]), step.last_seconds];
+        let votes = std::mem::take(&mut step.votes);
+        step.cast |= votes;
+        let mut values = [0.0; SCALARS];
+        (values[LOSS], values[SECONDS]) = (loss, step.last_seconds);
+        (values[STOP], values[REGROUP]) = (votes.stop.into(), votes.regroup.into());
         let (leaf, span) = (step.begun - 1, step.layout.scalars());
         step.accumulation.add(leaf, &mut step.buckets[0].slots, span, &values.as_slice());
         self.release(step, 0);
@@ -272,7 +283,14 @@ impl Synchronizer {
     /// Votes that training should stop after the present step. Heard if it is said before the
     /// last backward pass of the step begins, else with the next one.
     pub fn vote_to_stop(&self) {
-        self.lock().scalars[STOP] = 1.0;
+        self.lock().votes.stop = true;
+    }
+
+    /// Votes that the ranks should leave the group after the present step, so that another one takes its
+    /// place: a rank wants to join, or this one to leave. Heard as a [vote to
+    /// stop](Synchronizer::vote_to_stop) is.
+    pub fn vote_to_regroup(&self) {
+        self.lock().votes.regroup = true;
     }
 
     /// Takes a parameter's gradient in the shard under way. `false` if there is no shard under way:
@@ -314,22 +332,23 @@ impl Synchronizer {
         step.open = false;
         let now = Instant::now();
         step.clock.compute += now - step.clock.shard;
-        if step.begun == self.own.len() {
+        if step.begun == step.own.len() {
             step.clock.computed = now;
             step.clock.last_backward = now - step.clock.backward;
         }
     }
 
     /// Ends the step: calls `update` with every parameter that had a gradient anywhere, and the
-    /// mean of its gradient over all shards.
+    /// mean of its gradient over all shards. After an error some may have been updated and others
+    /// not; with [`Settings::withhold`], none was.
     ///
     /// # Panics
     /// If not all shards of this worker were computed.
     pub fn finish(&self, mut update: impl FnMut(usize, &[f32])) -> Result<StepOutcome, SyncError> {
         let mut guard = self.lock();
         let step = &mut *guard;
-        assert!(step.begun == self.own.len() && !step.open, "a step has all its shards");
-        if !self.overlap {
+        assert!(step.begun == step.own.len() && !step.open, "a step has all its shards");
+        if !self.settings.overlap {
             for bucket in 0..step.buckets.len() {
                 self.submit(step, bucket);
             }
@@ -342,21 +361,18 @@ impl Synchronizer {
             let gradients = step.queue.collect()?;
             blocked += asked.elapsed();
             debug_assert_eq!(gradients.bucket, bucket);
-            let mean = &gradients.slots[0];
             if bucket == 0 {
-                scalars.copy_from_slice(&mean[step.layout.scalars()]);
-            }
-            for &parameter in &step.layout.buckets()[bucket].parameters {
-                if mean[step.layout.count(parameter)] > 0.0 {
-                    update(parameter, &mean[step.layout.span(parameter)]);
-                }
+                scalars.copy_from_slice(&gradients.slots[0][step.layout.scalars()]);
             }
             buckets.push(BucketTimes::of(&gradients));
             step.buckets[bucket].slots = gradients.slots;
+            if !self.settings.withhold {
+                step.hand_out(bucket, &mut update);
+            }
         }
         let end = Instant::now();
         let clock = std::mem::replace(&mut step.clock, Clock::new(end));
-        let times = StepTimes {
+        let mut times = StepTimes {
             begin: clock.begin,
             computed: clock.computed,
             end,
@@ -367,13 +383,19 @@ impl Synchronizer {
         };
         let encoded = step.queue.strategy().encodes_from().map(|from| step.number >= from);
         let advice = step.queue.observe(step.number, &step.layout, &times)?;
-        if advice.is_some() {
-            // What it took to decide is part of no step.
-            step.clock = Clock::new(Instant::now());
+        // What it took to decide is part of no step.
+        let mut next = if advice.is_some() { Instant::now() } else { end };
+        if self.settings.withhold {
+            // From here on nothing fails.
+            let all_back = Instant::now();
+            (0..step.buckets.len()).for_each(|bucket| step.hand_out(bucket, &mut update));
+            let updating = all_back.elapsed();
+            (times.end, next) = (end + updating, next + updating);
         }
+        step.clock = Clock::new(next);
         step.number += 1;
-        step.last_seconds = (end - clock.begin).as_secs_f32();
-        let shards = self.shards.count() as f32;
+        step.last_seconds = (times.end - clock.begin).as_secs_f32();
+        let shards = step.shards.count() as f32;
         let settled = step.queue.strategy().is_settled();
         let tuned = step.tuner.as_mut().filter(|tuner| settled && !tuner.is_settled());
         // The times of the step before this one, as all ranks saw them together.
@@ -387,9 +409,11 @@ impl Synchronizer {
             self.lay_out(step);
         }
         step.start_over();
-        let (agreed, stop) = (!step.queue.strategy().is_local(), scalars[STOP] > 0.0);
+        step.cast = Votes::default();
+        let agreed = !step.queue.strategy().is_local();
+        let (stop, regroup) = (scalars[STOP] > 0.0, scalars[REGROUP] > 0.0);
         let loss = scalars[LOSS] / shards;
-        Ok(StepOutcome { agreed, loss, stop, times, encoded, advice })
+        Ok(StepOutcome { agreed, loss, stop, regroup, times, encoded, advice })
     }
 
     /// The next step is this one of the run, counted from 0.
@@ -415,13 +439,14 @@ impl Synchronizer {
     ) -> Result<(), SyncError> {
         let mut guard = self.lock();
         let step = &mut *guard;
-        let (number, loss, vote) = (step.number, outcome.loss, outcome.stop);
-        let round = step.queue.strategy().agree(number, weights, loss, vote)?;
+        let votes = Votes { stop: outcome.stop, regroup: outcome.regroup };
+        let round = step.queue.strategy().agree(step.number, weights, outcome.loss, votes)?;
         let Some(round) = round else { return Ok(()) };
         outcome.times.blocked += round.blocked;
         outcome.times.buckets = round.buckets;
         outcome.agreed = round.agreed.is_some();
-        outcome.stop = round.agreed.is_some_and(|agreed| agreed.stop);
+        outcome.stop = round.agreed.is_some_and(|agreed| agreed.votes.stop);
+        outcome.regroup = round.agreed.is_some_and(|agreed| agreed.votes.regroup);
         if let Some(agreed) = round.agreed {
             outcome.loss = agreed.loss;
         }
@@ -476,11 +501,11 @@ impl Synchronizer {
 
     /// Something a bucket waits for has come.
     fn release(&self, step: &mut Step, bucket: usize) {
-        if step.begun < self.own.len() {
+        if step.begun < step.own.len() {
             return;
         }
         step.buckets[bucket].missing -= 1;
-        if step.buckets[bucket].missing > 0 || !self.overlap {
+        if step.buckets[bucket].missing > 0 || !self.settings.overlap {
             return;
         }
         for bucket in step.turns.ready(bucket) {
@@ -491,7 +516,7 @@ impl Synchronizer {
     fn submit(&self, step: &mut Step, bucket: usize) {
         let slots = std::mem::take(&mut step.buckets[bucket].slots);
         let (layout, number) = (step.layout.clone(), step.number);
-        let (filled, shards) = (step.accumulation.sums(), self.shards.count());
+        let (filled, shards) = (step.accumulation.sums(), step.shards.count());
         let gradients = Gradients::new(bucket, layout, number, slots, filled, shards);
         step.queue.submit(gradients);
     }
@@ -500,11 +525,11 @@ impl Synchronizer {
     fn lay_out(&self, step: &mut Step) {
         step.apart = step.wants_leaves();
         step.accumulation = match step.apart {
-            true => Accumulation::apart(self.own.len()),
-            false => Accumulation::new(self.shards.count(), self.leaves.clone()),
+            true => Accumulation::apart(step.own.len()),
+            false => Accumulation::new(step.shards.count(), step.leaves.clone()),
         };
         let lengths: Vec<usize> = self.parameters.iter().map(Parameter::elements).collect();
-        step.layout = Arc::new(Layout::new(&lengths, step.sizes, self.align));
+        step.layout = Arc::new(Layout::new(&lengths, step.sizes, step.align));
         let slots = step.accumulation.slots();
         let memory = |len: usize| Bucket { slots: vec![vec![0.0; len]; slots], missing: 0 };
         step.buckets = step.layout.buckets().iter().map(|b| memory(b.len)).collect();
@@ -517,6 +542,84 @@ impl Synchronizer {
 }
 
 impl Step {
+    /// The first step in a group, still without buckets; and whether the state of the strategies of all
+    /// its ranks `survives`.
+    fn new(
+        group: Option<&Group>,
+        parameters: &[Parameter],
+        settings: &Settings,
+        survives: bool,
+    ) -> Result<(Step, bool), SyncError> {
+        let (rank, workers) = group.map_or((0, 1), |group| (group.rank(), group.size()));
+        let shards = Shards::new(settings.shards, workers)?;
+        let all_survive = match group {
+            Some(group) => expect_equal_models(group, parameters, survives)?,
+            None => survives,
+        };
+        let own = shards.of(rank, workers);
+        let Settings { strategy, compression, .. } = settings;
+        let queue = strategy::build(strategy, group, shards, parameters, compression.clone())?;
+        // By itself, a worker steps by the mean of its own shards.
+        let (shards, leaves, workers) = match queue.strategy().is_local() {
+            true => (Shards::new(own.len(), 1)?, 0..own.len(), 1),
+            false => (shards, own.clone(), workers),
+        };
+        let alone = workers == 1;
+        let bytes = parameters.iter().map(|p| p.elements()).sum::<usize>() * 4;
+        let tuner = (!alone && settings.buckets.is_none()).then(|| Tuner::new(bytes));
+        let sizes = settings.buckets.unwrap_or_else(|| match &tuner {
+            Some(tuner) => tuner.sizes(),
+            None => BucketSizes::default(),
+        });
+        let align = if alone { 1 } else { combine::alignment(shards, workers) };
+        let step = Step {
+            queue,
+            sent_before: 0,
+            number: 0,
+            apart: false,
+            accumulation: Accumulation::new(shards.count(), leaves.clone()),
+            layout: Arc::new(Layout::new(&[], sizes, align)),
+            buckets: Vec::new(),
+            turns: Turns::new(0),
+            sizes,
+            tuner,
+            begun: 0,
+            open: false,
+            seen: vec![false; parameters.len()],
+            votes: Votes::default(),
+            cast: Votes::default(),
+            last_seconds: 0.0,
+            clock: Clock::new(Instant::now()),
+            shards,
+            own,
+            leaves,
+            align,
+        };
+        Ok((step, all_survive))
+    }
+
+    /// Drops what the step under way has accumulated and submitted. What this rank voted for in it still
+    /// counts.
+    fn abandon(&mut self) {
+        self.queue.abandon();
+        self.open = false;
+        self.votes |= std::mem::take(&mut self.cast);
+    }
+
+    fn sent(&self) -> u64 {
+        self.sent_before + self.queue.sent()
+    }
+
+    /// Calls `update` with the parameters of a bucket that is back, and their means.
+    fn hand_out(&self, bucket: usize, update: &mut impl FnMut(usize, &[f32])) {
+        let mean = &self.buckets[bucket].slots[0];
+        for &parameter in &self.layout.buckets()[bucket].parameters {
+            if mean[self.layout.count(parameter)] > 0.0 {
+                update(parameter, &mean[self.layout.span(parameter)]);
+            }
+        }
+    }
+
     fn wants_leaves(&self) -> bool {
         self.queue.strategy().wants_leaves(self.number)
     }
@@ -546,8 +649,13 @@ impl Clock {
     }
 }
 
-/// Fails on all ranks if one has registered other parameters than rank 0.
-fn expect_equal_models(group: &Group, parameters: &[Parameter]) -> Result<(), SyncError> {
+/// Fails on all ranks if one has registered other parameters than rank 0. Else, whether the state of the
+/// strategy survives on all of them.
+fn expect_equal_models(
+    group: &Group,
+    parameters: &[Parameter],
+    survives: bool,
+) -> Result<bool, SyncError> {
     let fingerprint = |parameter: &Parameter| {
         let mut hasher = blake3::Hasher::new();
         for dimension in &parameter.shape {
@@ -566,13 +674,13 @@ fn expect_equal_models(group: &Group, parameters: &[Parameter]) -> Result<(), Sy
     group.broadcast(&mut first, 0)?;
     // Where this rank's list differs, or -1.
     let differs = (0..own.len().max(first.len())).find(|i| own.get(*i) != first.get(*i));
-    let mut all = vec![-1; group.size()];
-    group.all_gather(&[differs.map_or(-1, |i| i as i64)], &mut all)?;
-    match all.iter().position(|differs| *differs >= 0) {
-        None => Ok(()),
+    let mut all = vec![0; 2 * group.size()];
+    group.all_gather(&[differs.map_or(-1, |i| i as i64), survives.into()], &mut all)?;
+    match all.iter().step_by(2).position(|differs| *differs >= 0) {
+        None => Ok(all.iter().skip(1).step_by(2).all(|survives| *survives == 1)),
         Some(differs) => {
             let (rank, first) = (group.members()[differs], group.members()[0]);
-            let parameter = all[differs] as usize;
+            let parameter = all[2 * differs] as usize;
             Err(SyncError::DifferentModels { rank, first, parameter })
         }
     }

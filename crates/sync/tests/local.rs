@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use unisono_collective::{Group, Options, Transport};
 use unisono_optimizer::{Optimizer, OptimizerSpec};
 use unisono_sync::strategy::{
-    Agreed, Compression, LocalSteps, LocalStepsSpec, Round, Strategy, StrategySpec, Weights,
+    Agreed, Compression, LocalSteps, LocalStepsSpec, Round, Strategy, StrategySpec, Votes, Weights,
 };
 use unisono_sync::{Parameter, SyncError};
 
@@ -65,7 +65,7 @@ impl Worker {
             let gradient = gradient(step, self.rank, parameter, weights);
             self.inner.update(parameter, step, weights, &gradient);
         }
-        self.local.step(step, &mut self.own, loss(step, self.rank), false).unwrap()
+        self.local.step(step, &mut self.own, loss(step, self.rank), Votes::default()).unwrap()
     }
 
     fn agreed(&self) -> Model {
@@ -208,9 +208,11 @@ fn workers_are_equal_after_a_synchronization_and_only_then() {
                     assert!(other[i].1 == *agreed, "{spec}, step {step}: agreed weights differ");
                     assert_eq!(other[i].2 == *own, outcome.is_some(), "{spec}, step {step}");
                 }
-                if let Some(Agreed { loss: mean, stop }) = outcome {
+                if let Some(Agreed { loss: mean, votes }) = outcome {
                     let sum: f32 = (0..workers).map(|worker| loss(step, worker)).sum();
-                    assert!((mean - sum / workers as f32).abs() < 1e-6 && !stop);
+                    assert!(
+                        (mean - sum / workers as f32).abs() < 1e-6 && *votes == Votes::default()
+                    );
                 }
             }
             let expected = if spec == "local:2..5" { vec![2, 5, 9, 14] } else { vec![4, 8, 12] };
@@ -276,7 +278,7 @@ fn progress_during_the_delay_is_kept() {
         let mut expected = [0.0; 2];
         for step in 1..=40 {
             own.0.iter_mut().flatten().for_each(|w| *w += pace);
-            let outcome = local.step(step, &mut own, step as f32, false).unwrap();
+            let outcome = local.step(step, &mut own, step as f32, Votes::default()).unwrap();
             expected.iter_mut().for_each(|w| *w += pace);
             let applied = match step % 8 {
                 7 => Some(0),
@@ -291,7 +293,10 @@ fn progress_during_the_delay_is_kept() {
                     "step {step}"
                 );
                 expected[group] = 1.5 * (step - 3) as f32 + 3.0 * pace;
-                assert_eq!(outcome.agreed, Some(Agreed { loss: step as f32 - 3.0, stop: false }));
+                assert_eq!(
+                    outcome.agreed,
+                    Some(Agreed { loss: step as f32 - 3.0, votes: Votes::default() })
+                );
                 assert_eq!(outcome.buckets.len(), 1);
             } else {
                 assert_eq!(outcome.agreed, None);
@@ -396,22 +401,27 @@ fn a_state_that_lacks_something_is_refused_on_all_ranks() {
 }
 
 #[test]
-fn one_vote_stops_all_where_it_is_applied() {
+fn one_vote_is_heard_by_all_where_it_is_applied() {
+    let stop = Votes { stop: true, regroup: false };
+    let regroup = Votes { stop: false, regroup: true };
     // Submitted after steps 3, 6, 9, …, applied two steps later.
-    for (voted, stops) in [(3, 5), (4, 8), (6, 8), (7, 11)] {
-        let stopped = on_workers(3, Transport::Auto, |group| {
+    for (voted, heard, vote) in
+        [(3, 5, stop), (4, 8, stop), (6, 8, stop), (7, 11, stop), (3, 5, regroup), (7, 11, regroup)]
+    {
+        let all_heard = on_workers(3, Transport::Auto, |group| {
             let plan = local_steps("diloco:6,streams=2,delay=2");
             let mut local = LocalSteps::new(Some(group), &parameters(), plan, None).unwrap();
             let mut own = Model::new();
             local.begin(&own);
-            let stops = |step: &u64| {
+            let hears = |step: &u64| {
                 let votes = *step == voted && group.rank() == 1;
+                let votes = if votes { vote } else { Votes::default() };
                 let outcome = local.step(*step, &mut own, 0.0, votes).unwrap();
-                outcome.agreed.is_some_and(|agreed| agreed.stop)
+                outcome.agreed.is_some_and(|agreed| agreed.votes == vote)
             };
-            (1..20).filter(stops).collect::<Vec<_>>()
+            (1..20).filter(hears).collect::<Vec<_>>()
         });
-        assert_eq!(stopped, vec![vec![stops]; 3], "voted after step {voted}");
+        assert_eq!(all_heard, vec![vec![heard]; 3], "voted after step {voted}");
     }
 }
 

@@ -22,12 +22,14 @@ struct Variant {
     transport: Transport,
     buckets: Option<BucketSizes>,
     overlap: bool,
+    withhold: bool,
 }
 
 impl Variant {
     fn new(workers: usize) -> Variant {
         let first = Some(BucketSizes { first: 40, others: 400 });
-        Variant { workers, transport: Transport::Auto, buckets: first, overlap: true }
+        let transport = Transport::Auto;
+        Variant { workers, transport, buckets: first, overlap: true, withhold: false }
     }
 }
 
@@ -79,6 +81,7 @@ fn worker(group: &Group, variant: &Variant) -> Trained {
     let mut settings = Settings::new(SHARDS);
     settings.buckets = variant.buckets;
     settings.overlap = variant.overlap;
+    settings.withhold = variant.withhold;
     let sync = Synchronizer::new(Some(group), parameters(), settings).unwrap();
     let mut optimizer = "momentum".parse::<OptimizerSpec>().unwrap().build(&LENGTHS).unwrap();
     let mut weights: Vec<Vec<f32>> = LENGTHS
@@ -127,6 +130,8 @@ fn weights_do_not_depend_on_how_they_are_synchronized() {
     for workers in [1, 2, 3, 4] {
         let plain = Variant::new(workers);
         variants.push(Variant { overlap: false, ..plain.clone() });
+        variants.push(Variant { withhold: true, ..plain.clone() });
+        variants.push(Variant { overlap: false, withhold: true, ..plain.clone() });
         variants.push(Variant { transport: Transport::Tcp, ..plain.clone() });
         variants.push(Variant { buckets: None, ..plain.clone() });
         variants.push(Variant { buckets: Some(BucketSizes { first: 0, others: 0 }), ..plain });
@@ -161,7 +166,7 @@ fn parameters_without_a_gradient_anywhere_are_left_alone() {
 }
 
 #[test]
-fn one_vote_stops_all() {
+fn one_vote_is_heard_by_all_after_its_step() {
     let groups = Group::local(3, &Options::default()).unwrap();
     std::thread::scope(|scope| {
         for group in &groups {
@@ -172,12 +177,16 @@ fn one_vote_stops_all() {
                     if step == 2 && group.rank() == 1 {
                         sync.vote_to_stop();
                     }
+                    if step == 1 && group.rank() == 2 {
+                        sync.vote_to_regroup();
+                    }
                     sync.begin_shard();
                     sync.begin_backward(1.0);
                     sync.gradient(0, &[1.0, 2.0, 3.0]);
                     sync.end_shard();
                     let outcome = sync.finish(|_, gradient| assert_eq!(gradient, [1.0, 2.0, 3.0]));
-                    assert_eq!(outcome.unwrap().stop, step == 2);
+                    let StepOutcome { stop, regroup, .. } = outcome.unwrap();
+                    assert_eq!((stop, regroup), (step == 2, step == 1));
                 }
             });
         }

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use pyo3::prelude::*;
 use unisono_sync::Parameter;
-use unisono_sync::strategy::{LocalSteps as Library, Strategy, StrategySpec};
+use unisono_sync::strategy::{LocalSteps as Library, Strategy, StrategySpec, Votes};
 
 use super::buffers::ParameterBuffers;
 use super::member::GroupMember;
@@ -180,7 +180,7 @@ impl LocalSteps {
         let mut buffers = self.buffers(py, site, buffers)?;
         self.call(py, seconds, site, |state| {
             let step = self.record.steps() + 1;
-            let outcome = state.library.step(step, &mut buffers, 0.0, false)?;
+            let outcome = state.library.step(step, &mut buffers, 0.0, Votes::default())?;
             self.record.set_steps(step);
             self.record.note_sent(state.library.sent());
             self.record.note_transfers(&outcome.buckets);

@@ -13,6 +13,7 @@ mod local;
 mod queue;
 mod spec;
 
+use std::ops::BitOrAssign;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -100,16 +101,16 @@ pub trait Strategy: Send {
     }
 
     /// This worker has updated its weights in a step, the first of which is 1: lets the workers agree
-    /// on them, if it is time, and on the loss and whether to stop. `None` where gradients are
+    /// on them, if it is time, and on the loss and what any of them votes for. `None` where gradients are
     /// exchanged: then all of that is agreed already.
     fn agree(
         &mut self,
         step: u64,
         weights: &mut dyn Weights,
         loss: f32,
-        stop: bool,
+        votes: Votes,
     ) -> Result<Option<Round>, SyncError> {
-        let _ = (step, weights, loss, stop);
+        let _ = (step, weights, loss, votes);
         Ok(None)
     }
 
@@ -126,6 +127,16 @@ pub trait Strategy: Send {
         None
     }
 
+    /// Gives up on what is under way between steps.
+    fn abandon(&mut self) {}
+
+    /// Whether another group can go on without what this strategy remembers, before this step, counted
+    /// from 0. By default a strategy remembers nothing.
+    fn survives_regroup(&self, step: u64) -> bool {
+        let _ = step;
+        true
+    }
+
     /// Calls `each` at rank 0 with every vector that must be remembered from step to step, by its
     /// name. All ranks must call it, between steps.
     fn save(&mut self, group: &Group, each: &mut Save<'_>) -> Result<(), SyncError> {
@@ -138,6 +149,22 @@ pub trait Strategy: Send {
     fn restore(&mut self, group: &Group, find: &Find<'_>) -> Result<(), SyncError> {
         let _ = (group, find);
         Ok(())
+    }
+}
+
+/// What a worker votes for. One vote is enough.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Votes {
+    /// To stop training.
+    pub stop: bool,
+    /// To leave the group, so that one of other members takes its place.
+    pub regroup: bool,
+}
+
+impl BitOrAssign for Votes {
+    fn bitor_assign(&mut self, other: Votes) {
+        self.stop |= other.stop;
+        self.regroup |= other.regroup;
     }
 }
 

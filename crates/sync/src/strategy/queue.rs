@@ -87,6 +87,22 @@ impl Queue {
         }
     }
 
+    /// Gives up on all that was submitted and not collected: ends the group if that may still be under way.
+    /// Waits only until the exchanges have noticed.
+    pub fn abandon(&mut self) {
+        match &mut self.runner {
+            Runner::Group { pending, outcomes, .. } => {
+                if let (Some(abort), false) = (&self.abort, pending.is_empty()) {
+                    abort.abort("this rank has given up the step");
+                }
+                pending.drain(..).for_each(|work| drop(work.wait()));
+                while outcomes.1.try_recv().is_ok() {}
+            }
+            Runner::Caller(outcomes) => outcomes.clear(),
+        }
+        self.strategy().abandon();
+    }
+
     /// The strategy, once it has nothing to exchange.
     pub fn strategy(&self) -> MutexGuard<'_, Box<dyn Strategy>> {
         lock(&self.strategy)

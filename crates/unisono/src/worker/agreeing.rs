@@ -87,15 +87,16 @@ impl Agreeing {
         Ok(())
     }
 
-    /// Updates the weights by the mean gradient of all shards of all workers.
+    /// Updates the weights by the mean gradient of all shards of all workers. A step that fails does not
+    /// count.
     pub fn step(&mut self, weights: &mut dyn Weights) -> Result<StepOutcome, WorkerError> {
-        self.steps += 1;
-        let (optimizer, step) = (&mut self.optimizer, self.steps);
+        let (optimizer, step) = (&mut self.optimizer, self.steps + 1);
         let mut outcome = self.synchronizer.finish(|parameter, gradient| {
             weights.change(parameter, &mut |weights| {
                 optimizer.update(parameter, step, weights, gradient);
             });
         })?;
+        self.steps = step;
         self.synchronizer.agree(weights, &mut outcome)?;
         Ok(outcome)
     }

@@ -4,8 +4,9 @@
 //! are saved under names that do not know the workers, and a run goes on with any number of them.
 
 use std::borrow::Cow;
+use std::sync::Arc;
 
-use unisono_codec::{Memory, Passage};
+use unisono_codec::{Codec, Memory, Passage};
 use unisono_collective::{Group, Reduction};
 
 use super::momentum::Momentum;
@@ -70,6 +71,18 @@ impl Compressed {
         let memory = Memory { residual: zeros(has_residual), velocity: zeros(has_velocity) };
         state.shards = vec![memory; self.own.len()];
         state
+    }
+
+    /// Whether no codec carries anything from one step to the next.
+    pub(super) fn remembers_nothing(&self) -> bool {
+        let forgets = |codec: &Arc<dyn Codec>| {
+            !self.feeds_back(&**codec) && !self.compression.is_relative(&**codec)
+        };
+        let is_empty = |state: &State| {
+            let has_velocity = state.shards.iter().any(|memory| !memory.velocity.is_empty());
+            state.common.is_empty() && !has_velocity
+        };
+        self.codecs.iter().all(forgets) && self.states.iter().all(is_empty)
     }
 
     pub(super) fn workers(&self) -> usize {

@@ -40,6 +40,7 @@ use crate::times::StepTimes;
 use auto::{Choice, Observer};
 use memory::State;
 pub use memory::spread;
+use momentum::Momentum;
 use scale::Scale;
 
 /// What is compressed, and from when on.
@@ -363,6 +364,15 @@ impl Strategy for Compressed {
             true => Ok(None),
             false => self.observe_dense(step, layout, times),
         }
+    }
+
+    /// Residuals belong to the worker of a shard. A codec without any, and with nothing else that is
+    /// carried on, survives; so does any codec before its first encoding.
+    fn survives_regroup(&self, step: u64) -> bool {
+        let is_fresh = step <= self.compression.warm_up || self.codecs.is_empty();
+        let has_momentum = Momentum::of(&self.compression.rules).is_some();
+        step == 0
+            || !self.compression.auto && !has_momentum && (is_fresh || self.remembers_nothing())
     }
 
     fn save(&mut self, group: &Group, each: &mut Save<'_>) -> Result<(), SyncError> {

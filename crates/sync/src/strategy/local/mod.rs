@@ -34,7 +34,8 @@ use unisono_collective::{AbortHandle, Group};
 pub use schedule::{Due, Schedule};
 
 use super::{
-    Alone, Compression, Find, Gradients, LocalStepsSpec, Queue, Save, Strategy, Weights, mean,
+    Alone, Compression, Find, Gradients, LocalStepsSpec, Queue, Save, Strategy, Votes, Weights,
+    mean,
 };
 use crate::bucket::{Layout, SCALARS};
 use crate::error::SyncError;
@@ -59,8 +60,8 @@ pub struct Round {
 pub struct Agreed {
     /// The mean over the workers of the loss in the step of submission.
     pub loss: f32,
-    /// Whether any of them had voted to stop by then.
-    pub stop: bool,
+    /// What any of them had voted for by then.
+    pub votes: Votes,
 }
 
 /// Synchronizes the weights of workers that train by themselves.
@@ -80,8 +81,8 @@ pub struct LocalSteps {
     /// This worker's weights when they were submitted last. Only needed with a delay.
     submitted: Vec<Vec<f32>>,
     flights: Vec<Flight>,
-    /// Whether this worker has voted to stop since its last submission.
-    vote: bool,
+    /// What this worker has voted for since its last submission.
+    votes: Votes,
 }
 
 /// Where the bucket of a group is.
@@ -97,6 +98,7 @@ enum Flight {
 /// The numbers that travel with a submission.
 const LOSS: usize = 0;
 const STOP: usize = 1;
+const REGROUP: usize = 3;
 
 impl LocalSteps {
     /// For a worker of a group that trains a model with these parameters; without a group, for the only
@@ -128,12 +130,12 @@ impl LocalSteps {
             outer: plan.outer.build(&lengths).expect("a plan's settings were checked"),
             agreed: zeros(),
             submitted: if schedule.delay() > 0 { zeros() } else { Vec::new() },
-            vote: false,
+            votes: Votes::default(),
         })
     }
 
     /// The worker has finished a step, the first of which is 1: does what is due after it. The loss
-    /// is heard if something is submitted, and so is a vote to stop, or else at the next submission.
+    /// is heard if something is submitted, and so are votes, or else at the next submission.
     ///
     /// # Panics
     /// If steps are left out.
@@ -142,9 +144,9 @@ impl LocalSteps {
         step: u64,
         weights: &mut dyn Weights,
         loss: f32,
-        stop: bool,
+        votes: Votes,
     ) -> Result<Round, SyncError> {
-        self.vote |= stop;
+        self.votes |= votes;
         let due = self.schedule.after(step);
         let mut outcome = Round::default();
         if let Some(group) = due.submit {
@@ -185,7 +187,8 @@ impl LocalSteps {
         }
         let mut numbers = [0.0; SCALARS];
         numbers[LOSS] = loss;
-        numbers[STOP] = if std::mem::take(&mut self.vote) { 1.0 } else { 0.0 };
+        let Votes { stop, regroup } = std::mem::take(&mut self.votes);
+        (numbers[STOP], numbers[REGROUP]) = (stop.into(), regroup.into());
         slots[0][bucket.scalars.clone()].copy_from_slice(&numbers);
         let layout = self.layout.clone();
         let mut gradients = Gradients::new(group, layout, step, slots, 1, self.workers);
@@ -217,11 +220,9 @@ impl LocalSteps {
             });
         }
         let numbers = &mean[0][bucket.scalars.clone()];
-        let before = outcome.agreed.is_some_and(|agreed| agreed.stop);
-        outcome.agreed = Some(Agreed {
-            loss: numbers[LOSS] / self.workers as f32,
-            stop: before || numbers[STOP] > 0.0,
-        });
+        let mut votes = outcome.agreed.map_or(Votes::default(), |agreed| agreed.votes);
+        votes |= Votes { stop: numbers[STOP] > 0.0, regroup: numbers[REGROUP] > 0.0 };
+        outcome.agreed = Some(Agreed { loss: numbers[LOSS] / self.workers as f32, votes });
         self.flights[group] = Flight::Idle(mean);
         Ok(())
     }
@@ -289,9 +290,9 @@ impl Strategy for LocalSteps {
         step: u64,
         weights: &mut dyn Weights,
         loss: f32,
-        stop: bool,
+        votes: Votes,
     ) -> Result<Option<Round>, SyncError> {
-        self.step(step, weights, loss, stop).map(Some)
+        self.step(step, weights, loss, votes).map(Some)
     }
 
     /// What is under way is applied. Then the agreed weights become the mean of the workers'. That is
@@ -321,6 +322,16 @@ impl Strategy for LocalSteps {
             self.flights[group] = Flight::Idle(mean);
         }
         Ok(outcome)
+    }
+
+    fn abandon(&mut self) {
+        self.travel.abandon();
+    }
+
+    /// The agreed weights and the momentum of the outer optimizer have been with this group only. Before
+    /// the first step they are nothing but the weights that the run begins with.
+    fn survives_regroup(&self, step: u64) -> bool {
+        step == 0
     }
 
     fn agreed(&self, parameter: usize) -> Option<&[f32]> {

@@ -12,9 +12,13 @@
 
 use unisono_collective::Group;
 
-use super::{Flight, LocalSteps};
+use super::{Flight, LocalSteps, REGROUP};
 use crate::error::SyncError;
 use crate::strategy::{Find, Save};
+
+/// The numbers of a group that are saved: not the votes for a change of members, for a run that is
+/// resumed has others.
+const SAVED: usize = REGROUP;
 
 impl LocalSteps {
     /// As [`Strategy::save`](crate::strategy::Strategy::save).
@@ -41,7 +45,7 @@ impl LocalSteps {
             for (i, &parameter) in bucket.parameters.iter().enumerate() {
                 let name = &self.names[parameter];
                 if is_first && i == 0 {
-                    let numbers = &mean[0][bucket.scalars.clone()];
+                    let numbers = &mean[0][bucket.scalars.clone()][..SAVED];
                     each(format!("numbers.{name}"), parameter, numbers);
                 }
                 if is_first {
@@ -85,7 +89,8 @@ impl LocalSteps {
             let mut mean = vec![0.0; bucket.len];
             let Some(&first) = bucket.parameters.first() else { continue };
             let name = format!("numbers.{}", self.names[first]);
-            if !spread(group, find, &name, &mut mean[bucket.scalars.clone()])? {
+            let numbers = &mut mean[bucket.scalars.clone()][..SAVED];
+            if !spread(group, find, &name, numbers)? {
                 *flight = Flight::Idle(vec![mean]);
                 continue;
             }
