@@ -9,7 +9,7 @@ use std::ffi::OsString;
 const PREFIX: &str = "UNISONO_";
 
 /// Every variable that Unisono reads or sets.
-pub const KNOWN: [&str; 21] = [
+pub const KNOWN: [&str; 22] = [
     "UNISONO_ALGORITHM",
     "UNISONO_CANONICAL",
     "UNISONO_COLUMNS",
@@ -19,6 +19,7 @@ pub const KNOWN: [&str; 21] = [
     "UNISONO_LIFE",
     "UNISONO_LISTEN_FD",
     "UNISONO_LOG",
+    "UNISONO_MEMBERSHIP",
     "UNISONO_NETLAB",
     "UNISONO_PEERS",
     "UNISONO_PROGRAM",

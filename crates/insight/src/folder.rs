@@ -124,6 +124,20 @@ impl RunFolder {
         Ok(RunFolder { dir, info: info.clone(), steps })
     }
 
+    /// Goes on with a folder after so many steps of the run: records of later ones are dropped. Also returns
+    /// the last step that is recorded; 0 if none is.
+    pub fn reopen(dir: impl Into<PathBuf>, after: u64) -> Result<(RunFolder, u64), FolderError> {
+        let dir = dir.into();
+        let info = read_info(&dir)?;
+        let mut last = 0;
+        let steps = Log::reopen_keeping(dir.join(STEPS), |record: &StepRecord| {
+            let is_kept = record.step <= after;
+            last = if is_kept { record.step } else { last };
+            is_kept
+        })?;
+        Ok((RunFolder { dir, info, steps }, last))
+    }
+
     /// Where it is.
     pub fn path(&self) -> &Path {
         &self.dir
@@ -249,7 +263,7 @@ fn read_steps(path: &Path, info: &RunInfo) -> Result<Vec<StepRecord>, FolderErro
     let steps: Vec<StepRecord> = read_lines(path, "record of a step")?;
     for (number, step) in steps.iter().enumerate() {
         let previous = number.checked_sub(1).map(|previous| steps[previous].step);
-        let reason = if step.ranks.len() != info.workers {
+        let reason = if step.ranks.len() != info.workers && !info.elastic {
             let ranks = counted(step.ranks.len(), "rank");
             format!("a step of {ranks} in a run of {}", info.workers)
         } else if let Some(previous) = previous.filter(|previous| *previous >= step.step) {

@@ -117,6 +117,9 @@ pub struct RunInfo {
     /// Whether its workers did not agree step by step, so that pushes were recorded instead of steps.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub relaxed: bool,
+    /// Whether its workers could come and go, so that steps differ in their number of ranks.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub elastic: bool,
     /// Every setting of the run, as it took effect, defaults included. `overlap = false`, `optimizer`,
     /// `checkpoint_dir` and `framework` are understood by the verdict; all others are only shown.
     #[serde(default)]

@@ -8,11 +8,13 @@
 //! travels over a Unix socket. [`keepalive`] notices connections that carry nothing any more, [`fork`] keeps
 //! forked children from holding them open, [`descriptors`] raises their limit for a large job, and
 //! [`interface`] chooses the address to listen on. What a job writes down for its next start lies in a
-//! [`folder`] that outlasts a power failure. [`rank`] numbers the processes of a job.
+//! [`folder`] that outlasts a power failure. [`rank`] numbers the processes of a job. Tests can
+//! [crash] processes at named points.
 
 pub mod acceptor;
 mod cipher;
 mod connection;
+pub mod crash;
 pub mod descriptors;
 pub mod dial;
 pub mod folder;

@@ -205,7 +205,7 @@ fn a_vote_to_stop_survives_the_step_it_was_cast_in() {
     let all = in_two_groups(2, 2, Transport::Auto, |first, second| {
         let (first, second) = (first.unwrap(), second.unwrap());
         let sync = Synchronizer::new(Some(&first), parameters(), settings()).unwrap();
-        let mut model = Model::new();
+        let model = Model::new();
         if first.rank() == 1 {
             sync.vote_to_stop();
             sync.vote_to_regroup();

@@ -10,7 +10,7 @@ use unisono_net::interface::{InterfaceError, own_address};
 
 /// How many timeouts a rank waits for the others to be started. Starting a process can take far
 /// longer than answering a heartbeat.
-const START_PATIENCE: u32 = 6;
+pub(crate) const START_PATIENCE: u32 = 6;
 
 /// A process's membership in a job.
 pub struct Job {

@@ -14,6 +14,7 @@
 
 #[cfg(feature = "candle")]
 pub mod candle;
+pub mod elastic;
 mod job;
 pub mod recording;
 pub mod worker;

@@ -4,6 +4,8 @@ mod args;
 mod checkpoint;
 mod computation;
 mod dry_run;
+mod elastic;
+mod part;
 mod progress;
 mod rank_zero;
 mod relaxed;
@@ -46,7 +48,7 @@ pub fn run(args: TrainArgs) -> anyhow::Result<ExitCode> {
     }
     if args.as_worker || std::env::var_os("RANK").is_some() || is_launched() {
         fix_threads(args.threads());
-        return match worker::run(&args) {
+        return match run_worker(&args) {
             Err(error) if args.as_worker => {
                 let consequence = worker::is_consequence(&error);
                 Failure { reason: crate::one_line(&error), consequence }.tell();
@@ -57,6 +59,9 @@ pub fn run(args: TrainArgs) -> anyhow::Result<ExitCode> {
     }
     rehearse(&args)?;
     announce(&args)?;
+    if args.is_elastic() {
+        return elastic::lead(&args);
+    }
     let display = Display::new();
     let mut command = vec![std::env::current_exe()?.into_os_string()];
     command.extend(args.arguments.iter().cloned());
@@ -90,6 +95,14 @@ pub fn run(args: TrainArgs) -> anyhow::Result<ExitCode> {
         _ => {}
     }
     Ok(ExitCode::from(outcome.exit_code()))
+}
+
+/// Is one of the workers.
+fn run_worker(args: &TrainArgs) -> anyhow::Result<ExitCode> {
+    match args.is_elastic() {
+        true => elastic::work(args),
+        false => worker::run(args),
+    }
 }
 
 /// What to do about a worker that is gone.

@@ -56,7 +56,7 @@ impl RankZero {
         );
     }
 
-    /// Sums the run up and says how it went.
+    /// Sums the run up: what there is to say of it.
     pub fn end(
         self,
         plan: &RunPlan,
@@ -65,7 +65,7 @@ impl RankZero {
         scaling: Option<Scaling>,
         interrupted: bool,
         json: bool,
-    ) -> anyhow::Result<()> {
+    ) -> anyhow::Result<String> {
         let judgement = computation.judge()?;
         let outcome = Outcome {
             accuracy: judgement.map(|judgement| judgement.accuracy),
@@ -87,7 +87,7 @@ impl RankZero {
             object["batch"] = json!(plan.batch);
             object["earlier_learning_rates"] = json!(run.info.earlier_rates());
             object["report"] = json!(is_written.then(|| run.report_path()));
-            return Ok(result_line!("{object}")?);
+            return Ok(format!("{object}\n"));
         }
         let mut out = String::new();
         if interrupted {
@@ -121,7 +121,7 @@ impl RankZero {
             }
             (false, _) => writeln!(out, "report: none; see the warning")?,
         }
-        Ok(output::text_out(&out)?)
+        Ok(out)
     }
 }
 

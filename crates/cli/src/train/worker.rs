@@ -1,7 +1,6 @@
 //! One worker of a training run.
 
 use std::process::ExitCode;
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use anyhow::{Context, bail};
@@ -12,14 +11,16 @@ use unisono::recording::RecordError;
 use unisono::recording::steps::StepRecorder;
 use unisono::sync::SyncError;
 use unisono::worker::WorkerError;
-use unisono::{Error, Group, Job, JoinError, Options, Reduction};
+use unisono::{Error, FormError, Group, Job, JoinError, Options};
 
 use super::args::{RunPlan, TrainArgs};
-use super::checkpoint::{resume, save};
+use super::checkpoint::resume;
 use super::computation;
+use super::part::Part;
 use super::rank_zero::RankZero;
 use super::stop_flag;
 use crate::exit::Wrong;
+use crate::output;
 
 /// Steps that one worker alone is measured for, after as many that do not count.
 const SCALING_STEPS: u64 = 10;
@@ -65,7 +66,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let info = rank_zero.as_ref().map(|rank_zero| rank_zero.describe(&plan, group, &*computation));
     let dir = plan.run_dir.as_deref();
     let recorder = StepRecorder::begin(group, dir, info.unwrap_or_default(), plan.batch as u64);
-    let mut recorder = match (recorder, dir) {
+    let recorder = match (recorder, dir) {
         (Err(RecordError::Folder(error)), Some(_)) => {
             Err(error).context("--run-dir").wrong_call()?
         }
@@ -75,115 +76,57 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         }
         (recorder, _) => recorder?,
     };
-    let slowness = plan.slowness(group.rank());
-
-    let (mut interrupted, mut diverged) = (false, false);
-    // The step since which this worker's loss, as far as it knows it, is no number.
-    let mut lost_since = None;
-    computation.synchronizer().begin_step();
-    while computation.steps() < plan.steps && !interrupted && !diverged {
-        let step = computation.steps();
-        if stop.load(Ordering::Relaxed) {
-            computation.synchronizer().vote_to_stop();
-        }
-        while computation.shard(step, slowness)? {}
-        let outcome = computation.finish()?;
-        // The same on all ranks, as the loss is if they have agreed on it.
-        interrupted = outcome.agreed && outcome.stop;
-        diverged = outcome.agreed && !outcome.loss.is_finite();
-        lost_since = match outcome.loss.is_finite() {
-            true => None,
-            false => lost_since.or(Some(computation.steps())),
-        };
-        recorder.note(computation.steps(), &outcome, computation.synchronizer().sent());
-        if let (Some(rank_zero), Some(advice)) = (&rank_zero, &outcome.advice) {
-            rank_zero.advise(advice);
-            if let Err(error) = recorder.advise(computation.steps(), advice) {
-                say!(
-                    "unisono: warning: {error}; the report will not say why this codec was chosen"
-                );
-            }
-        }
-        if let Some(rank_zero) = &mut rank_zero {
-            rank_zero.reporter.step(computation.steps(), &outcome);
-        }
-        let mut over = computation.steps() == plan.steps || interrupted || diverged;
-        let due = |every: u64| every > 0 && computation.steps().is_multiple_of(every);
-        // Decided alike on all ranks, for they must all take part in what follows.
-        let checks = plan.check_every > 0 && (due(plan.check_every) || over);
-        let saves = plan.checkpoint_dir.is_some() && (due(plan.checkpoint_every) || over);
-        let hands_in = recorder.is_due() || over;
-        if !outcome.agreed && (checks || saves || hands_in) {
-            // A worker that steps by itself cannot tell the others before they talk anyway.
-            diverged = earliest(lost_since, group)?.is_some();
-            over |= diverged;
-        }
-        // A checkpoint of a run that is lost would only push out a good one.
-        let (saves, hands_in) = (saves && !diverged, hands_in || over);
-        if checks {
-            computation.check(group)?;
-        }
-        if saves {
-            let saver = rank_zero.as_mut().and_then(|rank_zero| rank_zero.saver.as_mut());
-            save(&plan, &*computation, saver, group)?;
-        }
-        if hands_in && let Err(error) = recorder.hand_in(group)? {
-            say!("unisono: warning: {error}; the run goes on, and its report will be incomplete");
-        }
-        if checks || saves || hands_in {
-            // That was no part of the next step.
-            group.barrier()?;
-            computation.synchronizer().begin_step();
-        }
-    }
-    computation.settle()?;
-    let told = match rank_zero {
-        Some(rank_zero) => {
-            rank_zero.end(&plan, &*computation, recorder, scaling, interrupted, args.json)
-        }
+    let mut part = Part::new(&plan, computation, rank_zero, recorder, stop);
+    part.train(group, || false, |_, _| Ok(()))?;
+    let told = part.sum_up(scaling, args.json).and_then(|text| match text {
+        Some(text) => Ok(output::text_out(&text)?),
         None => Ok(()),
-    };
+    });
     // The others stay until rank 0 has written all, and do not lose it if its reader has gone.
     group.barrier()?;
     told?;
-    if diverged {
-        let step = earliest(lost_since, group)?.unwrap_or(computation.steps());
-        let rate = plan.optimizer.learning_rate();
-        let advice = match plan.checkpoint_dir {
-            Some(_) => "go on from the last checkpoint by --resume with a lower --learning-rate",
-            None => "start again with a lower --learning-rate",
-        };
-        bail!("the loss is no longer a number since step {step}; {advice} (it was {rate})");
-    }
+    part.expect_finite_loss(group)?;
     Ok(ExitCode::SUCCESS)
-}
-
-/// The earliest step that any rank names. All ranks must call it.
-fn earliest(step: Option<u64>, group: &Group) -> anyhow::Result<Option<u64>> {
-    let mut first = [step.map_or(i64::MAX, |step| step as i64)];
-    group.all_reduce(&mut first, Reduction::Min)?;
-    Ok((first[0] < i64::MAX).then_some(first[0] as u64))
 }
 
 /// Whether a worker failed only because another one was gone.
 pub fn is_consequence(error: &anyhow::Error) -> bool {
-    let sync = match error.downcast_ref() {
-        Some(ReplicaError::Worker(WorkerError::Sync(sync))) => Some(sync),
-        _ => error.downcast_ref(),
-    };
-    let group = match sync {
+    let of_group = group_error(error);
+    matches!(
+        of_group,
+        Some(Error::PeerLost { .. } | Error::Aborted { .. } | Error::EpochEnded { .. })
+    ) || matches!(error.downcast_ref(), Some(JoinError::Rendezvous(_) | JoinError::Form(_)))
+}
+
+/// The failure of the group that is behind an error, if one is.
+pub fn group_error(error: &anyhow::Error) -> Option<&Error> {
+    match sync_error(error) {
         Some(SyncError::Group(group)) => Some(group),
         _ => match error.downcast_ref() {
             Some(RecordError::Group(group)) => Some(group),
             _ => error.downcast_ref(),
         },
-    };
-    matches!(group, Some(Error::PeerLost { .. } | Error::Aborted { .. } | Error::EpochEnded { .. }))
-        || matches!(error.downcast_ref(), Some(JoinError::Rendezvous(_) | JoinError::Form(_)))
+    }
+}
+
+/// Why a group could not form, if that is behind an error.
+pub fn form_error(error: &anyhow::Error) -> Option<&FormError> {
+    match sync_error(error) {
+        Some(SyncError::Form(form)) => Some(form),
+        _ => error.downcast_ref(),
+    }
+}
+
+/// Why workers could not be kept in step, if that is behind an error.
+pub fn sync_error(error: &anyhow::Error) -> Option<&SyncError> {
+    match error.downcast_ref() {
+        Some(ReplicaError::Worker(WorkerError::Sync(sync))) => Some(sync),
+        _ => error.downcast_ref(),
+    }
 }
 
 /// Fails on all ranks if one was started with other settings than rank 0.
-fn expect_equal_plans(plan: &RunPlan, group: &Group) -> anyhow::Result<()> {
+pub fn expect_equal_plans(plan: &RunPlan, group: &Group) -> anyhow::Result<()> {
     let mut settings = plan.identity();
     settings.push(("steps", plan.steps.to_string()));
     settings.push(("check-every", plan.check_every.to_string()));

@@ -10,11 +10,18 @@ use super::members::Members;
 use super::nodes::{JobNode, Message};
 use super::output::lock;
 use super::supervisor::{Decision, Settings, Supervisor};
-use super::{Ending, Event, Launch, Member, Outcome};
+use super::{Completion, Ending, Event, Launch, Member, Outcome};
+use crate::membership::{Coordinator, Order, WorkerId};
 
 pub(super) struct Driver<'a> {
     launch: &'a Launch,
     job: JobNode,
+    /// Of an elastic job.
+    coordinator: Option<Coordinator>,
+    /// Which life each rank is in.
+    lives: Vec<u32>,
+    /// What the workers of an elastic job came to.
+    result: Option<Vec<u8>>,
     members: Members<'a>,
     inbox: Receiver<Event>,
     /// What the caller wants done at the end begins when something is sent.
@@ -29,15 +36,18 @@ impl<'a> Driver<'a> {
     pub fn new(
         launch: &'a Launch,
         job: JobNode,
+        coordinator: Option<Coordinator>,
         members: Members<'a>,
         inbox: Receiver<Event>,
         at_end: Option<Sender<()>>,
     ) -> Driver<'a> {
-        Driver { launch, job, members, inbox, at_end, began: Instant::now() }
+        let (lives, began) = (vec![0; launch.ranks as usize], Instant::now());
+        let result = None;
+        Driver { launch, job, coordinator, lives, result, members, inbox, at_end, began }
     }
 
     /// Stays with the job until no process of it is left on this node.
-    pub fn run(mut self) -> Outcome {
+    pub fn run(mut self) -> (Outcome, Completion) {
         let mut supervisor = Supervisor::new(Settings {
             node: self.job.place.node,
             nodes: self.job.place.nodes,
@@ -46,10 +56,12 @@ impl<'a> Driver<'a> {
             servers: self.launch.server_count(),
             grace: self.launch.grace,
             restarts: self.launch.restarts,
+            least: self.launch.elastic.as_ref().map(|elastic| elastic.least),
             at_end: self.at_end.is_some(),
         });
         while supervisor.outcome().is_none() {
-            let event = match supervisor.deadline() {
+            let coordinator = self.coordinator.as_ref().and_then(Coordinator::deadline);
+            let event = match supervisor.deadline().into_iter().chain(coordinator).min() {
                 Some(at) => self.inbox.recv_timeout(at.saturating_sub(self.now())),
                 None => self.inbox.recv().map_err(RecvTimeoutError::from),
             };
@@ -57,6 +69,10 @@ impl<'a> Driver<'a> {
                 Ok(Event::GuardEnded(guard)) => self.members.replace_guard(*guard),
                 Ok(Event::Closed { node }) => self.job.links.note_closed(*node),
                 _ => {}
+            }
+            let (event, orders) = self.ask_coordinator(event);
+            for order in orders {
+                self.obey(&mut supervisor, order);
             }
             let decisions = match event {
                 Ok(event) => supervisor.handle(self.now(), event),
@@ -72,7 +88,46 @@ impl<'a> Driver<'a> {
         }
         let outcome = supervisor.outcome().expect("nothing begins after the end").clone();
         self.job.links.close(&outcome);
-        outcome
+        let history = self.coordinator.as_ref().map(|coordinator| coordinator.history().clone());
+        (outcome, Completion { result: self.result, history: history.unwrap_or_default() })
+    }
+
+    /// What the coordinator of an elastic job makes of what happened; and what is left for the supervisor.
+    fn ask_coordinator(
+        &mut self,
+        event: Result<Event, RecvTimeoutError>,
+    ) -> (Result<Event, RecvTimeoutError>, Vec<Order>) {
+        let now = self.now();
+        let Some(coordinator) = &mut self.coordinator else { return (event, Vec::new()) };
+        match event {
+            Ok(Event::Membership(heard)) => {
+                (Err(RecvTimeoutError::Timeout), coordinator.heard(now, heard))
+            }
+            Ok(Event::Ended { member: Member::Rank(number), .. }) => {
+                let life = self.lives[number as usize];
+                (event, coordinator.ended(now, WorkerId { number, life }))
+            }
+            Ok(event) => (Ok(event), Vec::new()),
+            Err(_) => (event, coordinator.tick(now)),
+        }
+    }
+
+    fn obey(&mut self, supervisor: &mut Supervisor, order: Order) {
+        let event = match order {
+            Order::Kill(WorkerId { number, life }) => {
+                if self.lives.get(number as usize) == Some(&life) {
+                    self.members.clear(Member::Rank(number));
+                }
+                return;
+            }
+            Order::Finished(result) => {
+                self.result = Some(result);
+                Event::Complete
+            }
+            Order::GiveUp { ready } => Event::TooFewWorkers { ready },
+        };
+        let decisions = supervisor.handle(self.now(), event);
+        self.carry_out_all(supervisor, decisions);
     }
 
     fn now(&self) -> Duration {
@@ -120,6 +175,9 @@ impl<'a> Driver<'a> {
                 self.job.links.tell(&Message::Over(outcome));
             }
             Decision::TellToEnd { signal } => {
+                if let Some(coordinator) = &mut self.coordinator {
+                    coordinator.release();
+                }
                 self.members.tell_to_end(Signal::from_named_raw(signal).unwrap_or(Signal::TERM));
             }
             Decision::Kill => self.members.kill(),
@@ -131,6 +189,9 @@ impl<'a> Driver<'a> {
     fn start_again(&mut self, member: Member, life: u32) -> Option<Event> {
         match self.members.start_again(member, life) {
             Ok(()) => {
+                if let Member::Rank(number) = member {
+                    self.lives[number as usize] = life;
+                }
                 self.launch.restarted.fetch_add(1, Ordering::Relaxed);
                 None
             }

@@ -65,6 +65,7 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 use unisono_net::{HandshakeError, Token, descriptors};
 
+use crate::membership::{self, Coordinator, Heard, History};
 use crate::place::{self, MAX_WORLD};
 
 /// Descriptors of a launcher beside those for its ranks.
@@ -89,6 +90,8 @@ pub struct Launch {
     pub servers: Option<Servers>,
     /// Whether every rank gets a socket to listen at, as servers do; for jobs of one node.
     pub listeners_for_ranks: bool,
+    /// Whether ranks may come and go while the others train on; for jobs of one node.
+    pub elastic: Option<Elastic>,
     /// Whether ranks and servers that fail are started again.
     pub restarts: Restarts,
     /// Counts how often one was.
@@ -113,6 +116,28 @@ pub struct Launch {
     pub stdout: Sink,
     /// Where the members' stderr, and what the launcher has to say, goes.
     pub stderr: Sink,
+}
+
+/// A job whose ranks may come and go while the others train on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Elastic {
+    /// With fewer workers the job waits.
+    pub least: u32,
+    /// More workers wait as spares.
+    pub most: u32,
+    /// After how long a worker that does not answer counts as lost.
+    pub timeout: Duration,
+    /// How long the job waits for workers before it ends.
+    pub patience: Duration,
+}
+
+/// What came of a job whose ranks may come and go.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Completion {
+    /// The result that the workers handed in, if they came to one.
+    pub result: Option<Vec<u8>>,
+    /// What happened to them.
+    pub history: History,
 }
 
 /// This node among several.
@@ -216,6 +241,7 @@ impl Launch {
             encrypt: false,
             servers: None,
             listeners_for_ranks: false,
+            elastic: None,
             restarts: Restarts::default(),
             restarted: Arc::default(),
             vars: Vec::new(),
@@ -234,6 +260,12 @@ impl Launch {
     /// Must be called on a thread that outlives the job, for the kernel ends the ranks together
     /// with the thread that started them. SIGINT and SIGTERM belong to the launcher meanwhile.
     pub fn run(&self) -> Result<Outcome, LaunchError> {
+        let (events, inbox) = channel();
+        self.supervise(events, inbox, None).map(|(outcome, _)| outcome)
+    }
+
+    /// As [`Launch::run`], of an [elastic](Launch::elastic) job; with what came of it.
+    pub fn run_elastic(&self) -> Result<(Outcome, Completion), LaunchError> {
         let (events, inbox) = channel();
         self.supervise(events, inbox, None)
     }
@@ -257,7 +289,7 @@ impl Launch {
                 let _ = done.send(Event::AtEndDone);
             }
         })?;
-        let outcome = self.supervise(events, inbox, Some(begin))?;
+        let (outcome, _) = self.supervise(events, inbox, Some(begin))?;
         match results.try_recv() {
             Ok(Err(panic)) => resume_unwind(panic),
             result => Ok((outcome, result.ok().and_then(Result::ok))),
@@ -270,14 +302,39 @@ impl Launch {
         events: Sender<Event>,
         inbox: Receiver<Event>,
         at_end: Option<Sender<()>>,
-    ) -> Result<Outcome, LaunchError> {
+    ) -> Result<(Outcome, Completion), LaunchError> {
         self.check()?;
         // Two pipes and a connection to the rendezvous each, and both ends of a pipe while it is made.
         descriptors::ensure(DESCRIPTORS + 6 * u64::from(self.ranks))?;
-        let job = nodes::assemble(self, &events)?;
+        let mut job = nodes::assemble(self, &events)?;
+        let coordinator = match &self.elastic {
+            Some(elastic) => Some(self.open_coordinator(elastic, &job.place, events.clone())?),
+            None => None,
+        };
+        job.place.membership = coordinator.as_ref().map(Coordinator::address);
         let _signals = SignalForwarder::start(events.clone())?;
         let members = members::Members::start(self, job.place.clone(), events)?;
-        Ok(driver::Driver::new(self, job, members, inbox, at_end).run())
+        Ok(driver::Driver::new(self, job, coordinator, members, inbox, at_end).run())
+    }
+
+    fn open_coordinator(
+        &self,
+        elastic: &Elastic,
+        place: &nodes::NodePlace,
+        events: Sender<Event>,
+    ) -> io::Result<Coordinator> {
+        let settings = membership::Settings {
+            workers: self.ranks.min(elastic.most) as usize,
+            least: elastic.least as usize,
+            most: elastic.most as usize,
+            timeout: elastic.timeout,
+            patience: elastic.patience,
+        };
+        let ip = place.rendezvous.ip();
+        Coordinator::open(ip, &place.token, settings, Duration::ZERO, move |heard| {
+            // A launcher that has ended hears nothing.
+            let _ = events.send(Event::Membership(heard));
+        })
     }
 
     /// Whether the request makes sense.
@@ -304,6 +361,9 @@ impl Launch {
                 "the launcher opens sockets for jobs of one node only; start servers by hand",
             ));
         }
+        if several && self.elastic.is_some() {
+            return Err(LaunchError::Usage("ranks may come and go in jobs of one node only"));
+        }
         Ok(())
     }
 
@@ -313,7 +373,10 @@ impl Launch {
 
     /// Whether members may come and go.
     fn is_relaxed(&self) -> bool {
-        self.servers.is_some() || self.listeners_for_ranks || self.restarts.limit > 0
+        self.servers.is_some()
+            || self.listeners_for_ranks
+            || self.restarts.limit > 0
+            || self.elastic.is_some()
     }
 }
 
@@ -361,6 +424,12 @@ enum Event {
     Heard { node: u32, message: nodes::Message },
     /// Another launcher's connection closed.
     Closed { node: u32 },
+    /// A worker of an elastic job said something.
+    Membership(Heard),
+    /// The workers of an elastic job have handed in their result: none is needed any more.
+    Complete,
+    /// An elastic job had too few workers for too long.
+    TooFewWorkers { ready: usize },
     /// What the members write cannot be passed on.
     OutputLost(io::Error),
     /// The guard with this number ended.

@@ -51,6 +51,8 @@ pub(super) struct NodePlace {
     pub rendezvous: SocketAddr,
     pub master_port: u16,
     pub token: Token,
+    /// Where the coordinator of an elastic job listens.
+    pub membership: Option<SocketAddr>,
 }
 
 struct Host {
@@ -142,8 +144,16 @@ fn alone(launch: &Launch) -> Result<JobNode, LaunchError> {
     let (host, port) = Host::open(ip, world, &token)?;
     let rendezvous = SocketAddr::new(ip, port);
     let master_port = free_port()?;
-    let place =
-        NodePlace { node: 0, nodes: 1, first_rank: 0, world, rendezvous, master_port, token };
+    let place = NodePlace {
+        node: 0,
+        nodes: 1,
+        first_rank: 0,
+        world,
+        rendezvous,
+        master_port,
+        token,
+        membership: None,
+    };
     Ok(JobNode { place, links: Links::default(), host: Some(host) })
 }
 
@@ -225,7 +235,16 @@ fn lead(
         first_rank += ranks;
     }
     let nodes = nodes.count;
-    let place = NodePlace { node: 0, nodes, first_rank: 0, world, rendezvous, master_port, token };
+    let place = NodePlace {
+        node: 0,
+        nodes,
+        first_rank: 0,
+        world,
+        rendezvous,
+        master_port,
+        token,
+        membership: None,
+    };
     Ok(JobNode { place, links, host: Some(host) })
 }
 
@@ -302,6 +321,7 @@ fn follow(
         rendezvous: SocketAddr::new(ip, rendezvous),
         master_port,
         token,
+        membership: None,
     };
     Ok(JobNode { place, links, host: None })
 }

@@ -23,6 +23,13 @@ pub enum Outcome {
         /// Its number.
         node: u32,
     },
+    /// An elastic job had too few workers for too long.
+    TooFewWorkers {
+        /// How many there were.
+        ready: u32,
+        /// How many it needs.
+        least: u32,
+    },
     /// A server failed, and all others were ended.
     ServerFailed(ServerFailure),
     /// What the ranks wrote could not be passed on.
@@ -76,7 +83,9 @@ impl Outcome {
             Outcome::ServerFailed(failure) => failure.ending.exit_code(),
             Outcome::Interrupted { signal } => Ending::Signal(*signal).exit_code(),
             Outcome::OutputLost { closed: true, .. } => Ending::Signal(SIGPIPE).exit_code(),
-            Outcome::OutputLost { closed: false, .. } | Outcome::NodeLost { .. } => 1,
+            Outcome::OutputLost { closed: false, .. }
+            | Outcome::NodeLost { .. }
+            | Outcome::TooFewWorkers { .. } => 1,
         }
     }
 
@@ -128,6 +137,9 @@ impl fmt::Display for Outcome {
             Outcome::Interrupted { signal } => {
                 let name = signal_hook::low_level::signal_name(*signal).unwrap_or("a signal");
                 write!(f, "stopped by {name}")
+            }
+            Outcome::TooFewWorkers { ready, least } => {
+                write!(f, "waited too long for workers: {ready} ready, at least {least} needed")
             }
             Outcome::NodeLost { node } => write!(f, "lost the launcher of node {node}"),
             Outcome::OutputLost { closed: true, .. } => {

@@ -19,6 +19,7 @@ use super::nodes::NodePlace;
 use super::output::{Destination, Forwarding, Sink, longest_line};
 use super::strays::Mark;
 use super::{Ending, Event, Launch, LaunchError, Member, binding};
+use crate::membership;
 
 /// All that is needed to start a member of the job on this node, now and again.
 pub(super) struct Starter<'a> {
@@ -188,7 +189,7 @@ impl Starter<'_> {
     /// Where a rank finds its place.
     fn place_variables(&self, local: u32) -> Vec<(&'static str, String)> {
         let place = &self.place;
-        vec![
+        [
             ("RANK", (place.first_rank + local).to_string()),
             ("WORLD_SIZE", place.world.to_string()),
             ("LOCAL_RANK", local.to_string()),
@@ -199,6 +200,9 @@ impl Starter<'_> {
             ("MASTER_PORT", place.master_port.to_string()),
             ("UNISONO_RENDEZVOUS", place.rendezvous.to_string()),
         ]
+        .into_iter()
+        .chain(place.membership.map(|address| (membership::VARIABLE, address.to_string())))
+        .collect()
     }
 }
 

@@ -83,7 +83,8 @@ impl Life {
     }
 }
 
-fn is_final(life: &Life, ending: Ending) -> bool {
+/// Whether a life that ended so would only be repeated.
+pub(super) fn is_final(life: &Life, ending: Ending) -> bool {
     match ending {
         Ending::Signal(_) => false,
         Ending::Code(2 | 64) => true,

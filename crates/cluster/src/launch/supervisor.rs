@@ -14,7 +14,7 @@ use std::time::Duration;
 use signal_hook::consts::{SIGINT, SIGTERM};
 
 use super::nodes::Message;
-use super::restarts::{Budget, Life, Restarts};
+use super::restarts::{Budget, Life, Restarts, is_final};
 use super::{Ending, Event, Failure, Member, Outcome, ServerFailure, output_lost};
 
 /// A job on this node. Times count from the start of its members.
@@ -26,6 +26,8 @@ pub(super) struct Supervisor {
     others: Vec<Other>,
     restarts: Budget,
     at_end: AtEnd,
+    /// Whether the workers of an elastic job have come to a result: none is needed any more.
+    is_complete: bool,
     verdict: Option<Outcome>,
     /// When members that were told to end are killed.
     kill_at: Option<Duration>,
@@ -48,6 +50,8 @@ pub(super) struct Settings {
     /// How long members may take to end when told to.
     pub grace: Duration,
     pub restarts: Restarts,
+    /// The fewest workers of a job in which the others go on when one is lost.
+    pub least: Option<u32>,
     /// Whether the caller wants something done between the end of the ranks and that of the servers.
     pub at_end: bool,
 }
@@ -115,6 +119,10 @@ enum AtEnd {
 /// and exit first. Longer finds the true cause on slower machines; shorter ends the job sooner.
 const SETTLE: Duration = Duration::from_millis(50);
 
+/// How long workers may take to leave when they are not needed any more. Longer: a run whose last worker is
+/// stopped ends later. Shorter: a worker is killed while it closes its files.
+const LEAVING: Duration = Duration::from_secs(5);
+
 impl Supervisor {
     /// All members have just been started.
     pub fn new(settings: Settings) -> Supervisor {
@@ -126,6 +134,7 @@ impl Supervisor {
             others: others.map(|node| Other { node, finished: false }).collect(),
             restarts: Budget::new(restarts),
             at_end: if at_end { AtEnd::Ahead } else { AtEnd::Done },
+            is_complete: false,
             verdict: None,
             kill_at: None,
             failures: Vec::new(),
@@ -160,7 +169,12 @@ impl Supervisor {
             }
             Event::Heard { node, message: Message::Finished } => self.on_finished(node),
             Event::Heard { message: Message::Over(outcome), .. } => self.decide(now, outcome),
-            Event::Heard { .. } | Event::GuardEnded(_) => {}
+            Event::Complete => self.on_complete(now),
+            Event::TooFewWorkers { ready } => {
+                let (ready, least) = (ready as u32, self.settings.least.unwrap_or(1));
+                self.decide(now, Outcome::TooFewWorkers { ready, least });
+            }
+            Event::Heard { .. } | Event::GuardEnded(_) | Event::Membership(_) => {}
             Event::Closed { node } => {
                 if self.others.iter().any(|other| other.node == node && !other.finished) {
                     self.decide(now, Outcome::NodeLost { node });
@@ -218,9 +232,12 @@ impl Supervisor {
         slot.state = State::Ended;
         let lasted = now.saturating_sub(slot.since);
         let life = Life { number: slot.life, lasted, hasty: slot.hasty };
-        if ending.is_success() {
+        if ending.is_success() || self.is_complete {
             self.on_ended_well(member);
-        } else if self.verdict.is_none() && !self.gets_another_life(now, member, &life, ending) {
+        } else if self.verdict.is_none()
+            && !self.gets_another_life(now, member, &life, ending)
+            && !self.can_do_without(&life, ending)
+        {
             self.failures.push((member, ending));
             let settled = matches!(ending, Ending::Signal(_)) || self.slots.len() == 1;
             let at = now + if settled { Duration::ZERO } else { SETTLE };
@@ -258,6 +275,22 @@ impl Supervisor {
         let (restart, limit) = self.restarts.spent();
         self.decisions.push(Decision::Clear { member, ending, restart, limit });
         true
+    }
+
+    /// Whether enough workers are left of a job in which the others go on. Mistakes would be repeated.
+    fn can_do_without(&self, life: &Life, ending: Ending) -> bool {
+        let left = self.slots.iter().filter(|slot| slot.state != State::Ended).count();
+        let enough = |least: u32| left >= least.max(1) as usize;
+        self.settings.least.is_some_and(enough) && !is_final(life, ending)
+    }
+
+    fn on_complete(&mut self, now: Duration) {
+        self.is_complete = true;
+        // One that is stopped does not hear that it may go.
+        self.kill_at = Some(now + LEAVING.min(self.settings.grace));
+        for slot in self.slots.iter_mut().filter(|slot| slot.pause_end().is_some()) {
+            slot.state = State::Ended;
+        }
     }
 
     fn on_finished(&mut self, node: u32) {

@@ -1,10 +1,92 @@
 //! Which workers are in a job whose workers may come and go: a sequence of *epochs*.
 //!
-//! Every epoch has a number and members, and its own group, whose connections and memory belong to it alone:
-//! they prove a token that follows from the job's and the epoch's number. The [coordinator](core::Membership),
-//! which is a part of the launcher, decides when an epoch begins and with which workers. It is asked only when
-//! something changes: steps are made by the members among themselves.
+//! Every epoch has a number and members, and a group of its own, whose connections and memory belong to it
+//! alone: they prove a token that follows from the job's and from the number of the epoch. The
+//! [coordinator](Coordinator), which is a part of the launcher, begins one epoch after the other, as its
+//! [core](core::Membership) decides. Workers are [connected](Client) to it all the time, and say nothing as
+//! long as nothing changes: steps are made by the members among themselves.
+//!
+//! ```text
+//! worker ──► coordinator   Ready   Stepped   Alive   Finished(result)
+//! coordinator ──► worker   Begin(epoch)   AskToRegroup   Over(epoch)   Probe   Finish
+//! ```
 
+mod client;
+mod coordinator;
 pub mod core;
 
-pub use core::{Membership, WorkerId};
+pub use client::{Client, MembershipError, Next, View};
+pub use coordinator::{Coordinator, FirstStep, Heard, History, Order, Recovery};
+pub use core::{Membership, Settings, WorkerId};
+
+use serde::{Deserialize, Serialize};
+use unisono_net::{Introduction, Purpose, Token};
+
+/// The variable that tells a worker where its coordinator listens.
+pub const VARIABLE: &str = "UNISONO_MEMBERSHIP";
+
+/// Connections of workers to their coordinator.
+const MEMBERSHIP: Purpose = Purpose::new(*b"memb");
+
+/// The largest address of a worker.
+const MAX_ADDRESS: usize = 4096;
+
+/// What a worker says.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+enum ToCoordinator {
+    /// It wants to be in the next epoch.
+    Ready {
+        /// The epoch that it has left; 0 if it was in none.
+        after: u64,
+        /// Members of that epoch, by rank, that it lost because they were silent.
+        silent: Vec<u32>,
+        /// Where the other members of the next epoch can reach it.
+        address: Vec<u8>,
+    },
+    /// It has been asked whether it lives.
+    Alive,
+    /// The first step of an epoch is complete.
+    Stepped(FirstStep),
+    /// The result of the run.
+    Finished { epoch: u64, result: Vec<u8> },
+}
+
+/// What the coordinator says.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+enum ToWorker {
+    Begin {
+        epoch: u64,
+        members: Vec<WorkerId>,
+        addresses: Vec<Vec<u8>>,
+    },
+    AskToRegroup {
+        epoch: u64,
+    },
+    /// A member has left the epoch, or is lost: whatever this worker does in it is in vain.
+    Over {
+        epoch: u64,
+    },
+    Probe,
+    Finish,
+}
+
+/// How a worker introduces itself.
+fn introduction(worker: WorkerId) -> Introduction {
+    Introduction {
+        group: u64::from(worker.life),
+        ..Introduction::new(MEMBERSHIP, worker.number, 0)
+    }
+}
+
+/// The worker that introduced itself so.
+fn introduced(introduction: Introduction) -> Option<WorkerId> {
+    let life = u32::try_from(introduction.group).ok()?;
+    Some(WorkerId { number: introduction.from, life })
+}
+
+/// The token of an epoch: what comes from another epoch does not prove it.
+fn epoch_token(job: &Token, epoch: u64) -> Token {
+    let name = format!("unisono membership v1: epoch {epoch}");
+    let secret = *blake3::keyed_hash(job.as_bytes(), name.as_bytes()).as_bytes();
+    Token::from_bytes(secret).with_encryption(job.encrypts())
+}

@@ -52,7 +52,10 @@ pub fn form(
     let outcome = attempt.run();
     hub.inbox.end(setup.id);
     if let Err(error) = outcome {
-        attempt.tell(&error);
+        // Of the end of an epoch, the others learn by themselves.
+        if !matches!(error, FormError::EpochEnded { .. }) {
+            attempt.tell(&error);
+        }
         return Err(error);
     }
     let Attempt { network, memory, neighbours, .. } = attempt;
@@ -140,6 +143,9 @@ impl<'a> Attempt<'a> {
         let mut heard_out = None;
         let mut next_news = Instant::now();
         loop {
+            if self.hub.inbox.is_abandoned() {
+                return Err(FormError::EpochEnded { epoch: self.setup.epoch });
+            }
             self.connect()?;
             self.listen();
             self.prepare()?;

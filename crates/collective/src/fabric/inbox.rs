@@ -35,6 +35,7 @@ struct State {
     forming: HashMap<u64, Arc<OwnedFd>>,
     /// Groups that have formed or are about to, by their instances.
     formed: HashMap<u64, Formed>,
+    is_abandoned: bool,
 }
 
 struct Formed {
@@ -125,6 +126,18 @@ impl Inbox {
         };
         let taken = state.waiting.extract_if(|introduction, _| is_of(introduction));
         taken.map(|(introduction, waiting)| (introduction.from as usize, waiting)).collect()
+    }
+
+    /// No group forms any more: rings for those that do.
+    pub fn abandon(&self) {
+        let mut state = self.lock();
+        state.is_abandoned = true;
+        state.forming.values().for_each(|bell| ring(bell));
+    }
+
+    /// Whether no group forms any more.
+    pub fn is_abandoned(&self) -> bool {
+        self.lock().is_abandoned
     }
 
     /// The attempt to form a group is over.

@@ -78,6 +78,9 @@ pub struct GroupSetup {
 pub trait Connector: Send + Sync {
     /// Connects this rank to the other members.
     fn connect(self: Arc<Self>, setup: &GroupSetup) -> Result<Fabric, FormError>;
+
+    /// Ends the attempts of this rank to form groups, now and from now on: its epoch is over.
+    fn abandon(&self) {}
 }
 
 /// Staging buffers per rank: with five, a rank may be two segments ahead of another before it

@@ -109,6 +109,10 @@ impl Connector for ProcessHub {
         let (control, regions, network) = form(&self, setup, &topology)?;
         Ok(Fabric { topology, control, regions, crowd, network: Arc::new(network) })
     }
+
+    fn abandon(&self) {
+        self.inbox.abandon();
+    }
 }
 
 /// One instance of a group, as its connections are opened.

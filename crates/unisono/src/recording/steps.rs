@@ -1,10 +1,10 @@
 //! Records steps that all workers make together: collects what they measured, on one clock, at rank 0.
 //!
 //! Every worker keeps the times of its steps as seconds since it started recording, and knows by how
-//! much that start is off from rank 0's, which it finds out by asking rank 0 what time it is. Now and
+//! much that start is off from the common clock, rank 0's, which it finds out by asking what time it is. Now and
 //! then the records travel to rank 0, between two steps, and from there into the folder of the run.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
 use std::time::Instant;
 
@@ -37,12 +37,16 @@ const ANSWER: u32 = 2;
 /// Records the steps of one worker, and at rank 0 those of all.
 pub struct StepRecorder {
     start: Instant,
-    offset: Offset,
+    /// By how much the common clock, that of the first rank 0, is ahead of this rank's; `None` in a process
+    /// that has yet to ask.
+    offset: Option<Offset>,
     sent: u64,
     samples: u64,
     kept: Vec<Kept>,
     /// At rank 0.
     folder: Option<RunFolder>,
+    /// The last step that is in the folder, as far as this rank knows.
+    handed_in: u64,
     /// Records of the newest steps, since one could not be written.
     unwritten: Option<VecDeque<StepRecord>>,
 }
@@ -79,21 +83,72 @@ impl StepRecorder {
         info: RunInfo,
         samples: u64,
     ) -> Result<StepRecorder, RecordError> {
-        let start = Instant::now();
-        let offset = compare_clocks(group, start)?;
+        let mut recorder = StepRecorder::waiting(samples);
+        let error = recorder.set_clock(group)?;
         // How far any rank's clock may be off.
-        let mut errors = [offset.error];
+        let mut errors = [error];
         group.all_reduce(&mut errors, Reduction::Max)?;
         let hosts = host_names(group)?;
-        let folder = match group.rank() {
-            0 => {
-                let info = RunInfo { hosts, clock_error: errors[0], ..info };
-                Some(create(dir, &info.name, |dir| RunFolder::create(dir, &info))?)
+        if group.rank() == 0 {
+            let info = RunInfo { hosts, clock_error: errors[0], ..info };
+            recorder.folder = Some(create(dir, &info.name, |dir| RunFolder::create(dir, &info))?);
+        }
+        Ok(recorder)
+    }
+
+    /// That of a worker which is yet to be in a group.
+    pub fn waiting(samples: u64) -> StepRecorder {
+        StepRecorder {
+            start: Instant::now(),
+            offset: None,
+            sent: 0,
+            samples,
+            kept: Vec::new(),
+            folder: None,
+            handed_in: 0,
+            unwritten: None,
+        }
+    }
+
+    /// Goes on in another group, after so many steps of the run, with the records that its ranks have kept.
+    /// Rank 0 goes on with the folder `dir`, if another rank had it before. All ranks must call it.
+    pub fn regroup(
+        &mut self,
+        group: &Group,
+        dir: &Path,
+        steps: u64,
+    ) -> Result<Result<(), FolderError>, RecordError> {
+        self.set_clock(group)?;
+        self.kept.retain(|kept| kept.step <= steps);
+        if group.rank() == 0 && (self.folder.is_none() || self.handed_in > steps) {
+            let (folder, last) = RunFolder::reopen(dir, steps)?;
+            (self.folder, self.handed_in) = (Some(folder), last);
+        } else if group.rank() != 0 {
+            self.folder = None;
+        }
+        self.hand_in(group)
+    }
+
+    /// Finds out how far the common clock is ahead, where that is not known. Returns how wrong that may be.
+    /// All ranks must call it.
+    fn set_clock(&mut self, group: &Group) -> Result<f64, RecordError> {
+        let mut are_known = vec![0; group.size()];
+        group.all_gather(&[u8::from(self.offset.is_some())], &mut are_known)?;
+        // If none knows it, it is that of rank 0.
+        if !are_known.contains(&1) && group.rank() == 0 {
+            self.offset = Some(Offset { seconds: 0.0, error: 0.0 });
+        }
+        let knows = are_known.iter().position(|known| *known == 1).unwrap_or(0);
+        let asks = |rank: &usize| are_known[*rank] == 0 && *rank != knows;
+        for rank in (0..group.size()).filter(asks) {
+            if group.rank() == knows {
+                let ahead = self.offset.map_or(0.0, |offset| offset.seconds);
+                answer(group, rank, || self.start.elapsed().as_secs_f64() + ahead)?;
+            } else if group.rank() == rank {
+                self.offset = Some(ask(group, knows, self.start)?);
             }
-            _ => None,
-        };
-        let (kept, unwritten) = (Vec::new(), None);
-        Ok(StepRecorder { start, offset, sent: 0, samples, kept, folder, unwritten })
+        }
+        Ok(self.offset.map_or(0.0, |offset| offset.error))
     }
 
     /// Notes a step. `sent` is what this rank had sent after it.
@@ -116,7 +171,14 @@ impl StepRecorder {
     /// same step.
     pub fn hand_in(&mut self, group: &Group) -> Result<Result<(), FolderError>, RecordError> {
         let mut written = Ok(());
-        for step in self.gather(group)? {
+        let gathered = self.gather(group)?;
+        self.kept.clear();
+        for step in gathered {
+            // A rank that handed it in may have been lost, and the others tell it again.
+            if step.step <= self.handed_in {
+                continue;
+            }
+            self.handed_in = step.step;
             let folder = self.folder.as_mut().expect("rank 0 has one, and others get no records");
             if self.unwritten.is_none()
                 && let Err(error) = folder.append(&step)
@@ -165,9 +227,8 @@ impl StepRecorder {
     }
 
     /// The records of all workers, step by step, at rank 0.
-    fn gather(&mut self, group: &Group) -> Result<Vec<StepRecord>, RecordError> {
+    fn gather(&self, group: &Group) -> Result<Vec<StepRecord>, RecordError> {
         let bytes = serde_json::to_vec(&self.kept)?;
-        let steps = std::mem::take(&mut self.kept).len();
         let mut lengths = vec![0; group.size()];
         group.all_gather(&[bytes.len() as i64], &mut lengths)?;
         let longest = lengths.iter().max().copied().unwrap_or(0) as usize;
@@ -179,14 +240,14 @@ impl StepRecorder {
         }
         let mut all = vec![0; longest * group.size()];
         group.gather(&padded, Some(&mut all), 0)?;
-        let mut ranks = Vec::with_capacity(group.size());
+        // In a group whose members have changed, a rank may lack steps that others have.
+        let mut steps: BTreeMap<u64, Vec<Kept>> = BTreeMap::new();
         for bytes in all.chunks(longest.max(1)) {
             let kept: Vec<Kept> = serde_json::from_slice(bytes)?;
-            ranks.push(kept.into_iter());
+            kept.into_iter().for_each(|kept| steps.entry(kept.step).or_default().push(kept));
         }
-        let mut records = Vec::with_capacity(steps);
-        for _ in 0..steps {
-            let all: Vec<Kept> = ranks.iter_mut().filter_map(Iterator::next).collect();
+        let mut records = Vec::with_capacity(steps.len());
+        for all in steps.into_values() {
             let Some(first) = all.first() else { break };
             // The same everywhere, or each worker's own.
             let losses = all.iter().map(|kept| kept.loss.unwrap_or(f64::NAN));
@@ -210,8 +271,7 @@ impl StepRecorder {
     fn on_common_clock(&self, times: &StepTimes) -> RankStep {
         let at = |instant: Instant| {
             let here = instant.saturating_duration_since(self.start).as_secs_f64();
-            // The offset is rank 0's clock minus ours.
-            here + self.offset.seconds
+            here + self.offset.map_or(0.0, |offset| offset.seconds)
         };
         let computed = at(times.computed);
         RankStep {
@@ -272,30 +332,28 @@ fn dense_bytes(synchronizer: &Synchronizer, shards: usize, workers: usize) -> u6
     (elements.sum::<usize>() * 4 * parts) as u64
 }
 
-/// By how much rank 0's clock is ahead of this rank's. Ranks ask one after the other, so that no
-/// question waits for that of another rank.
-fn compare_clocks(group: &Group, start: Instant) -> Result<Offset, RecordError> {
-    let now = || start.elapsed().as_secs_f64();
-    let mut own = Offset { seconds: 0.0, error: 0.0 };
-    for rank in 1..group.size() {
-        if group.rank() == 0 {
-            for _ in 0..QUESTIONS {
-                group.receive(&mut [0u8], rank, ASK)?;
-                group.send(&[now()], rank, ANSWER)?;
-            }
-        } else if group.rank() == rank {
-            let mut samples = Vec::with_capacity(QUESTIONS);
-            for _ in 0..QUESTIONS {
-                let sent = now();
-                group.send(&[0u8], 0, ASK)?;
-                let mut remote = [0f64];
-                group.receive(&mut remote, 0, ANSWER)?;
-                samples.push(Sample { sent, remote: remote[0], received: now() });
-            }
-            own = Offset::from_samples(&samples).expect("there are samples");
-        }
+/// Answers the questions of a rank what time it is. Ranks ask one after the other, so that no question waits for
+/// that of another rank.
+fn answer(group: &Group, rank: usize, now: impl Fn() -> f64) -> Result<(), RecordError> {
+    for _ in 0..QUESTIONS {
+        group.receive(&mut [0u8], rank, ASK)?;
+        group.send(&[now()], rank, ANSWER)?;
     }
-    Ok(own)
+    Ok(())
+}
+
+/// By how much the clock of another rank is ahead of that which began at `start`.
+fn ask(group: &Group, of: usize, start: Instant) -> Result<Offset, RecordError> {
+    let now = || start.elapsed().as_secs_f64();
+    let mut samples = Vec::with_capacity(QUESTIONS);
+    for _ in 0..QUESTIONS {
+        let sent = now();
+        group.send(&[0u8], of, ASK)?;
+        let mut remote = [0f64];
+        group.receive(&mut remote, of, ANSWER)?;
+        samples.push(Sample { sent, remote: remote[0], received: now() });
+    }
+    Ok(Offset::from_samples(&samples).expect("there are samples"))
 }
 
 /// The name of every rank's host. All ranks must call it. Hosts of one name, as containers are apt to

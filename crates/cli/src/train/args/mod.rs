@@ -2,6 +2,7 @@
 
 mod choices;
 mod codec;
+mod elastic;
 mod model;
 mod plan;
 mod relaxed;
@@ -24,7 +25,7 @@ use crate::exit::Wrong;
 use choices::Schedule;
 pub use choices::{CodecChoice, ServersChoice};
 use plan::Given;
-pub use plan::{ComputationSpec, RelaxedPlan, RunPlan, number};
+pub use plan::{ComputationSpec, ElasticPlan, RelaxedPlan, RunPlan, number};
 use unisono::worker::Consistency;
 
 /// Shards of a run that does not say how many. Every number of workers up to this one can share
@@ -158,8 +159,15 @@ pub struct TrainArgs {
     /// well. A run that is started again with it goes on.
     #[arg(long, value_name = "DIR")]
     journal: Option<PathBuf>,
-    /// With servers or gossip: how often workers and servers that die are started again, in all; by
-    /// default 3.
+    /// Go on when workers are lost, and let them in again when they are back, with the weights of an
+    /// undisturbed run.
+    #[arg(long)]
+    elastic: bool,
+    /// With --elastic: with fewer workers the run waits for more.
+    #[arg(long, default_value_t = 1, value_name = "M", requires = "elastic")]
+    min_workers: u32,
+    /// How often workers and servers that die are started again, in all: with servers or gossip by
+    /// default 3, with --elastic 100.
     #[arg(long, value_name = "N")]
     restarts: Option<u32>,
     /// Send fewer bytes: fp16, bf16, int8, int4, qsgd, sign, topk, randk, dgc, powersgd, each with
@@ -287,6 +295,12 @@ impl TrainArgs {
             self.threads
         );
         let computation = self.computation()?;
+        // More workers than shards wait as spares.
+        let started = workers;
+        let workers = match self.shards {
+            Some(shards) if self.elastic => workers.min(shards / self.accumulate).max(1),
+            _ => workers,
+        };
         // Too many for any batch, if they are too many to count.
         let needed = workers.saturating_mul(self.accumulate);
         // Every shard's gradient is encoded by itself: more of them are more to send.
@@ -325,6 +339,7 @@ impl TrainArgs {
             optimizer,
             strategy: self.strategy.agreeing(),
             relaxed: self.relaxed()?,
+            elastic: self.elastic()?,
             compression: self.compression(&codec),
             codec,
             seed: self.seed,
@@ -340,7 +355,7 @@ impl TrainArgs {
             slow: self.slow(workers)?,
             accumulate: self.accumulate,
             given: Given {
-                workers,
+                workers: started,
                 learning_rate: self.learning_rate.is_some(),
                 shards: self.shards.is_some(),
                 instead_of_batch,

@@ -43,6 +43,7 @@ pub struct RunPlan {
     pub overlap: bool,
     pub strategy: StrategySpec,
     pub relaxed: Option<RelaxedPlan>,
+    pub elastic: Option<ElasticPlan>,
     pub codec: CodecChoice,
     pub compression: Option<Compression>,
     pub check_every: u64,
@@ -79,6 +80,14 @@ pub struct RelaxedPlan {
     pub restarts: u32,
 }
 
+/// What makes a run elastic.
+#[derive(Clone, Copy, Debug)]
+pub struct ElasticPlan {
+    /// With fewer workers the run waits.
+    pub least: u32,
+    pub restarts: u32,
+}
+
 impl RunPlan {
     /// How the replicas are kept in step.
     pub fn settings(&self) -> Settings {
@@ -87,6 +96,7 @@ impl RunPlan {
         settings.overlap = self.overlap;
         settings.strategy = self.strategy;
         settings.compression = self.compression.clone();
+        settings.withhold = self.elastic.is_some();
         settings
     }
 

@@ -26,7 +26,12 @@ impl TrainArgs {
     /// What makes the run relaxed, if it is; and refuses what makes no sense then, or only then.
     pub(super) fn relaxed(&self) -> anyhow::Result<Option<RelaxedPlan>> {
         let Some(level) = self.strategy.level() else {
-            self.refuse_relaxed(&["servers", "stale", "journal", "restarts"])?;
+            self.refuse_relaxed(&["servers", "stale", "journal"])?;
+            ensure!(
+                self.elastic || self.restarts.is_none(),
+                "--restarts: workers that agree go on without one that died only with --elastic; add it, \
+                 or leave --restarts out"
+            );
             return Ok(None);
         };
         ensure!(

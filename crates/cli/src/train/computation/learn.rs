@@ -9,7 +9,7 @@ use unisono::Group;
 use unisono::candle::{ModelWeights, Parameters, Replica};
 use unisono::cluster::checkpoint::{Loaded, Snapshot, Tensor};
 use unisono::sync::{StepOutcome, Synchronizer};
-use unisono::worker::Worker;
+use unisono::worker::{Regrouped, Worker};
 use unisono_workload::data::{Dataset, Kind, SampleOrder, Split};
 use unisono_workload::init::initialize;
 use unisono_workload::model::{Model, ModelSpec, accuracy};
@@ -91,6 +91,13 @@ impl<'a> Learner<'a> {
     pub fn agreeing(plan: &RunPlan, group: &Group) -> anyhow::Result<Learner<'a>> {
         let learning = Learning::load(plan)?;
         let replica = Replica::new(group, &learning.parameters, plan.settings(), plan.optimizer)?;
+        Ok(Learner { learning, replica, computed: Duration::ZERO })
+    }
+
+    /// That of a worker which is going to agree with those of a group.
+    pub fn waiting(plan: &RunPlan) -> anyhow::Result<Learner<'a>> {
+        let learning = Learning::load(plan)?;
+        let replica = Replica::waiting(&learning.parameters, plan.settings(), &plan.optimizer)?;
         Ok(Learner { learning, replica, computed: Duration::ZERO })
     }
 
@@ -177,6 +184,14 @@ impl Computation for Learner<'_> {
         let find = |name: &str| checkpoint?.tensor(name)?.to_f32();
         let step = checkpoint.map_or(0, Loaded::step);
         Ok(self.replica.restore(group, step, find)?)
+    }
+
+    fn regroup(&mut self, group: &Group) -> anyhow::Result<Regrouped> {
+        Ok(self.replica.regroup(group)?)
+    }
+
+    fn begin_anew(&mut self, group: &Group) -> anyhow::Result<()> {
+        Ok(self.replica.begin_anew(group)?)
     }
 
     fn settle(&mut self) -> anyhow::Result<()> {

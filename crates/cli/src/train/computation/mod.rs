@@ -6,6 +6,7 @@ mod replay;
 use unisono::Group;
 use unisono::cluster::checkpoint::{Loaded, Snapshot};
 use unisono::sync::{StepOutcome, Synchronizer};
+use unisono::worker::Regrouped;
 
 use super::args::{ComputationSpec, RunPlan};
 pub use learn::{Learner, Learning};
@@ -45,6 +46,12 @@ pub trait Computation {
     /// Goes on from a checkpoint, which only rank 0 has. All ranks must call it.
     fn restore(&mut self, group: &Group, checkpoint: Option<&Loaded>) -> anyhow::Result<()>;
 
+    /// Goes on in another group, with the state of those that have the most. All ranks must call it.
+    fn regroup(&mut self, group: &Group) -> anyhow::Result<Regrouped>;
+
+    /// Begins the run, with the weights of rank 0. All ranks must call it.
+    fn begin_anew(&mut self, group: &Group) -> anyhow::Result<()>;
+
     /// Ends training: makes the weights of all workers equal. All ranks must call it.
     fn settle(&mut self) -> anyhow::Result<()>;
 }
@@ -66,6 +73,11 @@ pub fn build(plan: &RunPlan, group: &Group) -> anyhow::Result<Box<dyn Computatio
             Box::new(Replayer::new(plan, spec, *compute_ms, group)?)
         }
     })
+}
+
+/// Makes the part of a worker that is not in a group yet.
+pub fn waiting(plan: &RunPlan) -> anyhow::Result<Box<dyn Computation>> {
+    Ok(Box::new(Learner::waiting(plan)?))
 }
 
 /// Sleeps as long as it takes to make a computation of this length `slowness` times as long.

@@ -4,12 +4,13 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::ensure;
+use anyhow::{bail, ensure};
 use unisono::Group;
 use unisono::cluster::checkpoint::{Loaded, Snapshot};
 use unisono::collective::fabric::available_memory;
 use unisono::sync::strategy::Weights;
 use unisono::sync::{Parameter, StepOutcome, Synchronizer};
+use unisono::worker::Regrouped;
 use unisono_workload::replay::Replay;
 
 use super::super::args::RunPlan;
@@ -114,6 +115,14 @@ impl Computation for Replayer {
 
     fn check(&self, _group: &Group) -> anyhow::Result<()> {
         Ok(())
+    }
+
+    fn regroup(&mut self, _group: &Group) -> anyhow::Result<Regrouped> {
+        bail!("a replayed model has no weights to hand over")
+    }
+
+    fn begin_anew(&mut self, _group: &Group) -> anyhow::Result<()> {
+        bail!("a replayed model has no weights to begin with")
     }
 
     fn save(

@@ -271,7 +271,7 @@ fn serve_command(program: &OsString, journal: &Path, dir: &Path, server: usize) 
 }
 
 /// The arguments of this process without its folder, which the workers are told anew.
-fn without_run_dir(args: impl Iterator<Item = OsString>) -> Vec<OsString> {
+pub fn without_run_dir(args: impl Iterator<Item = OsString>) -> Vec<OsString> {
     let mut kept = Vec::new();
     let mut skip = false;
     for arg in args {

@@ -11,6 +11,7 @@ mod gossip;
 mod hogwild;
 mod inside;
 mod lead;
+pub use lead::without_run_dir;
 mod weights;
 mod worker;
 

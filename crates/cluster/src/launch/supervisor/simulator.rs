@@ -127,6 +127,7 @@ impl World {
         for node in 0..nodes {
             let ranks = 1 + world.random.below(4) as u32;
             let settings = Settings {
+                least: None,
                 node,
                 nodes,
                 first_rank,
@@ -485,6 +486,7 @@ fn kind(outcome: &Outcome) -> &'static str {
         Outcome::NodeLost { .. } => "NodeLost",
         Outcome::ServerFailed(_) => "ServerFailed",
         Outcome::OutputLost { .. } => "OutputLost",
+        Outcome::TooFewWorkers { .. } => "TooFewWorkers",
     }
 }
 

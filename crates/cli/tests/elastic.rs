@@ -1,0 +1,334 @@
+//! Runs whose workers are killed, stopped and let in again. Every fault is counted and must have had its
+//! effect, and the weights are those of the undisturbed run.
+
+mod common;
+
+use std::time::Duration;
+
+use common::{Desk, Ended, Running, Summary, checkpoints, numbers, wait_until};
+use rustix::process::{Pid, Signal, kill_process};
+
+/// A model that is trained quickly.
+const SMALL: &str = "--hidden 16 --batch 16 --check-every 10";
+
+/// Points that every member of the first epoch gets to, in a run of [`STEPS`] steps with checkpoints.
+const POINTS: [(&str, u32); 14] = [
+    ("ready", 1),
+    ("begun", 1),
+    ("forming", 1),
+    ("formed", 1),
+    ("regrouped", 1),
+    ("recording", 1),
+    ("step", 1),
+    ("shard", 3),
+    ("computed", 4),
+    ("applied", 5),
+    ("applied", STEPS),
+    ("saved", 1),
+    ("trained", 1),
+    ("finished", 1),
+];
+
+/// Points that only rank 0 gets to.
+const POINTS_OF_RANK_0: [&str; 2] = ["summed-up", "handed-in"];
+
+const STEPS: u32 = 12;
+
+/// The undisturbed run.
+fn undisturbed(desk: &Desk, arguments: &str) -> Summary {
+    desk.train(&format!("--workers 2 {arguments}"))
+}
+
+/// An elastic run in which processes crash as planned.
+fn with_crashes(desk: &Desk, arguments: &str, plan: &str) -> Ended {
+    let number = desk.count();
+    let arguments = format!("train --json --elastic --run-dir run-{number} {arguments}");
+    let mut command = desk.command(&arguments);
+    command.env("UNISONO_TEST_CRASH", plan).env("UNISONO_TIMEOUT", "2");
+    desk.start(&mut command).wait()
+}
+
+/// Every crash of a plan has happened, and the weights are those of the undisturbed run.
+fn assert_survived(ended: &Ended, plan: &str, whole: &Summary) -> Summary {
+    let summary = ended.summary();
+    for crash in plan.split(';') {
+        let name = crash.split(',').next().unwrap();
+        let line = format!("crash point {name} reached");
+        assert!(ended.stderr.contains(&line), "{plan}: it did not happen: {}", ended.stderr);
+    }
+    summary.assert_same_weights(whole);
+    assert_eq!(summary.count("step"), u64::from(STEPS), "{plan}");
+    summary
+}
+
+/// Every crash point that a rank gets to, in runs of so many workers.
+fn survives_crashes(workers: usize, ranks: &[usize], ways: &[&str], points: &[(&str, u32)]) {
+    let desk = Desk::new();
+    let sizes = format!("{SMALL} --steps {STEPS}");
+    let whole = undisturbed(&desk, &sizes);
+    let mut crashes = 0;
+    for (rank, way) in ranks.iter().flat_map(|rank| ways.iter().map(move |way| (rank, way))) {
+        let of_rank_0 = POINTS_OF_RANK_0.map(|name| (name, 1));
+        let more: &[(&str, u32)] = if *rank == 0 { &of_rank_0 } else { &[] };
+        for (name, number) in points.iter().chain(more) {
+            let plan = format!("{name},{rank},{number},{way}");
+            let kept = format!("--checkpoint-dir kept-{} --checkpoint-every 5", desk.count());
+            let ended = with_crashes(&desk, &format!("{sizes} --workers {workers} {kept}"), &plan);
+            assert_survived(&ended, &plan, &whole);
+            crashes += 1;
+        }
+    }
+    println!("{crashes} crashes survived");
+}
+
+#[test]
+fn one_worker_survives_every_crash_point() {
+    survives_crashes(1, &[0], &["kill"], &POINTS);
+}
+
+#[test]
+fn two_workers_survive_every_crash_point() {
+    survives_crashes(2, &[0, 1], &["kill"], &POINTS);
+}
+
+#[test]
+fn three_workers_survive_every_crash_point_of_the_last() {
+    survives_crashes(3, &[2], &["kill"], &POINTS);
+}
+
+#[test]
+fn stopped_workers_are_lost_and_come_back() {
+    let some = [("forming", 1), ("computed", 4), ("applied", 5), ("trained", 1)];
+    survives_crashes(3, &[0, 1], &["stop"], &some);
+}
+
+/// Last results: docs/measurements/elastic.md.
+#[test]
+#[ignore = "takes half an hour"]
+fn every_crash_point_of_every_rank() {
+    for workers in 1..=4 {
+        let ranks: Vec<usize> = (0..workers).collect();
+        survives_crashes(workers, &ranks, &["kill", "stop"], &POINTS);
+    }
+}
+
+#[test]
+fn a_second_crash_in_the_middle_of_a_recovery_is_survived() {
+    let desk = Desk::new();
+    let sizes = format!("{SMALL} --steps {STEPS}");
+    let whole = undisturbed(&desk, &sizes);
+    for (first, second) in [
+        ("computed,1,3,kill", "ready,0,2,kill"),
+        ("computed,1,3,kill", "begun,2,2,kill"),
+        ("computed,0,3,kill", "formed,1,2,kill"),
+        ("applied,1,3,kill", "regrouped,0,2,kill"),
+        // The one that comes back is let in, and another is lost at that moment.
+        ("computed,0,1,kill", "leaving,1,1,kill"),
+        ("computed,2,1,kill", "leaving,0,1,kill"),
+    ] {
+        let plan = format!("{first};{second}");
+        // Long enough for a worker to come back.
+        let steps = if plan.contains("leaving") { 1500 } else { STEPS };
+        let whole = match steps {
+            STEPS => &whole,
+            _ => &undisturbed(&desk, &format!("{SMALL} --steps {steps}")),
+        };
+        let arguments = format!("{SMALL} --steps {steps} --workers 3");
+        let ended = with_crashes(&desk, &arguments, &plan);
+        let summary = ended.summary();
+        for name in ["computed", "applied", "leaving"].iter().filter(|name| plan.contains(*name)) {
+            assert!(ended.stderr.contains(&format!("point {name} ")), "{plan}: {}", ended.stderr);
+        }
+        summary.assert_same_weights(whole);
+        assert!(summary.count("workers_lost") >= 2, "{plan}: {}", summary.object);
+    }
+}
+
+/// A run that is disturbed at random moments.
+struct Victim {
+    job: Running,
+    dice: Box<dyn Iterator<Item = u32>>,
+    kills: u64,
+}
+
+impl Victim {
+    fn start(desk: &Desk, arguments: &str, seed: usize) -> Victim {
+        let number = desk.count();
+        let run = format!("train --json --elastic --restarts 10000 --run-dir run-{number}");
+        let job = desk.start(&mut desk.command(&format!("{run} {arguments}")));
+        Victim { job, dice: Box::new(numbers().skip(seed)), kills: 0 }
+    }
+
+    fn roll(&mut self, sides: usize) -> usize {
+        self.dice.next().expect("they never end") as usize % sides
+    }
+
+    /// Kills a worker, and sometimes two, after a pause of 50 to 500 ms; whether the job still ran.
+    fn kill(&mut self) -> bool {
+        let pause = 50 + self.roll(450) as u64;
+        std::thread::sleep(Duration::from_millis(pause));
+        let mut workers = self.workers();
+        if workers.is_empty() {
+            return self.job.is_running();
+        }
+        let first = self.roll(workers.len());
+        workers.swap(0, first);
+        let several = self.roll(6) == 0;
+        for worker in workers.into_iter().take(if several { 2 } else { 1 }) {
+            if kill_process(worker, Signal::KILL).is_ok() {
+                self.kills += 1;
+            }
+        }
+        self.job.is_running()
+    }
+
+    fn workers(&self) -> Vec<Pid> {
+        self.job.members().into_iter().map(|(worker, _)| worker).collect()
+    }
+}
+
+/// Kills workers until so many have died, in as many runs as that takes.
+fn survives_kills(kills: u64, arguments: &str) {
+    let desk = Desk::new();
+    let whole = undisturbed(&desk, arguments);
+    let (mut killed, mut lost, mut joined, mut seed) = (0, 0, 0, 0);
+    while killed < kills {
+        seed += 1000;
+        let mut victim = Victim::start(&desk, &format!("--workers 4 {arguments}"), seed);
+        while victim.kill() {}
+        killed += victim.kills;
+        let summary = victim.job.wait().summary();
+        summary.assert_same_weights(&whole);
+        lost += summary.count("workers_lost");
+        joined += summary.count("workers_joined");
+    }
+    println!("{killed} kills: {lost} members lost, {joined} joined");
+    assert!(lost > 0 && joined > 0, "{lost} members lost, {joined} joined");
+}
+
+#[test]
+fn a_hundred_random_kills_change_no_bit() {
+    survives_kills(100, "--steps 1500");
+}
+
+/// Last results: docs/measurements/elastic.md.
+#[test]
+#[ignore = "takes two hours"]
+fn ten_thousand_random_kills_change_no_bit() {
+    survives_kills(10_000, "--steps 3000");
+}
+
+#[test]
+fn codecs_go_back_to_the_last_checkpoint_by_themselves() {
+    for codec in ["int8", "topk:1% --codec-warmup 20"] {
+        let desk = Desk::new();
+        let arguments = format!("{SMALL} --steps 400 --shards 4 --codec {codec}");
+        let whole = undisturbed(&desk, &arguments);
+        let kept = "--checkpoint-dir kept --checkpoint-every 50";
+        let mut victim = Victim::start(&desk, &format!("--workers 3 {arguments} {kept}"), 5);
+        let folder = desk.path("kept");
+        victim.job.wait_until("a checkpoint", || !checkpoints(&folder).is_empty());
+        kill_process(victim.workers()[1], Signal::KILL).unwrap();
+        let ended = victim.job.wait();
+        let summary = ended.summary();
+        summary.assert_same_weights(&whole);
+        assert_eq!(summary.count("workers_lost"), 1);
+        assert!(ended.stderr.contains("going on from "), "{}", ended.stderr);
+    }
+}
+
+#[test]
+fn when_all_are_lost_at_once_the_run_goes_on_from_its_checkpoint_or_its_beginning() {
+    for kept in ["--checkpoint-dir kept --checkpoint-every 50", ""] {
+        let desk = Desk::new();
+        let arguments = "--steps 600";
+        let whole = undisturbed(&desk, arguments);
+        let victim = Victim::start(&desk, &format!("--workers 2 {arguments} {kept}"), 0);
+        let mut job = victim.job;
+        let steps = desk.path("run-1/steps.jsonl");
+        job.wait_until("some steps", || common::lines(&steps) > 50);
+        job.members().iter().for_each(|(worker, _)| kill_process(*worker, Signal::KILL).unwrap());
+        let ended = job.wait();
+        ended.summary().assert_same_weights(&whole);
+        let expected = if kept.is_empty() { "beginning anew" } else { "going on from " };
+        assert!(ended.stderr.contains(expected), "{}", ended.stderr);
+        // The records of steps that were made twice are those of the second time.
+        assert_eq!(common::lines(&steps), 600);
+    }
+}
+
+#[test]
+fn more_workers_than_shards_wait_and_take_over() {
+    let desk = Desk::new();
+    let arguments = "--steps 1500 --shards 2";
+    let whole = undisturbed(&desk, arguments);
+    let mut victim = Victim::start(&desk, &format!("--workers 3 --restarts 0 {arguments}"), 3);
+    let steps = desk.path("run-1/steps.jsonl");
+    victim.job.wait_until("some steps", || common::lines(&steps) > 50);
+    kill_process(victim.job.worker(0), Signal::KILL).unwrap();
+    let summary = victim.job.wait().summary();
+    summary.assert_same_weights(&whole);
+    let counts = ["epochs", "workers_lost", "workers_joined"].map(|key| summary.count(key));
+    assert_eq!(counts, [2, 1, 1], "{}", summary.object);
+}
+
+#[test]
+fn with_fewer_than_the_least_it_ends_and_says_so() {
+    let desk = Desk::new();
+    let arguments = "train --elastic --workers 2 --min-workers 2 --restarts 0 --steps 100000 -q \
+                     --run-dir run --checkpoint-dir kept";
+    let mut job = desk.start(&mut desk.command(arguments));
+    let steps = desk.path("run/steps.jsonl");
+    job.wait_until("some steps", || common::lines(&steps) > 50);
+    kill_process(job.worker(1), Signal::KILL).unwrap();
+    let ended = job.wait();
+    let complaint = ended.complaint();
+    assert!(complaint.contains("rank 1 was killed by signal 9"), "{complaint}");
+    assert!(ended.stderr.contains("--resume"), "{}", ended.stderr);
+}
+
+#[test]
+fn a_run_that_is_told_to_stop_saves_and_can_be_resumed() {
+    let desk = Desk::new();
+    let whole = undisturbed(&desk, "--steps 3000");
+    let run = "--elastic --workers 3 --steps 3000 --checkpoint-dir kept --run-dir";
+    let mut job = desk.start(&mut desk.command(&format!("train --json {run} first")));
+    let steps = desk.path("first/steps.jsonl");
+    job.wait_until("some steps", || common::lines(&steps) > 50);
+    job.signal(Signal::TERM);
+    let first = job.wait().summary();
+    assert_eq!(first.object["interrupted"], true);
+    let rest = desk.train(&format!("{run} second --resume"));
+    rest.assert_same_weights(&whole);
+    assert!(rest.count("steps") < 3000, "{}", rest.object);
+}
+
+#[test]
+fn what_makes_no_sense_with_it_is_refused() {
+    let desk = Desk::new();
+    for (arguments, about) in [
+        ("--elastic --strategy local:4", "--strategy all-reduce"),
+        ("--elastic --strategy ssp:3", "--elastic"),
+        ("--elastic --model replay:resnet50", "replayed"),
+        ("--elastic --min-workers 3 --workers 2", "--min-workers 3: use 1 to 2"),
+        ("--elastic --measure-scaling", "--measure-scaling"),
+        ("--restarts 3", "--elastic"),
+    ] {
+        let ended = desk.run(&format!("train {arguments}"));
+        assert_eq!(ended.status.code(), Some(2), "{arguments}: {}", ended.stderr);
+        assert!(ended.stderr.contains(about), "{arguments}: {}", ended.stderr);
+    }
+}
+
+#[test]
+fn a_launcher_that_is_killed_leaves_no_process_behind() {
+    let desk = Desk::new();
+    let arguments = "train --elastic --workers 3 --steps 100000 --run-dir run";
+    let mut job = desk.start(&mut desk.command(arguments));
+    let steps = desk.path("run/steps.jsonl");
+    job.wait_until("some steps", || common::lines(&steps) > 50);
+    job.signal(Signal::KILL);
+    let ended = job.wait();
+    assert!(ended.was_killed_by(Signal::KILL));
+    wait_until("nothing is left", || true);
+}

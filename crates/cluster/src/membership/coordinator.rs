@@ -1,0 +1,357 @@
+//! Connects the [core](super::core) with the workers: hears them, and tells them what it decides.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use socket2::Socket;
+use unisono_net::{Acceptor, Admission, Connection, Receiver, Sender, Token, frame};
+
+use super::core::{Decision, Input, Membership, Settings, WorkerId};
+use super::{MAX_ADDRESS, MEMBERSHIP, ToCoordinator, ToWorker, introduced};
+use crate::rendezvous::listen;
+
+/// The largest message of a worker: its result.
+const MAX_MESSAGE: usize = 16 << 20;
+
+/// How long a worker may take to accept a message before the coordinator gives up on it. Longer: a worker that
+/// is stopped, and has a full buffer, keeps the others waiting. Shorter: a slow one is cut off.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// What the connections of workers bring. The owner of the coordinator hands it [on](Coordinator::heard).
+pub struct Heard {
+    worker: WorkerId,
+    what: What,
+}
+
+enum What {
+    Connected(Sender),
+    Said(ToCoordinator),
+    Closed,
+}
+
+/// What the owner of the coordinator has to do.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Order {
+    /// Kill the process of a worker.
+    Kill(WorkerId),
+    /// The run is complete, with this result: no worker is needed any more.
+    Finished(Vec<u8>),
+    /// There were too few workers for too long.
+    GiveUp {
+        /// How many there are.
+        ready: usize,
+    },
+}
+
+/// The first step of an epoch, as its rank 0 saw it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct FirstStep {
+    /// The epoch.
+    pub epoch: u64,
+    /// The step.
+    pub step: u64,
+    /// Seconds that it took to compute.
+    pub compute: f64,
+    /// Whether it had been begun in the epoch before.
+    pub redone: bool,
+    /// Workers that were given the state of another.
+    pub behind: u64,
+    /// Whether no worker had any state, so that the run went back to its last checkpoint, or its beginning.
+    pub from_checkpoint: bool,
+}
+
+/// How a run went on after a loss.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Recovery {
+    /// Seconds from the loss, as the coordinator saw it, until the first step was complete, without the
+    /// computation of that step.
+    pub seconds: f64,
+    /// What was complete then.
+    pub first: FirstStep,
+}
+
+/// What has happened to a job's membership.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct History {
+    /// Epochs that have begun.
+    pub epochs: u64,
+    /// Members that were lost.
+    pub workers_lost: u64,
+    /// Workers that became members of a later epoch than the first.
+    pub workers_joined: u64,
+    /// How the run went on each time.
+    pub recoveries: Vec<Recovery>,
+}
+
+/// The coordinator of a job.
+pub struct Coordinator {
+    membership: Membership,
+    links: HashMap<WorkerId, Link>,
+    history: History,
+    /// Of the newest epoch.
+    members: Vec<WorkerId>,
+    /// Whether one of them is lost, and whether the others have been told so.
+    is_broken: bool,
+    told_over: bool,
+    /// Whether the job is to end.
+    is_ending: bool,
+    /// When the first of them was lost since a step was last complete.
+    lost_at: Option<Duration>,
+    /// The result, once it was handed in.
+    result: Option<Vec<u8>>,
+    address: SocketAddr,
+    /// Keeps the port open.
+    _acceptor: Acceptor,
+}
+
+struct Link {
+    sender: Sender,
+    /// Where the members of the next epoch can reach this worker.
+    address: Vec<u8>,
+}
+
+impl Coordinator {
+    /// Listens at `ip`, on any free port, for workers that hold the token. What they bring goes to `hear`, on
+    /// other threads.
+    pub fn open(
+        ip: IpAddr,
+        token: &Token,
+        settings: Settings,
+        now: Duration,
+        hear: impl Fn(Heard) + Send + Sync + 'static,
+    ) -> io::Result<Coordinator> {
+        let (listeners, port) = listen(&ip.to_string(), 0)?;
+        let admission = Admission::new(token.clone(), &[MEMBERSHIP]);
+        let hear = Arc::new(hear);
+        let acceptor = Acceptor::start(listeners, admission, move |connection, introduction| {
+            let Some(worker) = introduced(introduction) else { return };
+            if let Err(error) = attend(connection, worker, hear.clone()) {
+                log::warn!("cannot hear worker {}: {error}", worker.number);
+            }
+        })?;
+        Ok(Coordinator {
+            membership: Membership::new(settings, now),
+            links: HashMap::new(),
+            history: History::default(),
+            members: Vec::new(),
+            is_broken: false,
+            told_over: false,
+            is_ending: false,
+            lost_at: None,
+            result: None,
+            address: SocketAddr::new(ip, port),
+            _acceptor: acceptor,
+        })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// What has happened so far.
+    pub fn history(&self) -> &History {
+        &self.history
+    }
+
+    /// When time alone changes something: see [`Coordinator::tick`].
+    pub fn deadline(&self) -> Option<Duration> {
+        self.membership.deadline()
+    }
+
+    /// A connection brought something.
+    pub fn heard(&mut self, now: Duration, heard: Heard) -> Vec<Order> {
+        let Heard { worker, what } = heard;
+        let input = match what {
+            What::Connected(sender) => {
+                if self.links.contains_key(&worker) {
+                    // A second connection of one process: not one of ours.
+                    let _ = sender.socket().shutdown(std::net::Shutdown::Both);
+                    return Vec::new();
+                }
+                self.links.insert(worker, Link { sender, address: Vec::new() });
+                Input::Connected(worker)
+            }
+            What::Closed => {
+                self.links.remove(&worker);
+                self.note_lost(now, worker);
+                Input::Closed(worker)
+            }
+            What::Said(message) => match self.said(now, worker, message) {
+                Some(input) => input,
+                None => return Vec::new(),
+            },
+        };
+        let decisions = self.membership.handle(now, input);
+        let orders = self.carry_out(decisions);
+        self.release_spares();
+        orders
+    }
+
+    /// The process of a worker has ended.
+    pub fn ended(&mut self, now: Duration, worker: WorkerId) -> Vec<Order> {
+        if self.members.contains(&worker) && self.result.is_none() {
+            self.history.workers_lost += 1;
+        }
+        self.note_lost(now, worker);
+        let decisions = self.membership.handle(now, Input::Ended(worker));
+        self.carry_out(decisions)
+    }
+
+    /// Time has passed.
+    pub fn tick(&mut self, now: Duration) -> Vec<Order> {
+        let decisions = self.membership.tick(now);
+        self.carry_out(decisions)
+    }
+
+    /// The job is to end: lets workers go that wait for an epoch, now and from now on.
+    pub fn release(&mut self) {
+        self.is_ending = true;
+        self.release_spares();
+    }
+
+    fn release_spares(&mut self) {
+        if self.is_ending {
+            let spares: Vec<WorkerId> = self.membership.spares().collect();
+            spares.into_iter().for_each(|worker| self.tell(worker, &ToWorker::Finish));
+        }
+    }
+
+    fn said(&mut self, now: Duration, worker: WorkerId, message: ToCoordinator) -> Option<Input> {
+        match message {
+            ToCoordinator::Ready { after, silent, address } => {
+                if address.len() > MAX_ADDRESS {
+                    return Some(Input::Closed(worker));
+                }
+                if self.result.is_some() {
+                    // It has come too late to hear that it is not needed any more.
+                    self.tell(worker, &ToWorker::Finish);
+                    return None;
+                }
+                self.links.get_mut(&worker)?.address = address;
+                if !silent.is_empty() {
+                    self.lost_at.get_or_insert(now);
+                }
+                let silent = silent.into_iter().map(|rank| rank as usize).collect();
+                Some(Input::Ready { worker, after, silent })
+            }
+            ToCoordinator::Alive => Some(Input::Answered(worker)),
+            ToCoordinator::Stepped(first) => {
+                if let Some(lost) = self.lost_at.take_if(|_| first.epoch == self.history.epochs) {
+                    let seconds = (now.saturating_sub(lost).as_secs_f64() - first.compute).max(0.0);
+                    self.history.recoveries.push(Recovery { seconds, first });
+                }
+                None
+            }
+            ToCoordinator::Finished { epoch, result } => {
+                if self.membership.epoch() == epoch
+                    && self.membership.members().first() == Some(&worker)
+                {
+                    self.result.get_or_insert(result);
+                }
+                Some(Input::Finished { worker, epoch })
+            }
+        }
+    }
+
+    fn carry_out(&mut self, decisions: Vec<Decision>) -> Vec<Order> {
+        let mut orders = Vec::new();
+        for decision in decisions {
+            match decision {
+                Decision::Begin { epoch, members } => self.begin(epoch, &members),
+                Decision::AskToRegroup => {
+                    let epoch = self.membership.epoch();
+                    for worker in self.membership.members().to_vec() {
+                        self.tell(worker, &ToWorker::AskToRegroup { epoch });
+                    }
+                }
+                Decision::Probe(worker) => self.tell(worker, &ToWorker::Probe),
+                Decision::Kill(worker) => orders.push(Order::Kill(worker)),
+                Decision::Finish => {
+                    let all: Vec<WorkerId> = self.links.keys().copied().collect();
+                    all.into_iter().for_each(|worker| self.tell(worker, &ToWorker::Finish));
+                    orders.push(Order::Finished(self.result.clone().unwrap_or_default()));
+                }
+                Decision::GiveUp { ready } => orders.push(Order::GiveUp { ready }),
+            }
+        }
+        if self.is_broken && !self.told_over && self.result.is_none() {
+            self.told_over = true;
+            let over = ToWorker::Over { epoch: self.membership.epoch() };
+            self.members.clone().into_iter().for_each(|worker| self.tell(worker, &over));
+        }
+        orders
+    }
+
+    fn begin(&mut self, epoch: u64, members: &[WorkerId]) {
+        log::debug!("epoch {epoch} begins with {members:?}");
+        let is_new = |worker: &&WorkerId| !self.members.contains(worker);
+        self.history.workers_joined += members.iter().filter(is_new).count() as u64;
+        if self.history.epochs == 0 {
+            self.history.workers_joined = 0;
+        }
+        self.history.epochs = epoch;
+        self.members = members.to_vec();
+        (self.is_broken, self.told_over) = (false, false);
+        let addresses = members.iter().map(|worker| {
+            let link = self.links.get(worker).expect("who is ready is connected");
+            link.address.clone()
+        });
+        let addresses = addresses.collect();
+        let message = ToWorker::Begin { epoch, members: members.to_vec(), addresses };
+        members.iter().for_each(|worker| self.tell(*worker, &message));
+    }
+
+    fn note_lost(&mut self, now: Duration, worker: WorkerId) {
+        if self.members.contains(&worker) {
+            self.is_broken = true;
+            self.lost_at.get_or_insert(now);
+        }
+    }
+
+    /// Says something to a worker. One that cannot be reached will be noticed by its closed connection.
+    fn tell(&mut self, worker: WorkerId, message: &ToWorker) {
+        let Some(link) = self.links.get_mut(&worker) else { return };
+        if let Err(error) = frame::send(&mut link.sender, message) {
+            log::debug!("cannot reach worker {}: {error}", worker.number);
+            let _ = link.sender.socket().shutdown(std::net::Shutdown::Both);
+        }
+    }
+}
+
+impl Drop for Coordinator {
+    fn drop(&mut self) {
+        for link in self.links.values() {
+            // The reading threads end with their connections.
+            let _ = link.sender.socket().shutdown(std::net::Shutdown::Both);
+        }
+    }
+}
+
+/// Hears a worker on a thread of its own.
+fn attend(
+    connection: Connection,
+    worker: WorkerId,
+    hear: Arc<impl Fn(Heard) + Send + Sync + 'static>,
+) -> io::Result<()> {
+    let Connection { sender, receiver } = connection;
+    let socket: &Arc<Socket> = sender.socket();
+    socket.set_read_timeout(None)?;
+    socket.set_write_timeout(Some(PATIENCE))?;
+    hear(Heard { worker, what: What::Connected(sender) });
+    std::thread::Builder::new()
+        .name("unisono-worker".into())
+        .spawn(move || listen_to(receiver, worker, &*hear))
+        .map(drop)
+}
+
+fn listen_to(mut receiver: Receiver, worker: WorkerId, hear: &impl Fn(Heard)) {
+    while let Ok(message) = frame::receive(&mut receiver, MAX_MESSAGE) {
+        hear(Heard { worker, what: What::Said(message) });
+    }
+    hear(Heard { worker, what: What::Closed });
+}

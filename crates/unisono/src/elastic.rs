@@ -1,0 +1,192 @@
+//! A job whose workers may come and go: one group after the other.
+//!
+//! A worker [connects](ElasticJob::join) to the coordinator of its job, builds its model, and
+//! [enters](ElasticJob::enter) an epoch, with a group of its own. When a worker is lost, the group fails, and
+//! the others enter the next one. So a worker's life is a loop:
+//!
+//! ```no_run
+//! # use unisono::elastic::ElasticJob;
+//! # use unisono::{Error, Group, Options};
+//! # fn train(group: &Group) -> Result<Vec<u8>, Error> { unimplemented!() }
+//! let mut job = ElasticJob::join(Options::from_env()?)?.expect("started by an elastic launcher");
+//! while let Some(group) = job.enter()? {
+//!     match train(&group) {
+//!         // Rank 0 has the result. The others wait until it is handed in.
+//!         Ok(result) if group.rank() == 0 => return Ok(job.finish(result)?),
+//!         Ok(_) => {}
+//!         Err(error) => job.note_loss(&error)?,
+//!     }
+//! }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+use std::sync::Arc;
+
+use unisono_cluster::membership::{Client, FirstStep, MembershipError, Next, View};
+use unisono_cluster::place::{Place, PlaceError};
+use unisono_collective::fabric::{Address, Endpoint};
+use unisono_collective::{Epoch, Error, FormError, Group, Loss, Options};
+use unisono_net::crash;
+use unisono_net::interface::{InterfaceError, own_address};
+
+use crate::job::START_PATIENCE;
+
+/// A worker's membership in a job whose workers may come and go.
+pub struct ElasticJob {
+    client: Client,
+    options: Options,
+    ip: std::net::IpAddr,
+    /// The epoch that this worker was in last; 0 if in none.
+    epoch: u64,
+    /// Ranks of that epoch that were lost because they were silent.
+    silent: Vec<usize>,
+}
+
+/// Why a worker cannot be in a job whose workers may come and go.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ElasticError {
+    /// The environment does not say where this process belongs. Fix how it is started.
+    #[error(transparent)]
+    Place(#[from] PlaceError),
+    /// The network interface does not exist. Fix `UNISONO_INTERFACE`.
+    #[error(transparent)]
+    Interface(#[from] InterfaceError),
+    /// The coordinator is out of reach.
+    #[error(transparent)]
+    Membership(#[from] MembershipError),
+    /// No port could be opened.
+    #[error("cannot listen on {ip}: {cause}")]
+    Listen {
+        /// Where.
+        ip: std::net::IpAddr,
+        /// What the system said.
+        #[source]
+        cause: std::io::Error,
+    },
+    /// A worker's address cannot be read: it runs another version.
+    #[error("the address of rank {rank} cannot be read; does it run another version of Unisono?")]
+    Roster {
+        /// Whose.
+        rank: usize,
+    },
+    /// The group of an epoch cannot form, and would not in the next one.
+    #[error(transparent)]
+    Form(#[from] FormError),
+    /// The group failed, and another would fail as well.
+    #[error(transparent)]
+    Group(#[from] Error),
+}
+
+impl ElasticJob {
+    /// Connects to the coordinator of the job; `None` if it has none, because its launcher did not make it
+    /// elastic.
+    pub fn join(options: Options) -> Result<Option<ElasticJob>, ElasticError> {
+        let place = Place::from_env()?;
+        let deadline = options.deadline(START_PATIENCE);
+        let Some(client) = Client::connect(&place, options.encrypt, deadline)? else {
+            return Ok(None);
+        };
+        let ip = own_address(std::net::Ipv4Addr::LOCALHOST.into())?;
+        Ok(Some(ElasticJob { client, options, ip, epoch: 0, silent: Vec::new() }))
+    }
+
+    /// Waits until this worker is in an epoch, and forms its group. `None` when the run is complete.
+    pub fn enter(&mut self) -> Result<Option<Group>, ElasticError> {
+        loop {
+            let ip = self.ip;
+            let listening = |cause| ElasticError::Listen { ip, cause };
+            let endpoint = Endpoint::bind(ip).map_err(listening)?;
+            let address = postcard::to_stdvec(endpoint.address()).expect("an address encodes");
+            crash::point("ready");
+            let silent = std::mem::take(&mut self.silent);
+            let view = match self.client.enter(self.epoch, &silent, address)? {
+                Next::Epoch(view) => view,
+                Next::Over => return Ok(None),
+            };
+            self.epoch = view.epoch;
+            crash::point("begun");
+            match self.form(endpoint, view) {
+                Ok(group) => return Ok(Some(group)),
+                Err(ElasticError::Form(error)) => self.note_unformed(&error)?,
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// The number of the epoch that this worker is in, or was in last.
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// Whether a worker waits to be let in, so that the members should agree to leave the epoch.
+    pub fn is_asked_to_regroup(&self) -> bool {
+        self.client.is_asked_to_regroup(self.epoch)
+    }
+
+    /// Takes note of why the group failed, if another can follow; passes other errors on.
+    pub fn note_loss(&mut self, error: &Error) -> Result<(), ElasticError> {
+        match error {
+            Error::PeerLost { peer, loss, .. } => {
+                if let Loss::Silent(_) = loss {
+                    self.silent = vec![peer.0];
+                }
+                log::debug!("epoch {}: {error}", self.epoch);
+                Ok(())
+            }
+            Error::EpochEnded { .. } | Error::Aborted { .. } => Ok(()),
+            error => Err(error.clone().into()),
+        }
+    }
+
+    /// Tells that the first step of this epoch is complete, as rank 0.
+    pub fn stepped(&self, first: FirstStep) -> Result<(), ElasticError> {
+        Ok(self.client.stepped(first)?)
+    }
+
+    /// Hands in the result of the run, as rank 0.
+    pub fn finish(&self, result: Vec<u8>) -> Result<(), ElasticError> {
+        Ok(self.client.finish(self.epoch, result)?)
+    }
+
+    fn form(&self, endpoint: Endpoint, view: View) -> Result<Group, ElasticError> {
+        let View { epoch, rank, addresses, token, .. } = view;
+        let mut roster = Vec::with_capacity(addresses.len());
+        for (rank, address) in addresses.iter().enumerate() {
+            let address: Result<Address, _> = postcard::from_bytes(address);
+            roster.push(address.map_err(|_| ElasticError::Roster { rank })?);
+        }
+        let (world, ip) = (roster.len(), self.ip);
+        let connector = endpoint
+            .open(rank, token, roster)
+            .map_err(|cause| ElasticError::Listen { ip, cause })?;
+        let epoch = Epoch::new(epoch);
+        let (ending, forming) = (Arc::downgrade(&epoch), Arc::downgrade(&connector));
+        self.client.when_over(epoch.number(), move || {
+            if let Some(connector) = forming.upgrade() {
+                connector.abandon();
+            }
+            if let Some(epoch) = ending.upgrade() {
+                epoch.end();
+            }
+        });
+        crash::point("forming");
+        let group = Group::world(connector, epoch, rank, world, self.options.clone())?;
+        log::debug!("rank {rank} of {world} in epoch {}", self.epoch);
+        Ok(group)
+    }
+
+    /// Takes note of why a group did not form, if another may; passes other errors on.
+    pub fn note_unformed(&mut self, error: &FormError) -> Result<(), ElasticError> {
+        log::debug!("epoch {}: {error}", self.epoch);
+        match error {
+            FormError::Missing { missing, .. } => {
+                self.silent = missing.iter().map(|rank| rank.0).collect();
+                Ok(())
+            }
+            FormError::Peer { .. } | FormError::EpochEnded { .. } => Ok(()),
+            FormError::Parent(error) => self.note_loss(error),
+            error => Err(error.clone().into()),
+        }
+    }
+}
