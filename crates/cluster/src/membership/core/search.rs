@@ -1,8 +1,8 @@
 //! Every order of events in small jobs: a search through all states that three workers, their coordinator and
 //! the launcher can come to together, with faults at every point.
 //!
-//! Nothing that [the witness](super::world) forbids may happen in any of them, and from each the run must be able
-//! to end without further faults. Time passes when nothing else can happen; earlier only as a fault. What a
+//! Nothing that [the witness](super::world) forbids may happen in any of them, and from each every way to go on
+//! without further faults must lead to the end of the run. Time passes when nothing else can happen; earlier only as a fault. What a
 //! worker does unseen by all others is not interleaved with what they do.
 
 use std::collections::HashMap;
@@ -179,14 +179,14 @@ impl Search {
         if let Err((wrong, path)) = self.explore() {
             panic!("{wrong}, after {path:#?}");
         }
-        let stuck = self.stuck();
+        let endless = self.endless();
         let (states, transitions) = (self.known.len(), self.transitions);
         println!(
             "{:?}: {states} states, {transitions} transitions, {:?}",
             self.bounds,
             began.elapsed()
         );
-        assert_eq!(stuck, 0, "states from which the run cannot end");
+        assert_eq!(endless, 0, "states from which the run need not end");
     }
 
     /// Visits all states, depth first.
@@ -247,11 +247,16 @@ impl Search {
         node
     }
 
-    /// From how many states no end can be reached without further faults.
-    fn stuck(&self) -> usize {
+    /// From how many states a run without further faults may go on without end, or stand still.
+    fn endless(&self) -> usize {
         let states = self.known.len();
         let mut starts = vec![0u32; states + 1];
-        self.edges.iter().for_each(|(_, to)| starts[*to as usize + 1] += 1);
+        // How many ways lead on from a state that are not known to lead to an end.
+        let mut open = vec![0u32; states];
+        for (from, to) in &self.edges {
+            starts[*to as usize + 1] += 1;
+            open[*from as usize] += 1;
+        }
         (0..states).for_each(|state| starts[state + 1] += starts[state]);
         let mut place = starts.clone();
         let mut before = vec![0u32; self.edges.len()];
@@ -259,18 +264,18 @@ impl Search {
             before[place[*to as usize] as usize] = *from;
             place[*to as usize] += 1;
         }
-        let mut can_end = vec![false; states];
-        let mut ahead = self.ends.clone();
-        ahead.iter().for_each(|end| can_end[*end as usize] = true);
+        let (mut ahead, mut ending) = (self.ends.clone(), 0);
         while let Some(state) = ahead.pop() {
+            ending += 1;
             let state = state as usize;
             for from in &before[starts[state] as usize..starts[state + 1] as usize] {
-                if !std::mem::replace(&mut can_end[*from as usize], true) {
+                open[*from as usize] -= 1;
+                if open[*from as usize] == 0 {
                     ahead.push(*from);
                 }
             }
         }
-        can_end.iter().filter(|can_end| !**can_end).count()
+        states - ending
     }
 }
 
