@@ -5,7 +5,12 @@
 //! as all its members are in it. The first that leaves it, because its group has failed, because all members
 //! have agreed to let others in, or because its process has ended, ends it for all. The next epoch begins when
 //! no member of the last one can act in it any more: each is ready again, or its process has ended. A member
-//! that does neither is asked whether it lives, and if it does not answer, killed.
+//! that does neither is asked whether it lives, and if it does not answer, killed; that it was killed is not
+//! enough, its end must have been seen.
+//!
+//! An answer may wait in a queue or a socket while this process handles something else, or is stopped. So
+//! workers are declared lost by [`Membership::tick`] only, which is called when no input waits; and time in
+//! which this process was late itself does not count against them.
 //!
 //! So two things hold. At any time one epoch at most has members that could complete a step. And a worker that
 //! was declared lost, but wakes up, finds no member of its epoch that would complete anything with it.
@@ -100,15 +105,21 @@ pub enum Decision {
 const LAST_CHANCE: Duration = Duration::from_millis(150);
 
 /// By how much the coordinator may be late before it takes itself to have been paused, so that nothing can be
-/// said of workers which have not answered meanwhile.
-const PAUSED: Duration = Duration::from_millis(500);
+/// said of workers which have not answered meanwhile. Longer: answers that arrived in a pause are overlooked; it
+/// must be well below [`LAST_CHANCE`]. Shorter: on a busy machine stopped workers are asked again and again.
+const PAUSED: Duration = Duration::from_millis(50);
+
+/// Into so many parts a wait is divided, so that a pause of the coordinator within it is noticed.
+const PARTS: u32 = 3;
 
 /// The workers of a job, and the epoch they are in.
 #[derive(Clone, Debug)]
 pub struct Membership {
     settings: Settings,
-    /// By number.
-    workers: BTreeMap<u32, Worker>,
+    /// Those that have connected and whose processes have not ended.
+    workers: BTreeMap<WorkerId, Worker>,
+    /// By number, the last life that has ended.
+    ended: BTreeMap<u32, u32>,
     /// The last epoch that has begun; 0 before the first.
     epoch: u64,
     /// Its members, by rank.
@@ -131,7 +142,6 @@ enum State {
 
 #[derive(Clone, Debug)]
 struct Worker {
-    life: u32,
     phase: Phase,
     /// When it was asked whether it lives, if it has not answered.
     asked: Option<Duration>,
@@ -157,6 +167,7 @@ impl Membership {
         Membership {
             settings,
             workers: BTreeMap::new(),
+            ended: BTreeMap::new(),
             epoch: 0,
             members: Vec::new(),
             has_asked: false,
@@ -179,11 +190,8 @@ impl Membership {
 
     /// Workers that are ready and not in the present epoch.
     pub fn spares(&self) -> impl Iterator<Item = WorkerId> {
-        let spare = |(number, worker): (&u32, &Worker)| {
-            (worker.phase == Phase::Ready)
-                .then_some(WorkerId { number: *number, life: worker.life })
-        };
-        self.workers.iter().filter_map(spare)
+        let is_spare = |(_, worker): &(&WorkerId, &Worker)| worker.phase == Phase::Ready;
+        self.workers.iter().filter(is_spare).map(|(id, _)| *id)
     }
 
     /// Whether all members of the present epoch are in it.
@@ -205,38 +213,37 @@ impl Membership {
             Input::Answered(id) => self.on_answered(now, id),
             Input::Finished { worker, epoch } => self.on_finished(worker, epoch),
             Input::Closed(id) => self.cut_off(id),
-            Input::Ended(id) => {
-                if self.worker(id).is_some() {
-                    self.workers.remove(&id.number);
-                }
-            }
+            Input::Ended(id) => self.on_ended(id),
         }
         self.advance(now)
     }
 
-    /// Time has passed.
+    /// Time has passed, and no input waits to be handled.
     pub fn tick(&mut self, now: Duration) -> Vec<Decision> {
         self.excuse_silence_of_own(now);
+        if self.state == State::Running {
+            self.declare_lost(now);
+            self.give_up_in_time(now);
+        }
         self.advance(now)
     }
 
     fn on_connected(&mut self, now: Duration, id: WorkerId) {
-        match self.workers.get(&id.number) {
-            // Two processes that claim one place: that of before, or that of another, goes.
-            Some(old) if old.life >= id.life => self.decisions.push(Decision::Kill(id)),
-            old => {
-                if let Some(old) = old {
-                    let life = old.life;
-                    self.decisions.push(Decision::Kill(WorkerId { life, ..id }));
-                }
-                self.workers.insert(id.number, Worker::new(id.life, now));
-            }
+        let has_ended = self.ended.get(&id.number).is_some_and(|life| *life >= id.life);
+        let lives = self.workers.keys().filter(|other| other.number == id.number);
+        let (older, others): (Vec<WorkerId>, Vec<_>) =
+            lives.partition(|other| other.life < id.life);
+        // What a process sent may arrive after its end; and of two that claim one place, both go.
+        if has_ended || !others.is_empty() {
+            return self.decisions.push(Decision::Kill(id));
         }
+        older.into_iter().for_each(|older| self.cut_off(older));
+        self.workers.insert(id, Worker::new(now));
     }
 
     fn on_ready(&mut self, now: Duration, id: WorkerId, after: u64, silent: &[usize]) {
         let (epoch, members) = (self.epoch, self.members.clone());
-        let Some(worker) = self.worker(id) else { return };
+        let Some(worker) = self.workers.get_mut(&id) else { return };
         let expected = match worker.phase {
             Phase::Starting => 0,
             Phase::In => epoch,
@@ -248,15 +255,14 @@ impl Membership {
         worker.phase = Phase::Ready;
         (worker.heard, worker.asked) = (now, None);
         for suspect in silent.iter().filter_map(|rank| members.get(*rank)) {
-            if let Some(suspect) = self.worker(*suspect).filter(|worker| worker.phase == Phase::In)
-            {
+            if let Some(suspect) = self.workers.get_mut(suspect) {
                 suspect.is_suspect = true;
             }
         }
     }
 
     fn on_answered(&mut self, now: Duration, id: WorkerId) {
-        if let Some(worker) = self.worker(id) {
+        if let Some(worker) = self.workers.get_mut(&id) {
             (worker.heard, worker.asked, worker.is_suspect) = (now, None, false);
         }
     }
@@ -269,10 +275,16 @@ impl Membership {
         }
     }
 
+    fn on_ended(&mut self, id: WorkerId) {
+        self.workers.remove(&id);
+        let last = self.ended.entry(id.number).or_insert(id.life);
+        *last = id.life.max(*last);
+    }
+
     /// A worker that cannot be reached any more, or makes no sense, must not act: its process ends.
     fn cut_off(&mut self, id: WorkerId) {
         let is_over = self.state != State::Running;
-        let Some(worker) = self.worker(id) else { return };
+        let Some(worker) = self.workers.get_mut(&id) else { return };
         if worker.phase != Phase::Ending {
             worker.phase = Phase::Ending;
             // After the end, workers leave by themselves.
@@ -282,12 +294,16 @@ impl Membership {
         }
     }
 
-    /// If this process has been paused, the answers that it has not heard may be on their way.
+    /// If this process has been paused, what it has not heard may be on its way.
     fn excuse_silence_of_own(&mut self, now: Duration) {
-        if self.idle_until.is_some_and(|until| now > until + PAUSED) {
+        let late = self.idle_until.map_or(Duration::ZERO, |until| now.saturating_sub(until));
+        if late > PAUSED {
             for worker in self.workers.values_mut() {
                 (worker.asked, worker.heard) = (None, now);
             }
+            let patience = self.settings.patience;
+            let at_least = now.saturating_add(patience / PARTS).saturating_sub(patience);
+            self.short_since = self.short_since.map(|since| (since + late).max(at_least));
         }
     }
 
@@ -298,11 +314,12 @@ impl Membership {
                 self.short_since = None;
                 self.let_others_in();
             } else if !self.workers.values().any(|worker| worker.phase == Phase::In) {
+                self.short_since.get_or_insert(now);
                 self.begin_epoch(now);
             }
-            self.look_after_members(now);
+            self.ask_workers(now);
         }
-        self.idle_until = self.next_deadline();
+        self.idle_until = self.next_deadline(now);
         std::mem::take(&mut self.decisions)
     }
 
@@ -314,27 +331,19 @@ impl Membership {
         }
     }
 
-    /// Begins the next epoch with all that are ready, those of the last epoch first, if they are enough.
+    /// Begins the next epoch with all that are ready, those of the last epoch first, if they are enough and
+    /// the processes of all other members of the last epoch have ended.
     fn begin_epoch(&mut self, now: Duration) {
         let ready: Vec<WorkerId> = self.spares().collect();
-        let since = *self.short_since.get_or_insert(now);
-        let is_patient = now < since + self.settings.patience;
-        let enough = match self.epoch {
-            0 if is_patient => self.settings.workers.max(self.settings.least),
-            _ => self.settings.least,
-        };
-        if ready.len() < enough.max(1) {
-            if !is_patient {
-                self.state = State::GivenUp;
-                self.decisions.push(Decision::GiveUp { ready: ready.len() });
-            }
+        let is_waited_for = |id| self.workers.contains_key(id) && !ready.contains(id);
+        if ready.len() < self.enough(now) || self.members.iter().any(is_waited_for) {
             return;
         }
         let old = self.members.iter().filter(|id| ready.contains(id));
         let new = ready.iter().filter(|id| !self.members.contains(id));
         let members: Vec<WorkerId> = old.chain(new).take(self.settings.most).copied().collect();
         for id in &members {
-            let worker = self.worker(*id).expect("it is ready");
+            let worker = self.workers.get_mut(id).expect("it is ready");
             worker.phase = Phase::In;
             (worker.asked, worker.heard, worker.is_suspect) = (None, now, false);
         }
@@ -342,61 +351,88 @@ impl Membership {
         self.members.clone_from(&members);
         (self.has_asked, self.short_since) = (false, None);
         self.decisions.push(Decision::Begin { epoch: self.epoch, members });
-        // Those that found no room are spares, and may be more than before.
-        self.let_others_in();
     }
 
-    /// Asks members whether they live: at once if the others have left the epoch, else now and then. Kills
-    /// those that do not answer.
-    fn look_after_members(&mut self, now: Duration) {
-        let is_whole = self.is_whole();
-        let timeout = self.settings.timeout;
-        let (mut probes, mut lost) = (Vec::new(), Vec::new());
-        for (number, worker) in self.workers.iter_mut() {
-            let id = WorkerId { number: *number, life: worker.life };
-            if worker.phase != Phase::In {
-                continue;
-            }
-            match worker.asked {
-                Some(asked) if now >= asked + worker.limit(timeout) => lost.push(id),
-                Some(_) => {}
-                None if worker.is_suspect || now >= worker.heard + pause(timeout, is_whole) => {
-                    worker.asked = Some(now);
-                    probes.push(Decision::Probe(id));
-                }
-                None => {}
+    /// How many workers the next epoch needs.
+    fn enough(&self, now: Duration) -> usize {
+        let Settings { workers, least, .. } = self.settings;
+        let is_first = self.epoch == 0 && !self.is_too_late(now);
+        least.max(if is_first { workers } else { 1 })
+    }
+
+    fn is_too_late(&self, now: Duration) -> bool {
+        self.short_since.is_some_and(|since| now >= since.saturating_add(self.settings.patience))
+    }
+
+    fn give_up_in_time(&mut self, now: Duration) {
+        let ready = self.spares().count();
+        let can_begin = ready >= self.enough(now) && self.epoch == 0;
+        if self.is_too_late(now) && !can_begin {
+            self.state = State::GivenUp;
+            self.decisions.push(Decision::GiveUp { ready });
+        }
+    }
+
+    /// Asks workers whether they live: at once if a member says that it has lost them, else now and then. Those
+    /// that wait for an epoch are asked as well: with a stopped one, it could not begin.
+    fn ask_workers(&mut self, now: Duration) {
+        let pause = self.pause();
+        for (id, worker) in &mut self.workers {
+            let is_due = worker.is_suspect || now >= worker.heard + pause;
+            if worker.must_answer() && worker.asked.is_none() && is_due {
+                worker.asked = Some(now);
+                self.decisions.push(Decision::Probe(*id));
             }
         }
-        self.decisions.extend(probes);
-        lost.into_iter().for_each(|id| self.cut_off(id));
     }
 
-    fn next_deadline(&self) -> Option<Duration> {
+    fn declare_lost(&mut self, now: Duration) {
+        let timeout = self.settings.timeout;
+        let is_late = |worker: &Worker| {
+            worker.asked.is_some_and(|asked| now >= asked + worker.limit(timeout))
+        };
+        let is_lost = |worker: &Worker| worker.must_answer() && is_late(worker);
+        let lost = self.workers.iter().filter(|(_, worker)| is_lost(worker)).map(|(id, _)| *id);
+        lost.collect::<Vec<_>>().into_iter().for_each(|id| self.cut_off(id));
+    }
+
+    fn next_deadline(&self, now: Duration) -> Option<Duration> {
         if self.state != State::Running {
             return None;
         }
-        let (is_whole, timeout) = (self.is_whole(), self.settings.timeout);
-        let members = self.workers.values().filter(|worker| worker.phase == Phase::In);
-        let due = members.map(|worker| match worker.asked {
-            Some(asked) => asked + worker.limit(timeout),
-            None => worker.heard + pause(timeout, is_whole),
+        let (pause, timeout) = (self.pause(), self.settings.timeout);
+        let asked = self.workers.values().filter(|worker| worker.must_answer());
+        let due = asked.map(|worker| match (worker.asked, worker.limit(timeout)) {
+            (Some(asked), limit) => (asked + limit).min(now + limit / PARTS),
+            (None, _) => worker.heard + pause,
         });
-        due.chain(self.short_since.map(|since| since + self.settings.patience)).min()
+        let patience = self.settings.patience;
+        let in_part = |since: Duration| {
+            since.saturating_add(patience).min(now.saturating_add(patience / PARTS))
+        };
+        due.chain(self.short_since.map(in_part)).min()
+    }
+
+    /// How long after its last answer a worker is asked whether it lives. In an epoch that is whole its peers
+    /// watch over a member, if it has any.
+    fn pause(&self) -> Duration {
+        let timeout = self.settings.timeout;
+        if self.is_whole() { timeout } else { timeout / 4 }
     }
 
     fn is_in(&self, id: WorkerId) -> bool {
-        let worker = self.workers.get(&id.number);
-        worker.is_some_and(|worker| worker.life == id.life && worker.phase == Phase::In)
-    }
-
-    fn worker(&mut self, id: WorkerId) -> Option<&mut Worker> {
-        self.workers.get_mut(&id.number).filter(|worker| worker.life == id.life)
+        self.workers.get(&id).is_some_and(|worker| worker.phase == Phase::In)
     }
 }
 
 impl Worker {
-    fn new(life: u32, now: Duration) -> Worker {
-        Worker { life, phase: Phase::Starting, asked: None, heard: now, is_suspect: false }
+    fn new(now: Duration) -> Worker {
+        Worker { phase: Phase::Starting, asked: None, heard: now, is_suspect: false }
+    }
+
+    /// One that has yet to say that it is ready may not have begun to listen.
+    fn must_answer(&self) -> bool {
+        matches!(self.phase, Phase::In | Phase::Ready)
     }
 
     /// How long it may take to answer.
@@ -405,8 +441,11 @@ impl Worker {
     }
 }
 
-/// How long after its last answer a member is asked whether it lives. In an epoch that is whole its peers watch
-/// over it, if it has any.
-fn pause(timeout: Duration, is_whole: bool) -> Duration {
-    if is_whole { timeout } else { timeout / 4 }
-}
+#[cfg(test)]
+mod search;
+#[cfg(test)]
+mod simulator;
+#[cfg(test)]
+mod tests;
+#[cfg(test)]
+mod world;

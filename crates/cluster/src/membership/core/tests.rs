@@ -1,0 +1,213 @@
+//! Histories that were once handled wrongly, or that would be easily.
+
+use std::time::Duration;
+
+use super::{Decision, Input, Membership, Settings, WorkerId};
+
+#[test]
+fn the_next_epoch_waits_for_the_end_of_a_member_that_is_killed() {
+    let mut job = Job::of(2, 1);
+    job.begin();
+    assert_eq!(job.hear(1, Input::Closed(worker(1))), [Decision::Kill(worker(1))]);
+    assert_eq!(job.hear(2, job.ready(0, 1, &[])), []);
+    // It may act until its end is seen.
+    assert_eq!(job.hear(40, Input::Ended(worker(1))), [begin(2, &[worker(0)])]);
+}
+
+#[test]
+fn the_next_epoch_waits_for_the_end_of_an_old_life_whose_next_is_here() {
+    let mut job = Job::of(2, 1);
+    job.begin();
+    let next = WorkerId { number: 1, life: 1 };
+    assert_eq!(job.hear(1, Input::Connected(next)), [Decision::Kill(worker(1))]);
+    assert_eq!(job.hear(2, Input::Ready { worker: next, after: 0, silent: vec![] }), []);
+    assert_eq!(job.hear(3, job.ready(0, 1, &[])), []);
+    assert_eq!(job.hear(4, Input::Ended(worker(1))), [begin(2, &[worker(0), next])]);
+}
+
+#[test]
+fn what_a_worker_sent_before_its_end_is_too_late_after_it() {
+    let mut job = Job::of(2, 1);
+    job.begin();
+    let next = WorkerId { number: 2, life: 0 };
+    assert_eq!(job.hear(1, Input::Ended(next)), []);
+    assert_eq!(job.hear(2, Input::Connected(next)), [Decision::Kill(next)]);
+    assert_eq!(job.hear(3, Input::Ready { worker: next, after: 0, silent: vec![] }), []);
+    assert_eq!(job.core.spares().count(), 0);
+}
+
+#[test]
+fn an_answer_behind_other_inputs_counts() {
+    let mut job = Job::of(3, 1);
+    job.begin();
+    let probes = job.hear(100, job.ready(0, 1, &[1]));
+    assert_eq!(probes, [Decision::Probe(worker(1))]);
+    assert_eq!(job.wait(249), []);
+    // Its chance is over, and its answer waits behind what another worker says.
+    assert_eq!(job.hear(251, job.ready(2, 1, &[1])), []);
+    assert_eq!(job.hear(251, Input::Answered(worker(1))), []);
+    assert_eq!(job.tick(251), []);
+}
+
+#[test]
+fn a_short_pause_of_the_coordinator_is_not_the_silence_of_a_worker() {
+    let mut job = Job::of(3, 1);
+    job.begin();
+    assert_eq!(job.hear(100, job.ready(0, 1, &[1])), [Decision::Probe(worker(1))]);
+    // It was paused for most of the time that the worker had; the answer waits in a socket.
+    assert_eq!(job.tick(255), [Decision::Probe(worker(1))]);
+    assert_eq!(job.hear(256, Input::Answered(worker(1))), []);
+    assert_eq!(job.tick(500), []);
+}
+
+#[test]
+fn a_silent_worker_is_killed_in_time() {
+    let mut job = Job::of(3, 1);
+    job.begin();
+    assert_eq!(job.hear(100, job.ready(0, 1, &[1])), [Decision::Probe(worker(1))]);
+    assert_eq!(job.hear(100, job.ready(2, 1, &[1])), []);
+    assert_eq!(job.wait(249), []);
+    assert_eq!(job.wait(250), [Decision::Kill(worker(1))]);
+    let members = [worker(0), worker(2)];
+    assert_eq!(job.hear(251, Input::Ended(worker(1))), [begin(2, &members)]);
+}
+
+#[test]
+fn a_member_that_computes_for_minutes_is_waited_for() {
+    let mut job = Job::of(2, 1);
+    job.begin();
+    assert_eq!(job.hear(100, job.ready(0, 1, &[1])), [Decision::Probe(worker(1))]);
+    assert_eq!(job.hear(110, Input::Answered(worker(1))), []);
+    while job.now < 600_000 {
+        let at = job.core.deadline().expect("it is watched").as_millis() as u64;
+        let mut decisions = job.tick(at);
+        while let Some(decision) = decisions.pop() {
+            let Decision::Probe(id) = decision else { panic!("{decision:?}") };
+            decisions.extend(job.hear(at, Input::Answered(id)));
+        }
+    }
+    let decisions = job.hear(job.now, job.ready(1, 1, &[]));
+    assert_eq!(decisions, [begin(2, &[worker(0), worker(1)])]);
+}
+
+#[test]
+fn a_spare_that_is_stopped_is_found_before_it_is_needed() {
+    let mut job = Job::of(2, 1);
+    job.core.settings.most = 2;
+    job.begin();
+    job.hear(1, Input::Connected(worker(2)));
+    assert_eq!(job.hear(1, Input::Ready { worker: worker(2), after: 0, silent: vec![] }), []);
+    let mut decisions = Vec::new();
+    while job.now < 5_000 {
+        let at = job.core.deadline().expect("all are watched").as_millis() as u64;
+        for decision in job.tick(at) {
+            match decision {
+                Decision::Probe(id) if id.number < 2 => {
+                    job.hear(at, Input::Answered(id));
+                }
+                other => decisions.push(other),
+            }
+        }
+    }
+    assert_eq!(decisions, [Decision::Probe(worker(2)), Decision::Kill(worker(2))]);
+}
+
+#[test]
+fn a_paused_coordinator_does_not_give_up() {
+    let mut job = Job::of(2, 2);
+    job.begin();
+    job.hear(1, Input::Closed(worker(1)));
+    job.hear(2, Input::Ended(worker(1)));
+    assert_eq!(job.hear(3, job.ready(0, 1, &[])), []);
+    let next = WorkerId { number: 1, life: 1 };
+    // The next life has connected and waits to be heard.
+    assert!(!job.tick(300_000).iter().any(|decision| matches!(decision, Decision::GiveUp { .. })));
+    job.hear(300_001, Input::Connected(next));
+    let decisions = job.hear(300_001, Input::Ready { worker: next, after: 0, silent: vec![] });
+    assert_eq!(decisions, [begin(2, &[worker(0), next])]);
+}
+
+#[test]
+fn too_few_workers_for_too_long_are_the_end() {
+    let mut job = Job::of(2, 2);
+    job.begin();
+    job.hear(1, Input::Ended(worker(1)));
+    assert_eq!(job.hear(3, job.ready(0, 1, &[])), []);
+    let mut last = Vec::new();
+    while let Some(at) = job.core.deadline() {
+        last = job.tick(at.as_millis() as u64);
+        if last == [Decision::Probe(worker(0))] {
+            assert_eq!(job.hear(job.now, Input::Answered(worker(0))), []);
+        }
+    }
+    assert_eq!((job.now, last), (60_003, vec![Decision::GiveUp { ready: 1 }]));
+}
+
+#[test]
+fn patience_may_be_without_end() {
+    let settings = Settings { patience: Duration::MAX, ..Job::of(2, 1).core.settings };
+    let mut core = Membership::new(settings, Duration::from_secs(1));
+    assert_eq!(core.handle(Duration::from_secs(2), Input::Connected(worker(0))), []);
+    assert_eq!(core.tick(Duration::from_secs(3)), []);
+}
+
+struct Job {
+    core: Membership,
+    now: u64,
+}
+
+impl Job {
+    fn of(workers: usize, least: usize) -> Job {
+        let settings = Settings {
+            workers,
+            least,
+            most: 8,
+            timeout: Duration::from_secs(2),
+            patience: Duration::from_secs(60),
+        };
+        Job { core: Membership::new(settings, Duration::ZERO), now: 0 }
+    }
+
+    /// Begins the first epoch.
+    fn begin(&mut self) {
+        let members: Vec<WorkerId> = (0..self.core.settings.workers as u32).map(worker).collect();
+        let mut last = Vec::new();
+        for id in &members {
+            assert_eq!(self.hear(0, Input::Connected(*id)), []);
+            last = self.hear(0, Input::Ready { worker: *id, after: 0, silent: vec![] });
+        }
+        assert_eq!(last, [begin(1, &members)]);
+    }
+
+    fn ready(&self, number: u32, after: u64, silent: &[usize]) -> Input {
+        Input::Ready { worker: worker(number), after, silent: silent.to_vec() }
+    }
+
+    fn hear(&mut self, now: u64, input: Input) -> Vec<Decision> {
+        self.now = now;
+        self.core.handle(Duration::from_millis(now), input)
+    }
+
+    fn tick(&mut self, now: u64) -> Vec<Decision> {
+        self.now = now;
+        self.core.tick(Duration::from_millis(now))
+    }
+
+    /// Until then, with a tick at every deadline.
+    fn wait(&mut self, until: u64) -> Vec<Decision> {
+        let mut decisions = Vec::new();
+        while let Some(at) = self.core.deadline().filter(|at| at.as_millis() as u64 <= until) {
+            self.now = at.as_millis() as u64;
+            decisions.extend(self.core.tick(at));
+        }
+        decisions
+    }
+}
+
+fn worker(number: u32) -> WorkerId {
+    WorkerId { number, life: 0 }
+}
+
+fn begin(epoch: u64, members: &[WorkerId]) -> Decision {
+    Decision::Begin { epoch, members: members.to_vec() }
+}
