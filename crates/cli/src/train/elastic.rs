@@ -23,12 +23,13 @@ use unisono::worker::Regrouped;
 
 use super::args::{RunPlan, TrainArgs};
 use super::checkpoint::resume;
+use super::computation::{self, Kept};
 use super::part::{Part, Until};
 use super::progress::{Display, Failure};
 use super::rank_zero::RankZero;
 use super::relaxed::without_run_dir;
 use super::worker::{expect_equal_plans, form_error, group_error, sync_error};
-use super::{GRACE, advice, computation, stop_flag};
+use super::{GRACE, advice, stop_flag};
 use crate::exit::{self, Wrong};
 use crate::output;
 
@@ -166,8 +167,9 @@ fn take_part(args: &TrainArgs) -> anyhow::Result<()> {
     let mut part = Part::new(&plan, computation, None, recorder, stop);
     // The steps after which this worker was in the middle of another when its group failed.
     let mut failed_after = None;
+    let mut kept = None;
     while let Some(group) = job.enter()? {
-        match epoch(args, &job, &group, &dir, &mut part, failed_after.take()) {
+        match epoch(args, &job, &group, &dir, &mut part, failed_after.take(), &mut kept) {
             Ok(Some(said)) => {
                 crash::point("summed-up");
                 job.finish(serde_json::to_vec(&said)?)?;
@@ -198,6 +200,7 @@ fn epoch(
     dir: &Path,
     part: &mut Part<'_>,
     before: Option<u64>,
+    kept: &mut Option<Kept>,
 ) -> anyhow::Result<Option<Said>> {
     let plan = part.plan;
     expect_equal_plans(plan, group)?;
@@ -209,9 +212,11 @@ fn epoch(
         let plan = RunPlan { resume: plan.resume || job.epoch() > 1, ..plan.clone() };
         part.rank_zero = Some(RankZero::open(&plan, args)?);
     }
-    if regrouped.donor.is_none() {
-        begin(job, group, part)?;
-    }
+    let has_gone_back = match regrouped.donor {
+        Some(_) => false,
+        None => begin(job, group, part, kept.as_ref())?,
+    };
+    *kept = None;
     let steps = part.computation.steps();
     record(group, dir, part, steps)?;
     crash::point("recording");
@@ -226,10 +231,15 @@ fn epoch(
             compute: outcome.times.compute.as_secs_f64(),
             redone: before == Some(steps),
             behind: regrouped.behind as u64,
-            from_checkpoint: regrouped.donor.is_none(),
+            from_checkpoint: has_gone_back,
         })?)
     };
     if part.train(group, || job.is_asked_to_regroup(), stepped)? == Until::Regroup {
+        // What a codec remembers is with the worker of each shard, and that changes.
+        if plan.compression.is_some() {
+            *kept = part.computation.keep(group)?;
+            group.barrier()?;
+        }
         return Ok(None);
     }
     // From here on all have all steps: if rank 0 is lost now, another can say as much.
@@ -259,8 +269,20 @@ fn regroup(group: &Group, part: &mut Part<'_>) -> anyhow::Result<Regrouped> {
     }
 }
 
-/// Brings workers none of which has any state to the last checkpoint, if there is one.
-fn begin(job: &ElasticJob, group: &Group, part: &mut Part<'_>) -> anyhow::Result<()> {
+/// Brings workers none of which has all of its state to what rank 0 has kept of it, or to the last checkpoint,
+/// if there is one; whether the run has gone back.
+fn begin(
+    job: &ElasticJob,
+    group: &Group,
+    part: &mut Part<'_>,
+    kept: Option<&Kept>,
+) -> anyhow::Result<bool> {
+    let mut is_kept = [u8::from(kept.is_some())];
+    group.broadcast(&mut is_kept, 0)?;
+    if is_kept[0] == 1 {
+        part.computation.restore_kept(group, kept)?;
+        return Ok(false);
+    }
     let plan = RunPlan { resume: part.plan.resume || job.epoch() > 1, ..part.plan.clone() };
     let found = match &mut part.rank_zero {
         Some(RankZero { saver: Some(saver), .. }) => saver.find(&plan)?,
@@ -283,7 +305,7 @@ fn begin(job: &ElasticJob, group: &Group, part: &mut Part<'_>) -> anyhow::Result
     } else if group.rank() == 0 && job.epoch() > 1 {
         remark!("unisono: all workers were lost; beginning anew");
     }
-    Ok(())
+    Ok(true)
 }
 
 fn is_state_lost(error: &anyhow::Error) -> bool {

@@ -1,5 +1,6 @@
 //! A candle model that learns from data.
 
+use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -15,7 +16,7 @@ use unisono_workload::init::initialize;
 use unisono_workload::model::{Model, ModelSpec, accuracy};
 
 use super::super::args::{ComputationSpec, RunPlan};
-use super::{Computation, Judgement, slow_down};
+use super::{Computation, Judgement, Kept, slow_down};
 
 /// Samples judged at once. More: more memory. Fewer: slower.
 const JUDGED: usize = 256;
@@ -188,6 +189,19 @@ impl Computation for Learner<'_> {
 
     fn regroup(&mut self, group: &Group) -> anyhow::Result<Regrouped> {
         Ok(self.replica.regroup(group)?)
+    }
+
+    fn keep(&self, group: &Group) -> anyhow::Result<Option<Kept>> {
+        let mut values = HashMap::new();
+        self.replica.save(group, |name, _, of_name| {
+            values.insert(name, of_name.to_vec());
+        })?;
+        Ok((group.rank() == 0).then(|| Kept { steps: self.steps(), values }))
+    }
+
+    fn restore_kept(&mut self, group: &Group, kept: Option<&Kept>) -> anyhow::Result<()> {
+        let find = |name: &str| kept?.values.get(name).cloned();
+        Ok(self.replica.restore(group, kept.map_or(0, |kept| kept.steps), find)?)
     }
 
     fn begin_anew(&mut self, group: &Group) -> anyhow::Result<()> {

@@ -3,6 +3,8 @@
 mod learn;
 mod replay;
 
+use std::collections::HashMap;
+
 use unisono::Group;
 use unisono::cluster::checkpoint::{Loaded, Snapshot};
 use unisono::sync::{StepOutcome, Synchronizer};
@@ -49,11 +51,23 @@ pub trait Computation {
     /// Goes on in another group, with the state of those that have the most. All ranks must call it.
     fn regroup(&mut self, group: &Group) -> anyhow::Result<Regrouped>;
 
+    /// The whole state, in the memory of rank 0; `None` elsewhere. All ranks must call it.
+    fn keep(&self, group: &Group) -> anyhow::Result<Option<Kept>>;
+
+    /// Goes on from what rank 0 has kept, and no other has. All ranks must call it.
+    fn restore_kept(&mut self, group: &Group, kept: Option<&Kept>) -> anyhow::Result<()>;
+
     /// Begins the run, with the weights of rank 0. All ranks must call it.
     fn begin_anew(&mut self, group: &Group) -> anyhow::Result<()>;
 
     /// Ends training: makes the weights of all workers equal. All ranks must call it.
     fn settle(&mut self) -> anyhow::Result<()>;
+}
+
+/// A state that was kept in memory.
+pub struct Kept {
+    steps: u64,
+    values: HashMap<String, Vec<f32>>,
 }
 
 /// How good a model is.

@@ -14,7 +14,7 @@ use unisono::worker::Regrouped;
 use unisono_workload::replay::Replay;
 
 use super::super::args::RunPlan;
-use super::{Computation, Judgement};
+use super::{Computation, Judgement, Kept};
 
 /// A replayed model.
 pub struct Replayer {
@@ -119,6 +119,14 @@ impl Computation for Replayer {
 
     fn regroup(&mut self, _group: &Group) -> anyhow::Result<Regrouped> {
         bail!("a replayed model has no weights to hand over")
+    }
+
+    fn keep(&self, _group: &Group) -> anyhow::Result<Option<Kept>> {
+        bail!("a replayed model has no weights to keep")
+    }
+
+    fn restore_kept(&mut self, _group: &Group, _kept: Option<&Kept>) -> anyhow::Result<()> {
+        bail!("a replayed model has no weights to restore")
     }
 
     fn begin_anew(&mut self, _group: &Group) -> anyhow::Result<()> {
