@@ -205,7 +205,7 @@ fn a_vote_to_stop_survives_the_step_it_was_cast_in() {
     let all = in_two_groups(2, 2, Transport::Auto, |first, second| {
         let (first, second) = (first.unwrap(), second.unwrap());
         let sync = Synchronizer::new(Some(&first), parameters(), settings()).unwrap();
-        let mut model = Model::new();
+        let model = Model::new();
         if first.rank() == 1 {
             sync.vote_to_stop();
             sync.vote_to_regroup();
@@ -235,6 +235,9 @@ fn a_group_that_fails_while_workers_regroup_is_followed_by_the_next() {
             Err(SyncError::Group(_) | SyncError::Form(_)) => {}
             other => panic!("{other:?}"),
         }
+        // Between two groups no step is taken, and none does harm.
+        assert!(model.compute(&sync, 3, usize::MAX));
+        assert!(matches!(model.finish(&sync), Err(SyncError::NoGroup)));
         sync.regroup(second.as_ref()).unwrap();
         model.train(&sync, 3..STEPS);
         model.bits()
