@@ -13,7 +13,7 @@
 //! the gradient came from. That makes it forgiving to gradients of old weights, and many workers that
 //! do not wait for each other are what it is mostly used for.
 
-use crate::{LearningRate, Optimizer, WrongState, check_lengths, restore, zeros};
+use crate::{LearningRate, Optimizer, check_lengths, zeros};
 
 /// Gradient descent in units of the root of the summed squares.
 #[derive(Clone, Debug)]
@@ -76,7 +76,7 @@ impl Optimizer for Adagrad {
         vec![&self.sum[parameter]]
     }
 
-    fn restore(&mut self, parameter: usize, state: &[&[f32]]) -> Result<(), WrongState> {
-        restore(Adagrad::NAME, parameter, &mut [&mut self.sum[parameter]], state)
+    fn state_mut(&mut self, parameter: usize) -> Vec<&mut [f32]> {
+        vec![&mut self.sum[parameter]]
     }
 }

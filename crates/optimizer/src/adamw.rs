@@ -15,7 +15,7 @@
 //! `t` is the step of the run. Everything that is the same for all weights is computed in `f64`
 //! from `t` once per call and then rounded, which leaves one root and one division per weight.
 
-use crate::{LearningRate, Optimizer, WrongState, check_lengths, restore, zeros};
+use crate::{LearningRate, Optimizer, check_lengths, zeros};
 
 /// Adam with decoupled weight decay.
 #[derive(Clone, Debug)]
@@ -92,10 +92,8 @@ impl Optimizer for AdamW {
         vec![&self.first[parameter], &self.second[parameter]]
     }
 
-    fn restore(&mut self, parameter: usize, state: &[&[f32]]) -> Result<(), WrongState> {
-        let moments: &mut [&mut [f32]] =
-            &mut [&mut self.first[parameter], &mut self.second[parameter]];
-        restore(AdamW::NAME, parameter, moments, state)
+    fn state_mut(&mut self, parameter: usize) -> Vec<&mut [f32]> {
+        vec![&mut self.first[parameter], &mut self.second[parameter]]
     }
 }
 

@@ -72,12 +72,31 @@ pub trait Optimizer: Send {
     /// If there is no such parameter.
     fn state(&self, parameter: usize) -> Vec<&[f32]>;
 
+    /// As [`Optimizer::state`], to be written.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such parameter.
+    fn state_mut(&mut self, parameter: usize) -> Vec<&mut [f32]>;
+
     /// Puts back what [`Optimizer::state`] returned. Changes nothing if it returns an error.
     ///
     /// # Errors
     ///
     /// If `state` is not the state of this parameter under this optimizer.
-    fn restore(&mut self, parameter: usize, state: &[&[f32]]) -> Result<(), WrongState>;
+    fn restore(&mut self, parameter: usize, state: &[&[f32]]) -> Result<(), WrongState> {
+        let optimizer = self.name();
+        let mut current = self.state_mut(parameter);
+        let expected: Vec<usize> = current.iter().map(|vector| vector.len()).collect();
+        let found: Vec<usize> = state.iter().map(|vector| vector.len()).collect();
+        if expected != found {
+            return Err(WrongState { optimizer, parameter, expected, found });
+        }
+        for (current, saved) in current.iter_mut().zip(state) {
+            current.copy_from_slice(saved);
+        }
+        Ok(())
+    }
 }
 
 /// The state to restore belongs to another model or another optimizer.
@@ -95,24 +114,6 @@ pub struct WrongState {
     pub expected: Vec<usize>,
     /// The lengths of those that were to be restored.
     pub found: Vec<usize>,
-}
-
-/// Copies `saved` over `current` if they have the same form.
-fn restore(
-    optimizer: &'static str,
-    parameter: usize,
-    current: &mut [&mut [f32]],
-    saved: &[&[f32]],
-) -> Result<(), WrongState> {
-    let expected: Vec<usize> = current.iter().map(|vector| vector.len()).collect();
-    let found: Vec<usize> = saved.iter().map(|vector| vector.len()).collect();
-    if expected != found {
-        return Err(WrongState { optimizer, parameter, expected, found });
-    }
-    for (current, saved) in current.iter_mut().zip(saved) {
-        current.copy_from_slice(saved);
-    }
-    Ok(())
 }
 
 /// One vector of zeros per parameter.

@@ -12,7 +12,7 @@
 //! *Nesterov's* variant looks one step of the velocity ahead: it follows
 //! `slope + momentum · velocity` instead of `velocity`.
 
-use crate::{LearningRate, Optimizer, WrongState, check_lengths, restore, zeros};
+use crate::{LearningRate, Optimizer, check_lengths, zeros};
 
 /// Gradient descent with momentum.
 #[derive(Clone, Debug)]
@@ -87,7 +87,7 @@ impl Optimizer for Momentum {
         vec![&self.velocity[parameter]]
     }
 
-    fn restore(&mut self, parameter: usize, state: &[&[f32]]) -> Result<(), WrongState> {
-        restore(Momentum::NAME, parameter, &mut [&mut self.velocity[parameter]], state)
+    fn state_mut(&mut self, parameter: usize) -> Vec<&mut [f32]> {
+        vec![&mut self.velocity[parameter]]
     }
 }

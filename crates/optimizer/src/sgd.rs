@@ -8,7 +8,7 @@
 //!
 //! There is no state.
 
-use crate::{LearningRate, Optimizer, WrongState, check_lengths, restore};
+use crate::{LearningRate, Optimizer, check_lengths};
 
 /// Stochastic gradient descent.
 #[derive(Clone, Debug)]
@@ -58,7 +58,8 @@ impl Optimizer for Sgd {
         Vec::new()
     }
 
-    fn restore(&mut self, parameter: usize, state: &[&[f32]]) -> Result<(), WrongState> {
-        restore(Sgd::NAME, parameter, &mut [], state)
+    fn state_mut(&mut self, parameter: usize) -> Vec<&mut [f32]> {
+        assert!(parameter < self.lengths.len(), "no parameter {parameter}");
+        Vec::new()
     }
 }

@@ -7,12 +7,13 @@ use unisono_sync::{Settings, SyncError, Synchronizer, divergence};
 
 use super::parameters::Parameters;
 use super::weights::ModelWeights;
-use crate::worker::{Agreeing, Seat, Stepped, Totals, Worker, WorkerError};
+use crate::worker::{Agreeing, Regrouped, Seat, Stepped, Totals, Worker, WorkerError};
 
 /// One worker's copy of the model.
 ///
 /// After an error, the user's own in the middle of a shard included, the replica is of no more use:
-/// its weights are those of no step, and further calls may panic. Make a new one.
+/// its weights are those of no step, and further calls may panic. Make a new one, or, where workers agree,
+/// [go on](Replica::regroup) in another group.
 pub struct Replica<'a> {
     weights: ModelWeights,
     worker: Worker<'a>,
@@ -59,6 +60,40 @@ impl<'a> Replica<'a> {
         let worker = Worker::agreeing(group, list, settings, &optimizer, &mut weights)?;
         weights.broadcast_frozen(group)?;
         Replica::made(parameters, weights, worker)
+    }
+
+    /// A replica of a process that is going to join the others of a run, and is in no group yet:
+    /// [`Replica::regroup`] brings it into one and gives it the weights.
+    pub fn waiting(
+        parameters: &Parameters,
+        settings: Settings,
+        optimizer: &OptimizerSpec,
+    ) -> Result<Replica<'a>, ReplicaError> {
+        let weights = ModelWeights::of(parameters);
+        let worker = Worker::waiting(weights.parameters(), settings, optimizer)?;
+        Replica::made(parameters, weights, worker)
+    }
+
+    /// Goes on in another group, all of whose ranks call this, those that [wait](Replica::waiting) too: after
+    /// the group before has failed, or all its ranks have left it after the same step. Ranks that are behind
+    /// get the weights, those that are not trained included, the optimizer's state and the number of steps
+    /// of one that is not. The step under way, if there is one, is dropped and to be computed again. With
+    /// [`Settings::withhold`], the weights are then those of a run that nothing had happened to.
+    ///
+    /// After an error it can be called again, with the next group; but after [`SyncError::StateLost`], and
+    /// where [no rank has state](Regrouped::donor), restore a checkpoint, or begin
+    /// [anew](Replica::begin_anew).
+    pub fn regroup(&mut self, group: &Group) -> Result<Regrouped, ReplicaError> {
+        let mut frozen = self.weights.as_frozen();
+        let number = frozen.len();
+        Ok(self.worker.regroup_with(group, &mut self.weights, (&mut frozen, number))?)
+    }
+
+    /// Begins the run anew, with the weights of rank 0. All ranks must call it.
+    pub fn begin_anew(&mut self, group: &Group) -> Result<(), ReplicaError> {
+        self.weights.broadcast_frozen(group)?;
+        let (agreeing, weights) = self.agreeing_mut()?;
+        Ok(agreeing.begin_anew(group, weights)?)
     }
 
     /// Takes a place in a run, at whatever level it is. The run begins with the model of worker 0.

@@ -54,9 +54,34 @@ impl ModelWeights {
         Ok(())
     }
 
+    /// Those that are not trained, by numbers of their own.
+    pub(super) fn as_frozen(&self) -> FrozenWeights {
+        FrozenWeights(self.frozen().cloned().collect())
+    }
+
     /// Those that are not trained.
     pub(super) fn frozen(&self) -> impl Iterator<Item = &Entry> {
         self.entries.iter().filter(|entry| entry.frozen)
+    }
+}
+
+/// The weights of a model that are not trained.
+pub(super) struct FrozenWeights(Vec<Entry>);
+
+impl FrozenWeights {
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+}
+
+impl Weights for FrozenWeights {
+    fn read(&self, parameter: usize, with: &mut dyn FnMut(&[f32])) {
+        self.0[parameter].read(|weights| with(weights));
+    }
+
+    fn change(&mut self, parameter: usize, with: &mut dyn FnMut(&mut [f32])) {
+        let changed = self.0[parameter].change(|weights| with(weights));
+        changed.expect("parameters are f32 and lie in order");
     }
 }
 

@@ -15,19 +15,32 @@ pub(super) fn broadcast(
     weights: &mut dyn Weights,
     parameters: usize,
 ) -> Result<(), Error> {
-    for parameter in 0..parameters {
-        let mut outcome = Ok(());
-        weights.change(parameter, &mut |own| outcome = group.broadcast(own, 0));
-        outcome?;
-    }
-    Ok(())
+    Transfer::new(group, 0, false).weights(weights, parameters)
 }
 
 /// Keeps the weights of a worker in step with those of a group.
 pub struct Agreeing {
     synchronizer: Arc<Synchronizer>,
+    spec: OptimizerSpec,
     optimizer: Box<dyn Optimizer>,
     steps: u64,
+    /// Whether weights and optimizer state are those after so many steps. Else they are those of no
+    /// step.
+    has_state: bool,
+}
+
+/// What happened when workers went on in another group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Regrouped {
+    /// The steps after which all of them go on.
+    pub steps: u64,
+    /// The rank whose state the others had or got; `None` if no rank has any: then restore a checkpoint,
+    /// or begin anew.
+    pub donor: Option<usize>,
+    /// Ranks that got it.
+    pub behind: usize,
+    /// Bytes of the state that each of them got.
+    pub bytes: u64,
 }
 
 /// Takes what a checkpoint must hold: its name, shape and values.
@@ -46,13 +59,31 @@ impl Agreeing {
         optimizer: &OptimizerSpec,
         weights: &mut dyn Weights,
     ) -> Result<Agreeing, WorkerError> {
-        let lengths: Vec<usize> = parameters.iter().map(Parameter::elements).collect();
-        let optimizer = optimizer.build(&lengths)?;
-        let synchronizer = Arc::new(Synchronizer::new(Some(group), parameters, settings)?);
-        let mut agreeing = Agreeing { synchronizer, optimizer, steps: 0 };
+        let mut agreeing = Agreeing::made(Some(group), parameters, settings, optimizer)?;
         agreeing.broadcast(group, weights)?;
         agreeing.synchronizer.begin(weights);
         Ok(agreeing)
+    }
+
+    /// A worker that is in no group yet, and has no weights of the run: [`Agreeing::regroup`] gives it both.
+    pub fn waiting(
+        parameters: Vec<Parameter>,
+        settings: Settings,
+        optimizer: &OptimizerSpec,
+    ) -> Result<Agreeing, WorkerError> {
+        Agreeing::made(None, parameters, settings, optimizer)
+    }
+
+    fn made(
+        group: Option<&Group>,
+        parameters: Vec<Parameter>,
+        settings: Settings,
+        spec: &OptimizerSpec,
+    ) -> Result<Agreeing, WorkerError> {
+        let optimizer = spec.build(&lengths(&parameters))?;
+        let synchronizer = Arc::new(Synchronizer::new(group, parameters, settings)?);
+        let (spec, steps, has_state) = (spec.clone(), 0, false);
+        Ok(Agreeing { synchronizer, spec, optimizer, steps, has_state })
     }
 
     /// What takes the gradients.
@@ -72,32 +103,106 @@ impl Agreeing {
         group: &Group,
         weights: &mut dyn Weights,
     ) -> Result<(), WorkerError> {
+        self.has_state = false;
         let mut steps = [self.steps as i64];
         group.broadcast(&mut steps, 0)?;
         self.steps = steps[0] as u64;
-        broadcast(group, weights, self.parameters().len())?;
-        for parameter in 0..self.parameters().len() {
-            let mut states: Vec<Vec<f32>> =
-                self.optimizer.state(parameter).into_iter().map(<[f32]>::to_vec).collect();
-            for state in &mut states {
-                group.broadcast(state, 0)?;
-            }
-            self.restore_state(parameter, &states)?;
-        }
+        let mut transfer = Transfer::new(group, 0, false);
+        transfer.weights(weights, self.parameters().len())?;
+        self.transfer_optimizer(&mut transfer)?;
+        self.has_state = true;
         Ok(())
+    }
+
+    /// Begins the run anew, with the weights of rank 0. All ranks must call it.
+    pub fn begin_anew(
+        &mut self,
+        group: &Group,
+        weights: &mut dyn Weights,
+    ) -> Result<(), WorkerError> {
+        self.optimizer = self.spec.build(&lengths(self.parameters()))?;
+        self.steps = 0;
+        self.broadcast(group, weights)?;
+        self.synchronizer.go_on_from(0);
+        self.synchronizer.begin(weights);
+        Ok(())
+    }
+
+    /// Goes on in another group, all of whose ranks call this, those that [wait](Agreeing::waiting) too.
+    /// If some are behind, they get weights, optimizer state and number of steps of the lowest rank of
+    /// those with the most steps. The step under way, if there is one, is dropped and to be computed again.
+    ///
+    /// After an error this can be called again, with the next group: a worker that was about to get the
+    /// state of another has none then. [`SyncError::StateLost`] says that all workers have none: restore a
+    /// checkpoint in this group.
+    pub fn regroup(
+        &mut self,
+        group: &Group,
+        weights: &mut dyn Weights,
+    ) -> Result<Regrouped, WorkerError> {
+        self.regroup_with(group, weights, (&mut Vec::new(), 0))
+    }
+
+    /// As [`Agreeing::regroup`], with so many parameters that are not trained.
+    pub(crate) fn regroup_with(
+        &mut self,
+        group: &Group,
+        weights: &mut dyn Weights,
+        (frozen, number): (&mut dyn Weights, usize),
+    ) -> Result<Regrouped, WorkerError> {
+        let regrouped = self.synchronizer.regroup(Some(group));
+        if let Err(SyncError::StateLost { .. }) = regrouped {
+            self.has_state = false;
+        }
+        regrouped?;
+        let own = if self.has_state { self.steps as i64 } else { -1 };
+        let mut all = vec![0; group.size()];
+        group.all_gather(&[own], &mut all)?;
+        let all: Vec<Option<u64>> = all.into_iter().map(|steps| steps.try_into().ok()).collect();
+        let Some(donor) = donor(&all) else {
+            let behind = group.size();
+            return Ok(Regrouped { steps: 0, donor: None, behind, bytes: 0 });
+        };
+        let behind = all.iter().filter(|steps| **steps != all[donor]).count();
+        let mut transfer = Transfer::new(group, donor, all[group.rank()] == all[donor]);
+        if behind > 0 {
+            self.has_state = transfer.holds;
+            transfer.weights(weights, self.parameters().len())?;
+            transfer.weights(frozen, number)?;
+            self.transfer_optimizer(&mut transfer)?;
+        }
+        self.steps = all[donor].expect("a donor has state");
+        self.has_state = true;
+        self.synchronizer.go_on_from(self.steps);
+        self.synchronizer.begin(weights);
+        Ok(Regrouped { steps: self.steps, donor: Some(donor), behind, bytes: transfer.bytes })
+    }
+
+    /// Whether the weights and the optimizer's state are those after so many [steps](Agreeing::steps). Else
+    /// they are those of no step: this worker waits for its first group, or has failed in the middle of an
+    /// update or of a transfer.
+    pub fn has_state(&self) -> bool {
+        self.has_state
     }
 
     /// Updates the weights by the mean gradient of all shards of all workers. A step that fails does not
     /// count.
     pub fn step(&mut self, weights: &mut dyn Weights) -> Result<StepOutcome, WorkerError> {
         let (optimizer, step) = (&mut self.optimizer, self.steps + 1);
-        let mut outcome = self.synchronizer.finish(|parameter, gradient| {
+        let mut updated = false;
+        let finished = self.synchronizer.finish(|parameter, gradient| {
+            updated = true;
             weights.change(parameter, &mut |weights| {
                 optimizer.update(parameter, step, weights, gradient);
             });
-        })?;
+        });
+        // Whatever fails after the first update leaves weights of no step.
+        let had_state = self.has_state;
+        self.has_state &= !updated;
+        let mut outcome = finished?;
         self.steps = step;
         self.synchronizer.agree(weights, &mut outcome)?;
+        self.has_state = had_state;
         Ok(outcome)
     }
 
@@ -162,7 +267,7 @@ impl Agreeing {
 
     /// Continues where a worker was after `steps`, from what it [saved](Agreeing::save). Only rank 0
     /// needs to know the steps and to find anything. All ranks must call it. After an error the worker
-    /// is unusable.
+    /// is unusable, unless it is [regrouped](Agreeing::regroup).
     pub fn restore(
         &mut self,
         group: &Group,
@@ -170,6 +275,7 @@ impl Agreeing {
         steps: u64,
         find: &Find<'_>,
     ) -> Result<(), WorkerError> {
+        self.has_state = false;
         if group.rank() == 0 {
             let missing = |name: String| WorkerError::Missing { name };
             for (number, parameter) in self.parameters().iter().enumerate() {
@@ -189,17 +295,29 @@ impl Agreeing {
             self.steps = steps;
         }
         self.broadcast(group, weights)?;
+        // Until all the rest is restored.
+        self.has_state = false;
         self.synchronizer.begin(weights);
         self.synchronizer.restore(group, find)?;
         if self.synchronizer.has_local_steps() {
             self.restore_workers(group, weights, find)?;
         }
         self.synchronizer.go_on_from(self.steps);
+        self.has_state = true;
         Ok(())
     }
 
     fn parameters(&self) -> &[Parameter] {
         self.synchronizer.parameters()
+    }
+
+    fn transfer_optimizer(&mut self, transfer: &mut Transfer<'_>) -> Result<(), Error> {
+        for parameter in 0..self.synchronizer.parameters().len() {
+            for state in self.optimizer.state_mut(parameter) {
+                transfer.values(state)?;
+            }
+        }
+        Ok(())
     }
 
     fn restore_state(&mut self, parameter: usize, states: &[Vec<f32>]) -> Result<(), WorkerError> {
@@ -289,5 +407,83 @@ impl Agreeing {
             }
         }
         Ok(())
+    }
+}
+
+fn lengths(parameters: &[Parameter]) -> Vec<usize> {
+    parameters.iter().map(Parameter::elements).collect()
+}
+
+/// The rank that hands its state to those that are behind, or have none: the lowest of those with the most
+/// steps.
+fn donor(steps: &[Option<u64>]) -> Option<usize> {
+    let most = steps.iter().flatten().max()?;
+    steps.iter().position(|steps| steps.as_ref() == Some(most))
+}
+
+/// The state of one rank on its way to the others.
+struct Transfer<'a> {
+    group: &'a Group,
+    donor: usize,
+    /// Whether this rank has it already. Then nothing is written over it, so that it is still there if the
+    /// transfer fails.
+    holds: bool,
+    scratch: Vec<f32>,
+    bytes: u64,
+}
+
+impl Transfer<'_> {
+    fn new(group: &Group, donor: usize, holds: bool) -> Transfer<'_> {
+        Transfer { group, donor, holds, scratch: Vec::new(), bytes: 0 }
+    }
+
+    fn weights(&mut self, weights: &mut dyn Weights, parameters: usize) -> Result<(), Error> {
+        for parameter in 0..parameters {
+            let mut outcome = Ok(());
+            match self.is_spectator() {
+                true => weights.read(parameter, &mut |own| outcome = self.skip(own.len())),
+                false => weights.change(parameter, &mut |own| outcome = self.pass(own)),
+            }
+            outcome?;
+        }
+        Ok(())
+    }
+
+    fn values(&mut self, own: &mut [f32]) -> Result<(), Error> {
+        if self.is_spectator() { self.skip(own.len()) } else { self.pass(own) }
+    }
+
+    fn is_spectator(&self) -> bool {
+        self.holds && self.group.rank() != self.donor
+    }
+
+    /// Sends or receives.
+    fn pass(&mut self, values: &mut [f32]) -> Result<(), Error> {
+        self.bytes += size_of_val(values) as u64;
+        self.group.broadcast(values, self.donor)
+    }
+
+    /// Takes part in a broadcast of so many elements without a use for them.
+    fn skip(&mut self, length: usize) -> Result<(), Error> {
+        let mut scratch = std::mem::take(&mut self.scratch);
+        scratch.resize(length.max(scratch.len()), 0.0);
+        let outcome = self.pass(&mut scratch[..length]);
+        self.scratch = scratch;
+        outcome
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::donor;
+
+    #[test]
+    fn the_lowest_rank_with_the_most_steps_hands_over() {
+        assert_eq!(donor(&[]), None);
+        assert_eq!(donor(&[None, None]), None);
+        assert_eq!(donor(&[Some(0)]), Some(0));
+        assert_eq!(donor(&[None, Some(0), Some(0)]), Some(1));
+        assert_eq!(donor(&[Some(4), None, Some(5), Some(5)]), Some(2));
+        assert_eq!(donor(&[Some(u64::MAX), Some(0)]), Some(0));
     }
 }

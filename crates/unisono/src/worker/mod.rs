@@ -59,7 +59,7 @@ use unisono_sync::{Parameter, Settings, StepOutcome, SyncError, Synchronizer, di
 
 use crate::job::JoinError;
 
-pub use agreeing::{Agreeing, Find, Keep};
+pub use agreeing::{Agreeing, Find, Keep, Regrouped};
 pub use collector::{Collected, Collector};
 pub use consistency::{BadConsistency, Consistency, EqualWeights, Guarantee, Resumes};
 pub use gossiping::{GossipLog, Gossiping};
@@ -68,7 +68,7 @@ pub use served::Served;
 pub use training::{PATIENCE, Seat, Servers, Totals, Training, train};
 
 /// One worker of a run. After an error it is of no more use: its weights are those of no step, and
-/// further calls may panic.
+/// further calls may panic. A worker that agrees with others may [go on](Worker::regroup) in another group.
 pub struct Worker<'a> {
     level: Level<'a>,
     parameters: Vec<Parameter>,
@@ -191,6 +191,39 @@ impl<'a> Worker<'a> {
         let agreeing = Agreeing::new(group, parameters, settings, optimizer, weights)?;
         let level = Level::Agreeing(agreeing);
         Ok(Worker { level, parameters: named, rank, step: 0, shards_begun: 0, part: None })
+    }
+
+    /// A worker that is going to agree with those of a group, and is in none yet. [`Worker::regroup`] brings
+    /// it into one and gives it the weights.
+    pub fn waiting(
+        parameters: Vec<Parameter>,
+        settings: Settings,
+        optimizer: &OptimizerSpec,
+    ) -> Result<Worker<'a>, WorkerError> {
+        let level = Level::Agreeing(Agreeing::waiting(parameters.clone(), settings, optimizer)?);
+        Ok(Worker { level, parameters, rank: 0, step: 0, shards_begun: 0, part: None })
+    }
+
+    /// Goes on in another group, all of whose ranks call this: see [`Agreeing::regroup`].
+    pub fn regroup(
+        &mut self,
+        group: &Group,
+        weights: &mut dyn Weights,
+    ) -> Result<Regrouped, WorkerError> {
+        self.regroup_with(group, weights, (&mut Vec::new(), 0))
+    }
+
+    /// As [`Worker::regroup`], with so many parameters that are not trained.
+    pub(crate) fn regroup_with(
+        &mut self,
+        group: &Group,
+        weights: &mut dyn Weights,
+        frozen: (&mut dyn Weights, usize),
+    ) -> Result<Regrouped, WorkerError> {
+        let agreeing = self.as_agreeing_mut().ok_or(WorkerError::NotAgreeing)?;
+        let regrouped = agreeing.regroup_with(group, weights, frozen);
+        (self.rank, self.shards_begun) = (group.rank(), 0);
+        regrouped
     }
 
     /// A worker that does not: its gradients are summed by the collector.
@@ -401,7 +434,8 @@ pub enum WorkerError {
     /// The run has ended, or another thread of it has failed.
     #[error("the run has ended")]
     Ended,
-    /// Checkpoints are for workers that agree. At other levels the servers have journals.
+    /// Checkpoints and groups that change are for workers that agree. At other levels the servers have
+    /// journals.
     #[error(
         "there are checkpoints with all-reduce, local and diloco only; at other levels give the servers a journal"
     )]
