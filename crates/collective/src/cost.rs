@@ -68,6 +68,50 @@ impl Default for Costs {
     }
 }
 
+impl Costs {
+    pub(crate) const NUMBERS: usize = 11;
+
+    /// Whether all that a group with this topology uses was measured, and not only assumed.
+    pub(crate) fn cover(&self, topology: &Topology) -> bool {
+        let typical = Costs::default();
+        let shares_hosts = (0..topology.hosts()).any(|host| topology.members(host).len() > 1);
+        let is_near = !shares_hosts || self.near != typical.near;
+        let is_far = topology.hosts() == 1 || self.far != typical.far;
+        is_near && is_far
+    }
+
+    /// The same where so many ranks share a core: what they compute takes them as much longer.
+    pub(crate) fn in_crowd(mut self, crowd: f64) -> Costs {
+        let ratio = crowd / self.crowd;
+        let WindowCost { wait, copy, fold } = &mut self.window;
+        for cost in [wait, copy, fold, &mut self.fold] {
+            *cost *= ratio;
+        }
+        Costs { crowd, ..self }
+    }
+
+    /// As they travel.
+    pub(crate) fn to_numbers(self) -> [f64; Costs::NUMBERS] {
+        let Costs { window, near, far, fold, crowd } = self;
+        let [near, far] = [near, far].map(|link| [link.latency, link.message, link.byte]);
+        let window = [window.wait, window.copy, window.fold];
+        let [[a, b, c], [d, e, f], [g, h, i]] = [window, near, far];
+        [a, b, c, d, e, f, g, h, i, fold, crowd]
+    }
+
+    /// The reverse of [`Costs::to_numbers`].
+    pub(crate) fn from_numbers(numbers: [f64; Costs::NUMBERS]) -> Costs {
+        let [wait, copy, fold, d, e, f, g, h, i, own_fold, crowd] = numbers;
+        Costs {
+            window: WindowCost { wait, copy, fold },
+            near: LinkCost { latency: d, message: e, byte: f },
+            far: LinkCost { latency: g, message: h, byte: i },
+            fold: own_fold,
+            crowd,
+        }
+    }
+}
+
 /// How a call is cut into segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cut {

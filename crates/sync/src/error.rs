@@ -68,6 +68,9 @@ pub enum SyncError {
         /// What is missing.
         name: String,
     },
+    /// The worker has left its group, and the next one has not formed. Give it another one.
+    #[error("this worker is in no group; the last one could not be formed: give it another one")]
+    NoGroup,
     /// The strategy of a rank remembers something from step to step that a new group does not have: the
     /// residuals of a codec, or what workers with local steps have agreed on. All ranks get this. The
     /// synchronizer belongs to the new group; restore it from a checkpoint.

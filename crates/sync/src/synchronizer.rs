@@ -25,7 +25,7 @@ use crate::combine;
 use crate::error::SyncError;
 use crate::shards::Shards;
 use crate::strategy::{
-    self, Compression, Find, Gradients, Queue, Save, StrategySpec, Votes, Weights,
+    self, Compression, Find, Gradients, NoGroup, Queue, Save, StrategySpec, Votes, Weights,
 };
 use crate::times::{BucketTimes, StepTimes};
 use crate::tune::Tuner;
@@ -117,6 +117,8 @@ struct Step {
     queue: Queue,
     /// What was sent in groups before this one.
     sent_before: u64,
+    /// Whether no strategy that remembers something was left behind since this group formed.
+    survives: bool,
     /// The shards whose gradients are summed.
     shards: Shards,
     /// Those of this worker.
@@ -193,27 +195,25 @@ impl Synchronizer {
     ///
     /// If the strategy of a rank remembers something from step to step, that is lost, and all ranks get
     /// [`SyncError::StateLost`]: the synchronizer belongs to the new group, and is to be
-    /// [restored](Synchronizer::restore). After any other error it belongs to no group, and this can be
-    /// called again, with the next one.
+    /// [restored](Synchronizer::restore). After any other error it belongs to no group: steps fail with
+    /// [`SyncError::NoGroup`], and this can be called again, with the next one.
     pub fn regroup(&self, group: Option<&Group>) -> Result<(), SyncError> {
-        let (survives, strategy) = {
-            let mut step = self.lock();
-            step.abandon();
-            let strategy = step.queue.strategy();
-            (strategy.survives_regroup(step.number), strategy.name())
-        };
+        let survives = self.lock().leave();
         // No lock is held while ranks wait for each other.
-        let (mut next, all_survive) = Step::new(group, &self.parameters, &self.settings, survives)?;
+        let formed = Step::new(group, &self.parameters, &self.settings, survives);
         let mut guard = self.lock();
         let step = &mut *guard;
-        next.number = step.number;
-        next.sent_before = step.sent();
-        // A vote for a change of members has got what it was for.
-        next.votes.stop = step.votes.stop;
-        *step = next;
+        let outcome = formed.and_then(|(mut next, all_survive)| {
+            (next.number, next.sent_before) = (step.number, step.sent_before);
+            // A vote for a change of members has got what it was for.
+            next.votes.stop = step.votes.stop;
+            *step = next;
+            let strategy = step.queue.strategy().name();
+            if all_survive { Ok(()) } else { Err(SyncError::StateLost { strategy }) }
+        });
         self.lay_out(step);
         step.start_over();
-        if all_survive { Ok(()) } else { Err(SyncError::StateLost { strategy }) }
+        outcome
     }
 
     /// The parameters, in order of registration.
@@ -575,6 +575,7 @@ impl Step {
         let step = Step {
             queue,
             sent_before: 0,
+            survives: true,
             number: 0,
             apart: false,
             accumulation: Accumulation::new(shards.count(), leaves.clone()),
@@ -598,12 +599,17 @@ impl Step {
         Ok((step, all_survive))
     }
 
-    /// Drops what the step under way has accumulated and submitted. What this rank voted for in it still
-    /// counts.
-    fn abandon(&mut self) {
+    /// Leaves the group, so that no rank waits there for this one, and drops what the step under way has
+    /// accumulated and submitted; whether another group can go on without what the strategy remembers. What
+    /// this rank voted for in the step still counts.
+    fn leave(&mut self) -> bool {
         self.queue.abandon();
+        self.survives &= self.queue.strategy().survives_regroup(self.number);
+        self.sent_before = self.sent();
+        self.queue = Queue::new(Box::new(NoGroup));
         self.open = false;
         self.votes |= std::mem::take(&mut self.cast);
+        self.survives
     }
 
     fn sent(&self) -> u64 {

@@ -235,6 +235,9 @@ fn a_group_that_fails_while_workers_regroup_is_followed_by_the_next() {
             Err(SyncError::Group(_) | SyncError::Form(_)) => {}
             other => panic!("{other:?}"),
         }
+        // Between two groups no step is taken, and none does harm.
+        assert!(model.compute(&sync, 3, usize::MAX));
+        assert!(matches!(model.finish(&sync), Err(SyncError::NoGroup)));
         sync.regroup(second.as_ref()).unwrap();
         model.train(&sync, 3..STEPS);
         model.bits()

@@ -199,3 +199,76 @@ fn a_diverged_replica_is_named() {
         }
     });
 }
+
+/// Two replicas train; one is lost in the middle of a backward pass, the other goes on alone; two more
+/// join, with other weights, also of what is not trained. The hash is that of the undisturbed run.
+#[test]
+fn a_replica_goes_on_in_other_groups() {
+    let expected = train_on(1).remove(0).0;
+    let settings = || Settings { withhold: true, ..Settings::new(SHARDS) };
+    let shard = |model: &Model, replica: &mut Replica<'_>| {
+        let (step, shard) = (replica.steps() as usize, replica.next_shard()?);
+        let loss = model.loss(&inputs(step, shard), step == 3 && shard == 4).unwrap();
+        Some(replica.backward(&loss).unwrap())
+    };
+    let train = |model: &Model, replica: &mut Replica<'_>, until: u64| {
+        while replica.steps() < until {
+            while shard(model, replica).is_some() {}
+            replica.step().unwrap();
+        }
+    };
+    let mut first = Group::local(2, &Options::default()).unwrap();
+    let alone = Group::local(1, &Options::default()).unwrap().remove(0);
+    let mut last = Group::local(3, &Options::default()).unwrap();
+    // The survivor is not the first of the last group.
+    let own = last.remove(1);
+    let hashes: Vec<String> = std::thread::scope(|scope| {
+        let lost = first.remove(0);
+        scope.spawn(move || {
+            let (variables, optimizer) = (variables(), "adamw".parse().unwrap());
+            let parameters = parameters(&variables);
+            let model = Model::new(&parameters.builder(DType::F32, &Device::Cpu)).unwrap();
+            let mut replica = Replica::new(&lost, &parameters, settings(), optimizer).unwrap();
+            train(&model, &mut replica, 2);
+            shard(&model, &mut replica);
+        });
+        let survivor = first.remove(0);
+        let survivor = scope.spawn(move || {
+            let (variables, optimizer) = (variables(), "adamw".parse().unwrap());
+            let parameters = parameters(&variables);
+            let model = Model::new(&parameters.builder(DType::F32, &Device::Cpu)).unwrap();
+            let mut replica = Replica::new(&survivor, &parameters, settings(), optimizer).unwrap();
+            train(&model, &mut replica, 2);
+            while shard(&model, &mut replica).is_some() {}
+            replica.step().unwrap_err();
+            let regrouped = replica.regroup(&alone).unwrap();
+            assert_eq!((regrouped.steps, regrouped.donor, regrouped.behind), (2, Some(0), 0));
+            train(&model, &mut replica, 4);
+            // Its own error in the middle of a shard.
+            assert_eq!(replica.next_shard(), Some(0));
+            let regrouped = replica.regroup(&own).unwrap();
+            assert_eq!((regrouped.steps, regrouped.donor, regrouped.behind), (4, Some(1), 2));
+            assert_eq!(replica.worker().rank(), 1);
+            train(&model, &mut replica, STEPS as u64);
+            replica.check(&own).unwrap();
+            replica.weights_hash().to_hex().to_string()
+        });
+        let joiners = last.into_iter().map(|group| {
+            scope.spawn(move || {
+                let variables = VarMap::new();
+                let parameters = parameters(&variables);
+                let model = Model::new(&parameters.builder(DType::F32, &Device::Cpu)).unwrap();
+                let optimizer = "adamw".parse().unwrap();
+                let mut replica = Replica::waiting(&parameters, settings(), &optimizer).unwrap();
+                let regrouped = replica.regroup(&group).unwrap();
+                assert_eq!((regrouped.steps, regrouped.donor), (4, Some(1)));
+                train(&model, &mut replica, STEPS as u64);
+                replica.check(&group).unwrap();
+                replica.weights_hash().to_hex().to_string()
+            })
+        });
+        let all: Vec<_> = joiners.chain([survivor]).collect();
+        all.into_iter().map(|worker| worker.join().unwrap()).collect()
+    });
+    assert_eq!(hashes, vec![expected; 3]);
+}

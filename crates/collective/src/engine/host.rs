@@ -114,6 +114,15 @@ impl HostEngine {
         tune::measure(self, crowd)
     }
 
+    /// Goes by the costs that rank 0 knows of an earlier group, if those will do; whether they did.
+    pub(crate) fn agree_on_costs(
+        &mut self,
+        known: Option<Costs>,
+        crowd: f64,
+    ) -> Result<bool, Error> {
+        tune::agree(self, known, crowd)
+    }
+
     /// Runs segments of a phase.
     ///
     /// # Safety

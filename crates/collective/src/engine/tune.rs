@@ -170,6 +170,25 @@ pub fn measure(engine: &mut HostEngine, crowd: f64) -> Result<(), Error> {
     Ok(())
 }
 
+/// Takes over the costs that rank 0 knows of an earlier group: in one message, so that all ranks choose
+/// alike. `false` if it has none that will do.
+pub fn agree(engine: &mut HostEngine, known: Option<Costs>, crowd: f64) -> Result<bool, Error> {
+    let known = known.filter(|costs| costs.cover(&engine.topology));
+    // Rank 0 says for all of them how crowded the hosts are now.
+    let mut message = match known {
+        Some(costs) => costs.in_crowd(crowd).to_numbers(),
+        None => [f64::NAN; Costs::NUMBERS],
+    };
+    let request = Request::broadcast(&mut message, 0).with_algorithm(Algorithm::Tree);
+    engine.run_unnumbered(request)?;
+    if message.iter().any(|number| !number.is_finite()) {
+        return Ok(false);
+    }
+    engine.set_costs(Costs::from_numbers(message));
+    log::debug!("costs of an earlier group: {:?}", engine.costs());
+    Ok(true)
+}
+
 /// Turns findings into costs; what could not be measured keeps a typical value.
 fn costs(findings: &Findings, large: &Findings, topology: &Topology) -> Costs {
     let typical = Costs::default();

@@ -24,9 +24,13 @@ use crate::schedule::Topology;
 use crate::window::region::Region;
 use unisono_net::rank::Rank;
 
-/// How often neighbours hear that one more rank has come, or is ready, in a group of up to
-/// [`FEW`] ranks. Longer: the group forms later. Shorter: more messages.
+/// How often neighbours hear that one more rank has come, or is ready, in a group of [`SOME`] to [`FEW`]
+/// ranks. Longer: the group forms later. Shorter: more messages.
 const NOW_AND_THEN: Duration = Duration::from_millis(4);
+
+/// Ranks up to which neighbours hear more often, the fewer ranks the more: little is to be said, and a group
+/// that takes the place of one that has failed should form soon.
+const SOME: u32 = 16;
 
 /// Ranks from which on neighbours hear less often, the more ranks the less: on a crowded host, each message
 /// takes the core from the rank that is awaited.
@@ -139,7 +143,8 @@ impl<'a> Attempt<'a> {
 
     fn run(&mut self) -> Result<(), FormError> {
         let last = self.setup.options.deadline(TIMEOUTS);
-        let interval = NOW_AND_THEN * (self.setup.members.len() as u32).div_ceil(FEW);
+        let ranks = self.setup.members.len() as u32;
+        let interval = NOW_AND_THEN * ranks.div_ceil(FEW) * ranks.min(SOME) / SOME;
         let mut heard_out = None;
         let mut next_news = Instant::now();
         loop {

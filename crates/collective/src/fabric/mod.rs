@@ -23,6 +23,7 @@ use unisono_net::{Connection, Purpose};
 use crate::error::FormError;
 use crate::options::Options;
 use crate::schedule::Topology;
+use crate::state::Epoch;
 use crate::window::region::{MAX_BUFFERS, Region};
 use unisono_net::rank::Rank;
 
@@ -72,6 +73,13 @@ pub struct GroupSetup {
     pub me: usize,
     /// The settings, equal on all members.
     pub options: Options,
+}
+
+impl GroupSetup {
+    /// All ranks of a job.
+    pub(crate) fn of_world(epoch: &Epoch, me: usize, world: usize, options: Options) -> GroupSetup {
+        GroupSetup { id: 0, epoch: epoch.number(), members: Rank::all(world), me, options }
+    }
 }
 
 /// Makes the connections of groups.

@@ -40,6 +40,16 @@ pub struct Group {
     inner: Arc<Inner>,
 }
 
+/// Where the costs of a group come from.
+enum Pricing {
+    /// It is measured.
+    Measured,
+    /// From the group that it is part of.
+    Inherited(Costs),
+    /// From what this rank knows of an earlier group; rank 0's count.
+    Known(Option<Costs>),
+}
+
 struct Inner {
     setup: GroupSetup,
     connector: Arc<dyn Connector>,
@@ -101,9 +111,25 @@ impl Group {
         options: Options,
         make_engine: Arc<MakeEngine>,
     ) -> Result<Group, FormError> {
-        let members = Rank::all(world);
-        let setup = GroupSetup { id: 0, epoch: epoch.number(), members, me: rank, options };
-        Group::form(connector, epoch, setup, None, make_engine)
+        let setup = GroupSetup::of_world(&epoch, rank, world, options);
+        Group::form(connector, epoch, setup, Pricing::Measured, make_engine)
+    }
+
+    /// As [`Group::world`], for ranks of which some were in a group before: they hand over the
+    /// [costs](Group::costs) of the last one, others `None`. If rank 0 has some that will do, all ranks
+    /// go by those, and the group forms without the measurement. All ranks must call this, and none
+    /// [`Group::world`].
+    pub fn world_again(
+        connector: Arc<dyn Connector>,
+        epoch: Arc<Epoch>,
+        rank: usize,
+        world: usize,
+        options: Options,
+        costs: Option<Costs>,
+    ) -> Result<Group, FormError> {
+        let setup = GroupSetup::of_world(&epoch, rank, world, options);
+        let host = |host| Ok(Box::new(host) as Box<_>);
+        Group::form(connector, epoch, setup, Pricing::Known(costs), Arc::new(host))
     }
 
     /// This rank.
@@ -172,7 +198,7 @@ impl Group {
         connector: Arc<dyn Connector>,
         epoch: Arc<Epoch>,
         setup: GroupSetup,
-        inherited: Option<Costs>,
+        pricing: Pricing,
         make_engine: Arc<MakeEngine>,
     ) -> Result<Group, FormError> {
         if epoch.has_ended() {
@@ -203,7 +229,8 @@ impl Group {
             let me = here.iter().position(|&m| m == setup.me).expect("a rank is on its own host");
             WindowMemory::new(regions, crate::fabric::STAGING_BUFFERS, here, me, patience)
         });
-        let (options, costs) = (setup.options.clone(), inherited.unwrap_or_default());
+        let options = setup.options.clone();
+        let costs = if let Pricing::Inherited(costs) = pricing { costs } else { Costs::default() };
         let mut host = HostEngine::new(
             setup.me,
             topology.clone(),
@@ -215,8 +242,11 @@ impl Group {
         );
         epoch.enter(&state);
 
-        if inherited.is_none() && world > 1 {
-            host.measure(crowd)?;
+        match pricing {
+            _ if world == 1 => {}
+            Pricing::Inherited(_) => {}
+            Pricing::Known(costs) if host.agree_on_costs(costs, crowd)? => {}
+            Pricing::Known(_) | Pricing::Measured => host.measure(crowd)?,
         }
         let costs = *host.costs();
         let engine = make_engine(host)?;

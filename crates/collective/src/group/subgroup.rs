@@ -3,7 +3,7 @@
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
-use super::Group;
+use super::{Group, Pricing};
 use crate::error::{FormError, InvalidCall};
 use crate::fabric::GroupSetup;
 
@@ -70,8 +70,8 @@ impl Group {
             options: inner.setup.options.clone(),
         };
         let (connector, epoch) = (inner.connector.clone(), inner.epoch.clone());
-        let formed =
-            Group::form(connector, epoch, setup, Some(inner.costs), inner.make_engine.clone());
+        let pricing = Pricing::Inherited(inner.costs);
+        let formed = Group::form(connector, epoch, setup, pricing, inner.make_engine.clone());
         formed.map_err(|error| match error {
             // A rank that is missed here is about to be missed in this group, whose error says more.
             FormError::Peer { .. } | FormError::Missing { .. } => {

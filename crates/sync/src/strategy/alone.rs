@@ -1,4 +1,4 @@
-//! One worker: its own sum is the sum of all.
+//! One worker: its own sum is the sum of all. And a worker whose group is gone, and which has no other yet.
 
 use std::time::Instant;
 
@@ -18,5 +18,18 @@ impl Strategy for Alone {
         gradients.divide();
         gradients.folding = started.elapsed();
         Ok(())
+    }
+}
+
+/// The strategy of a worker between two groups: nothing is exchanged.
+pub struct NoGroup;
+
+impl Strategy for NoGroup {
+    fn name(&self) -> String {
+        "none".to_owned()
+    }
+
+    fn exchange(&mut self, _: &mut Gradients) -> Result<(), SyncError> {
+        Err(SyncError::NoGroup)
     }
 }

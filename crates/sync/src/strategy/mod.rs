@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub use all_reduce::AllReduce;
-pub use alone::Alone;
+pub use alone::{Alone, NoGroup};
 pub use compressed::{Compressed, Compression, spread};
 pub use local::{Agreed, Due, LocalSteps, Round, Schedule};
 pub use queue::Queue;
