@@ -24,6 +24,7 @@ use std::sync::Arc;
 
 use unisono_cluster::membership::{Client, FirstStep, MembershipError, Next, View};
 use unisono_cluster::place::{Place, PlaceError};
+use unisono_collective::cost::Costs;
 use unisono_collective::fabric::{Address, Endpoint};
 use unisono_collective::{Epoch, Error, FormError, Group, Loss, Options};
 use unisono_net::crash;
@@ -40,6 +41,8 @@ pub struct ElasticJob {
     epoch: u64,
     /// Ranks of that epoch that were lost because they were silent.
     silent: Vec<usize>,
+    /// What was measured when the group of that epoch formed.
+    costs: Option<Costs>,
 }
 
 /// Why a worker cannot be in a job whose workers may come and go.
@@ -88,7 +91,7 @@ impl ElasticJob {
             return Ok(None);
         };
         let ip = own_address(std::net::Ipv4Addr::LOCALHOST.into())?;
-        Ok(Some(ElasticJob { client, options, ip, epoch: 0, silent: Vec::new() }))
+        Ok(Some(ElasticJob { client, options, ip, epoch: 0, silent: Vec::new(), costs: None }))
     }
 
     /// Waits until this worker is in an epoch, and forms its group. `None` when the run is complete.
@@ -107,7 +110,10 @@ impl ElasticJob {
             self.epoch = view.epoch;
             crash::point("begun");
             match self.form(endpoint, view) {
-                Ok(group) => return Ok(Some(group)),
+                Ok(group) => {
+                    self.costs = Some(group.costs());
+                    return Ok(Some(group));
+                }
                 Err(ElasticError::Form(error)) => self.note_unformed(&error)?,
                 Err(error) => return Err(error),
             }
@@ -171,7 +177,8 @@ impl ElasticJob {
             }
         });
         crash::point("forming");
-        let group = Group::world(connector, epoch, rank, world, self.options.clone())?;
+        let options = self.options.clone();
+        let group = Group::world_again(connector, epoch, rank, world, options, self.costs)?;
         log::debug!("rank {rank} of {world} in epoch {}", self.epoch);
         Ok(group)
     }
