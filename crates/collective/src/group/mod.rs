@@ -20,6 +20,7 @@ use crate::options::Options;
 use crate::schedule::Topology;
 use crate::state::{Epoch, GroupState};
 use crate::traffic::Traffic;
+use crate::window::region::Region;
 use crate::window::{Patience, WindowMemory};
 use calls::Calls;
 use queue::Queue;
@@ -225,6 +226,7 @@ impl Group {
         let watcher = control.watcher();
         let links =
             Links::new(setup.me, world, &setup.options, network, watcher, patience.for_links());
+        state.on_failure(Region::waker(&regions));
         let window = (!regions.is_empty()).then(|| {
             let me = here.iter().position(|&m| m == setup.me).expect("a rank is on its own host");
             WindowMemory::new(regions, crate::fabric::STAGING_BUFFERS, here, me, patience)

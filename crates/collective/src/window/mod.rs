@@ -25,9 +25,9 @@ use crate::traffic::Meter;
 use clock::{Interrupted, Pipeline, Steps, Words, reached};
 use region::Region;
 
-/// How long a sleeper sleeps before it looks again whether the group still stands. Shorter
-/// costs wake-ups of a waiting rank, longer delays the news when a wake-up call was missed
-/// because its caller died.
+/// How long a sleeper sleeps before it looks again whether the group still stands. A failure of the group
+/// wakes it; this is for one that falls between the look and the sleep, and for a wake-up call that was missed
+/// because its caller died. Shorter costs wake-ups of a waiting rank, longer delays the news.
 const NAP: Duration = Duration::from_millis(20);
 
 /// How long a wait yields at most. Longer: on a busy machine, a failure of the group is noticed
@@ -219,9 +219,7 @@ impl Words for View<'_> {
     }
 
     fn wake(&self) {
-        let clock = self.regions[self.me].clock();
-        // That no rank sleeps is no error.
-        let _ = futex::wake(clock, futex::Flags::empty(), i32::MAX as u32);
+        self.regions[self.me].wake();
     }
 
     fn spin(&self, turn: u32) -> bool {

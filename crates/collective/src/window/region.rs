@@ -11,6 +11,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
+use rustix::thread::futex;
 use unisono_net::memory::Memory;
 use zerocopy::FromBytes;
 
@@ -69,6 +70,25 @@ impl Region {
         let start = place * bytes;
         assert!(bytes.is_multiple_of(HEADER) && start + bytes <= memory.len());
         Region { memory, start, buffer, buffers }
+    }
+
+    /// Wakes the ranks that sleep on the clocks of these regions, if this process still has them.
+    pub fn waker(regions: &[Region]) -> impl FnOnce() + Send + use<> {
+        let memory = regions.first().map(|region| Arc::downgrade(&region.memory));
+        let places: Vec<(usize, usize, usize)> =
+            regions.iter().map(|region| (region.start, region.buffer, region.buffers)).collect();
+        move || {
+            let Some(memory) = memory.and_then(|memory| memory.upgrade()) else { return };
+            for (start, buffer, buffers) in places {
+                Region { memory: memory.clone(), start, buffer, buffers }.wake();
+            }
+        }
+    }
+
+    /// Wakes the ranks that sleep on this region's clock.
+    pub fn wake(&self) {
+        // That no rank sleeps is no error.
+        let _ = futex::wake(self.clock(), futex::Flags::empty(), i32::MAX as u32);
     }
 
     /// The start of a staging buffer.
