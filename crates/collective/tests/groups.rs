@@ -5,9 +5,10 @@ mod common;
 use std::time::{Duration, Instant};
 
 use common::{Kind, Sample, Waits, on_all, reference};
+use unisono_collective::cost::Costs;
 use unisono_collective::fabric::LocalHub;
 use unisono_collective::{
-    Epoch, Error, FormError, Group, InvalidCall, Loss, Options, Rank, Reduction,
+    Epoch, Error, FormError, Group, InvalidCall, Loss, Options, Rank, Reduction, Transport,
 };
 
 const KINDS: [Kind; 4] = [Kind::Local, Kind::LocalHosts, Kind::Shm, Kind::Tcp];
@@ -460,5 +461,58 @@ fn a_world_of_one_does_everything_by_itself() {
             group.send(&[1u8], 0, 0),
             Err(Error::InvalidCall(InvalidCall::ToSelf { rank: 0 }))
         );
+    }
+}
+
+/// Forms a world of threads in which every rank knows these costs of an earlier one.
+fn world_again(known: &[Option<Costs>], transport: Transport) -> Vec<Group> {
+    let (hub, epoch, world) = (LocalHub::new(known.len()), Epoch::new(1), known.len());
+    let mut options = Options::default();
+    options.transport = transport;
+    std::thread::scope(|scope| {
+        let form = |(rank, costs): (usize, &Option<Costs>)| {
+            let (hub, epoch, options, costs) =
+                (hub.clone(), epoch.clone(), options.clone(), *costs);
+            scope.spawn(move || Group::world_again(hub, epoch, rank, world, options, costs))
+        };
+        let ranks: Vec<_> = known.iter().enumerate().map(form).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap().unwrap()).collect()
+    })
+}
+
+#[test]
+fn a_world_that_forms_again_goes_by_the_costs_of_rank_0() {
+    let known = Group::local(2, &Options::default()).unwrap()[0].costs();
+    // Those of another rank do not count, even if it is a better guess.
+    let other = Costs { fold: 1.0, ..known };
+    let group = world_again(&[Some(known), None, Some(other)], Transport::Auto);
+    for of in &group {
+        assert_eq!(of.costs(), group[0].costs());
+        assert_eq!(of.costs().near, known.near, "nothing was measured");
+    }
+    on_all(&group, |group| {
+        let mut sum = [1i32];
+        group.all_reduce(&mut sum, Reduction::Sum).unwrap();
+        assert_eq!(sum, [3]);
+    });
+}
+
+#[test]
+fn costs_that_will_not_do_are_measured() {
+    let known = Group::local(2, &Options::default()).unwrap()[0].costs();
+    // Rank 0 is new; or was alone; or the others were on its host, and are not any more.
+    let cases = [
+        (None, Transport::Auto),
+        (Some(Costs::default()), Transport::Auto),
+        (Some(known), Transport::Tcp),
+    ];
+    for (first, transport) in cases {
+        let group = world_again(&[first, Some(known)], transport);
+        let costs = group[0].costs();
+        assert_eq!(costs, group[1].costs());
+        match transport {
+            Transport::Tcp => assert_ne!(costs.far, known.far),
+            _ => assert!(costs.near != known.near && costs.near != Costs::default().near),
+        }
     }
 }

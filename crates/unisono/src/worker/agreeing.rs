@@ -82,7 +82,7 @@ impl Agreeing {
     ) -> Result<Agreeing, WorkerError> {
         let optimizer = spec.build(&lengths(&parameters))?;
         let synchronizer = Arc::new(Synchronizer::new(group, parameters, settings)?);
-        let (spec, steps, has_state) = (spec.clone(), 0, false);
+        let (spec, steps, has_state) = (*spec, 0, false);
         Ok(Agreeing { synchronizer, spec, optimizer, steps, has_state })
     }
 
