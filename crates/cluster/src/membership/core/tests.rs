@@ -144,6 +144,13 @@ fn too_few_workers_for_too_long_are_the_end() {
 }
 
 #[test]
+fn workers_that_never_come_are_the_end() {
+    let mut job = Job::of(2, 1);
+    assert_eq!(job.wait(120_000), [Decision::GiveUp { ready: 0 }]);
+    assert_eq!(job.now, 60_000);
+}
+
+#[test]
 fn patience_may_be_without_end() {
     let settings = Settings { patience: Duration::MAX, ..Job::of(2, 1).core.settings };
     let mut core = Membership::new(settings, Duration::from_secs(1));
