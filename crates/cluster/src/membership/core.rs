@@ -271,7 +271,8 @@ impl Membership {
     }
 
     fn on_finished(&mut self, id: WorkerId, epoch: u64) {
-        let counts = epoch == self.epoch && self.members.first() == Some(&id) && self.is_in(id);
+        // It may have ended since. All members had made all steps, and no other epoch has begun.
+        let counts = epoch == self.epoch && self.members.first() == Some(&id);
         if counts && self.state == State::Running {
             self.state = State::Finished;
             self.decisions.push(Decision::Finish);
