@@ -8,12 +8,12 @@
 //! that does neither is asked whether it lives, and if it does not answer, killed; that it was killed is not
 //! enough, its end must have been seen.
 //!
-//! An answer may wait in a queue or a socket while this process handles something else, or is stopped. So
-//! workers are declared lost by [`Membership::tick`] only, which is called when no input waits; and time in
-//! which this process was late itself does not count against them.
-//!
 //! So two things hold. At any time one epoch at most has members that could complete a step. And a worker that
 //! was declared lost, but wakes up, finds no member of its epoch that would complete anything with it.
+//!
+//! An answer may wait in a queue or a socket while the coordinator handles something else, or is stopped. That is
+//! why workers are declared lost by [`Membership::tick`] only, which is called when no input waits, and why time
+//! by which the coordinator was late itself does not count against them.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -164,7 +164,7 @@ enum Phase {
 impl Membership {
     /// Of a job whose workers are yet to connect.
     pub fn new(settings: Settings, now: Duration) -> Membership {
-        Membership {
+        let mut membership = Membership {
             settings,
             workers: BTreeMap::new(),
             ended: BTreeMap::new(),
@@ -175,7 +175,9 @@ impl Membership {
             state: State::Running,
             idle_until: None,
             decisions: Vec::new(),
-        }
+        };
+        membership.idle_until = membership.next_deadline(now);
+        membership
     }
 
     /// The present epoch; 0 before the first.
@@ -233,7 +235,8 @@ impl Membership {
         let lives = self.workers.keys().filter(|other| other.number == id.number);
         let (older, others): (Vec<WorkerId>, Vec<_>) =
             lives.partition(|other| other.life < id.life);
-        // What a process sent may arrive after its end; and of two that claim one place, both go.
+        // What a process sent may arrive after its end, or after its next life is here. And of two processes
+        // that claim to be the same life, neither can be believed.
         if has_ended || !others.is_empty() {
             return self.decisions.push(Decision::Kill(id));
         }
@@ -268,7 +271,8 @@ impl Membership {
     }
 
     fn on_finished(&mut self, id: WorkerId, epoch: u64) {
-        let counts = epoch == self.epoch && self.members.first() == Some(&id) && self.is_in(id);
+        // It may have ended since. All members had made all steps, and no other epoch has begun.
+        let counts = epoch == self.epoch && self.members.first() == Some(&id);
         if counts && self.state == State::Running {
             self.state = State::Finished;
             self.decisions.push(Decision::Finish);
@@ -366,6 +370,7 @@ impl Membership {
 
     fn give_up_in_time(&mut self, now: Duration) {
         let ready = self.spares().count();
+        // A later epoch with enough workers has begun already, unless a process that was killed does not end.
         let can_begin = ready >= self.enough(now) && self.epoch == 0;
         if self.is_too_late(now) && !can_begin {
             self.state = State::GivenUp;

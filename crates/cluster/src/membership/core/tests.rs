@@ -144,6 +144,26 @@ fn too_few_workers_for_too_long_are_the_end() {
 }
 
 #[test]
+fn a_result_counts_though_its_worker_has_ended_until_the_next_epoch_begins() {
+    let finished = Input::Finished { worker: worker(0), epoch: 1 };
+    let mut job = Job::of(2, 1);
+    job.begin();
+    assert_eq!(job.hear(1, Input::Ended(worker(0))), []);
+    let mut other = Job { core: job.core.clone(), now: 1 };
+    assert_eq!(job.hear(2, finished.clone()), [Decision::Finish]);
+    assert_eq!(job.hear(3, finished.clone()), []);
+    assert_eq!(other.hear(2, other.ready(1, 1, &[])), [begin(2, &[worker(1)])]);
+    assert_eq!(other.hear(3, finished), []);
+}
+
+#[test]
+fn workers_that_never_come_are_the_end() {
+    let mut job = Job::of(2, 1);
+    assert_eq!(job.wait(120_000), [Decision::GiveUp { ready: 0 }]);
+    assert_eq!(job.now, 60_000);
+}
+
+#[test]
 fn patience_may_be_without_end() {
     let settings = Settings { patience: Duration::MAX, ..Job::of(2, 1).core.settings };
     let mut core = Membership::new(settings, Duration::from_secs(1));
