@@ -298,6 +298,19 @@ fn with_fewer_than_the_least_it_ends_and_says_so() {
 }
 
 #[test]
+fn a_shard_that_kills_every_worker_is_named() {
+    let desk = Desk::new();
+    let arguments = format!("{SMALL} --steps {STEPS} --workers 3 -q");
+    let ended = with_crashes(&desk, &arguments, "shard-5,*,1,kill");
+    let complaint = ended.stderr.lines().last().unwrap_or_default();
+    assert_eq!(ended.status.code(), Some(1), "{}", ended.stderr);
+    // What all of them had in common may be more than one shard.
+    let named = complaint.split("each of them had ").nth(1).unwrap_or_default();
+    assert!(named.contains('5') && !named.contains('1'), "{}", ended.stderr);
+    assert!(ended.stderr.matches("point shard-5 reached").count() >= 10, "{}", ended.stderr);
+}
+
+#[test]
 fn a_run_that_is_told_to_stop_saves_and_can_be_resumed() {
     let desk = Desk::new();
     let whole = undisturbed(&desk, "--steps 3000");

@@ -2,8 +2,19 @@
 //!
 //! Only builds with the feature `crash-points` have them: `UNISONO_TEST_CRASH=NAME,RANK,NUMBER,kill` kills the
 //! process with `RANK` in its environment, in its first life, when it gets to the point `NAME` for the
-//! `NUMBER`th time, counted from 1; `stop` stops it. Several are separated by semicolons. In other builds a
+//! `NUMBER`th time, counted from 1; `stop` stops it, and the rank `*` is every rank, in every life. Several are separated by semicolons. In other builds a
 //! point is nothing.
+
+/// A point that a test may name with a number, as `NAME-NUMBER`.
+#[inline(always)]
+pub fn numbered(name: &str, number: usize) {
+    #[cfg(feature = "crash-points")]
+    if armed::is_planned() {
+        armed::reach(&format!("{name}-{number}"));
+    }
+    #[cfg(not(feature = "crash-points"))]
+    let _ = (name, number);
+}
 
 /// A point that a test may name.
 #[inline(always)]
@@ -40,6 +51,10 @@ mod armed {
         }
     }
 
+    pub fn is_planned() -> bool {
+        !CRASHES.get_or_init(planned).is_empty()
+    }
+
     /// What this process is to do.
     fn planned() -> Vec<Crash> {
         let plan = std::env::var("UNISONO_TEST_CRASH").unwrap_or_default();
@@ -52,7 +67,8 @@ mod armed {
         let (name, rank, number, how) =
             (words.next()?, words.next()?, words.next()?, words.next()?);
         let is_first = std::env::var("UNISONO_LIFE").is_ok_and(|life| life == "0");
-        let is_meant = is_first && std::env::var("RANK").is_ok_and(|own| own == rank);
+        let is_meant =
+            rank == "*" || is_first && std::env::var("RANK").is_ok_and(|own| own == rank);
         is_meant.then_some(Crash {
             name: name.to_owned(),
             left: AtomicU32::new(number.parse().ok()?),

@@ -19,6 +19,7 @@ use unisono::elastic::ElasticJob;
 use unisono::net::crash;
 use unisono::recording::steps::StepRecorder;
 use unisono::sync::SyncError;
+use unisono::sync::shards::Shards;
 use unisono::worker::Regrouped;
 
 use super::args::{RunPlan, TrainArgs};
@@ -94,6 +95,9 @@ pub fn lead(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     match (&outcome, heard.failure) {
         (Outcome::OutputLost { .. }, _) => {}
         (Outcome::Interrupted { .. }, _) => say!("unisono: {outcome}"),
+        (Outcome::NoProgress { .. }, _) => {
+            say!("unisono: {outcome}{}", suspects(&history, &plan));
+        }
         (_, Some(failure)) => say!("unisono: {}", failure.reason),
         _ => say!("unisono: {outcome}; {}", advice(args)),
     }
@@ -102,6 +106,23 @@ pub fn lead(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         code => code,
     };
     Ok(ExitCode::from(code))
+}
+
+/// The shards that all workers had which were lost: one of them may be too much for any worker.
+fn suspects(history: &History, plan: &RunPlan) -> String {
+    let Ok(shards) = Shards::new(plan.shards, 1) else { return String::new() };
+    let is_common = |shard: &usize| {
+        history.lost_since.iter().all(|(rank, world)| shards.of(*rank, *world).contains(shard))
+    };
+    let common: Vec<String> = (0..plan.shards).filter(is_common).map(|s| s.to_string()).collect();
+    match &common[..] {
+        [] => "; no shard was with all of them, so look at what killed them".to_owned(),
+        [shard] => format!("; each of them had shard {shard}: look at its data"),
+        several => format!(
+            "; each of them had one of the shards {}: look at their data",
+            several.join(", ")
+        ),
+    }
 }
 
 /// Adds what happened to the workers.

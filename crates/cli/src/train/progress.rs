@@ -280,8 +280,13 @@ struct Beside {
     bar: ProgressBar,
 }
 
-/// How the launcher's account of a failed rank or server begins. It comes in one piece.
-const ACCOUNTS: [&str; 2] = ["unisono: rank ", "unisono: server "];
+/// How the launcher's account of what ended a job begins. It comes in one piece.
+const ACCOUNTS: [&str; 4] = [
+    "unisono: rank ",
+    "unisono: server ",
+    "unisono: workers were lost ",
+    "unisono: waited too long for workers",
+];
 
 /// What is part of an account of a rank or server that is started again.
 const AGAIN: &str = "starting it again";

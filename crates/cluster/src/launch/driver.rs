@@ -125,6 +125,7 @@ impl<'a> Driver<'a> {
                 Event::Complete
             }
             Order::GiveUp { ready } => Event::TooFewWorkers { ready },
+            Order::NoProgress { epochs } => Event::NoProgress { epochs },
         };
         let decisions = supervisor.handle(self.now(), event);
         self.carry_out_all(supervisor, decisions);

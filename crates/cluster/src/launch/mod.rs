@@ -430,6 +430,8 @@ enum Event {
     Complete,
     /// An elastic job had too few workers for too long.
     TooFewWorkers { ready: usize },
+    /// An elastic job loses workers before it completes a step, again and again.
+    NoProgress { epochs: u32 },
     /// What the members write cannot be passed on.
     OutputLost(io::Error),
     /// The guard with this number ended.

@@ -30,6 +30,11 @@ pub enum Outcome {
         /// How many it needs.
         least: u32,
     },
+    /// An elastic job lost workers before it completed a step, again and again.
+    NoProgress {
+        /// How often in a row.
+        epochs: u32,
+    },
     /// A server failed, and all others were ended.
     ServerFailed(ServerFailure),
     /// What the ranks wrote could not be passed on.
@@ -85,7 +90,8 @@ impl Outcome {
             Outcome::OutputLost { closed: true, .. } => Ending::Signal(SIGPIPE).exit_code(),
             Outcome::OutputLost { closed: false, .. }
             | Outcome::NodeLost { .. }
-            | Outcome::TooFewWorkers { .. } => 1,
+            | Outcome::TooFewWorkers { .. }
+            | Outcome::NoProgress { .. } => 1,
         }
     }
 
@@ -140,6 +146,9 @@ impl fmt::Display for Outcome {
             }
             Outcome::TooFewWorkers { ready, least } => {
                 write!(f, "waited too long for workers: {ready} ready, at least {least} needed")
+            }
+            Outcome::NoProgress { epochs } => {
+                write!(f, "workers were lost {epochs} times in a row before a step was complete")
             }
             Outcome::NodeLost { node } => write!(f, "lost the launcher of node {node}"),
             Outcome::OutputLost { closed: true, .. } => {

@@ -174,6 +174,7 @@ impl Supervisor {
                 let (ready, least) = (ready as u32, self.settings.least.unwrap_or(1));
                 self.decide(now, Outcome::TooFewWorkers { ready, least });
             }
+            Event::NoProgress { epochs } => self.decide(now, Outcome::NoProgress { epochs }),
             Event::Heard { .. } | Event::GuardEnded(_) | Event::Membership(_) => {}
             Event::Closed { node } => {
                 if self.others.iter().any(|other| other.node == node && !other.finished) {

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -21,6 +22,11 @@ const MAX_MESSAGE: usize = 16 << 20;
 /// is stopped, and has a full buffer, keeps the others waiting. Shorter: a slow one is cut off.
 const PATIENCE: Duration = Duration::from_secs(1);
 
+/// Epochs in a row that may end before a step is complete. More: a run that kills each of its workers, as one
+/// with a shard that none of them can compute, ends later. Fewer: workers that are killed one after the other by
+/// accident end the run.
+const FRUITLESS: u32 = 10;
+
 /// What the connections of workers bring. The owner of the coordinator hands it [on](Coordinator::heard).
 pub struct Heard {
     worker: WorkerId,
@@ -28,9 +34,9 @@ pub struct Heard {
 }
 
 enum What {
-    Connected(Sender),
+    Connected(Sender, u64),
     Said(ToCoordinator),
-    Closed,
+    Closed(u64),
 }
 
 /// What the owner of the coordinator has to do.
@@ -44,6 +50,11 @@ pub enum Order {
     GiveUp {
         /// How many there are.
         ready: usize,
+    },
+    /// So many epochs in a row have ended before a step was complete: another would as well.
+    NoProgress {
+        /// How many.
+        epochs: u32,
     },
 }
 
@@ -85,6 +96,8 @@ pub struct History {
     pub workers_joined: u64,
     /// How the run went on each time.
     pub recoveries: Vec<Recovery>,
+    /// The members that were lost since a step was last complete: their ranks, and of how many.
+    pub lost_since: Vec<(usize, usize)>,
 }
 
 /// The coordinator of a job.
@@ -97,6 +110,9 @@ pub struct Coordinator {
     /// Whether one of them is lost, and whether the others have been told so.
     is_broken: bool,
     told_over: bool,
+    /// Whether a step is complete in this epoch, and how many before it have ended without.
+    has_stepped: bool,
+    fruitless: u32,
     /// Whether the job is to end.
     is_ending: bool,
     /// When the first of them was lost since a step was last complete.
@@ -112,6 +128,10 @@ struct Link {
     sender: Sender,
     /// Where the members of the next epoch can reach this worker.
     address: Vec<u8>,
+    /// What it has handed in.
+    result: Vec<u8>,
+    /// Which of the connections that have introduced themselves as this worker it is.
+    connection: u64,
 }
 
 impl Coordinator {
@@ -140,6 +160,8 @@ impl Coordinator {
             members: Vec::new(),
             is_broken: false,
             told_over: false,
+            has_stepped: false,
+            fruitless: 0,
             is_ending: false,
             lost_at: None,
             result: None,
@@ -167,16 +189,21 @@ impl Coordinator {
     pub fn heard(&mut self, now: Duration, heard: Heard) -> Vec<Order> {
         let Heard { worker, what } = heard;
         let input = match what {
-            What::Connected(sender) => {
+            What::Connected(sender, connection) => {
                 if self.links.contains_key(&worker) {
                     // A second connection of one process: not one of ours.
                     let _ = sender.socket().shutdown(std::net::Shutdown::Both);
                     return Vec::new();
                 }
-                self.links.insert(worker, Link { sender, address: Vec::new() });
+                let (address, result) = Default::default();
+                self.links.insert(worker, Link { sender, address, result, connection });
                 Input::Connected(worker)
             }
-            What::Closed => {
+            What::Closed(connection) => {
+                // A second connection that was turned away is no news of the first.
+                if self.links.get(&worker).is_some_and(|link| link.connection != connection) {
+                    return Vec::new();
+                }
                 self.links.remove(&worker);
                 self.note_lost(now, worker);
                 Input::Closed(worker)
@@ -241,6 +268,10 @@ impl Coordinator {
             }
             ToCoordinator::Alive => Some(Input::Answered(worker)),
             ToCoordinator::Stepped(first) => {
+                if first.epoch == self.history.epochs {
+                    (self.has_stepped, self.fruitless) = (true, 0);
+                    self.history.lost_since.clear();
+                }
                 if let Some(lost) = self.lost_at.take_if(|_| first.epoch == self.history.epochs) {
                     let seconds = (now.saturating_sub(lost).as_secs_f64() - first.compute).max(0.0);
                     self.history.recoveries.push(Recovery { seconds, first });
@@ -248,11 +279,7 @@ impl Coordinator {
                 None
             }
             ToCoordinator::Finished { epoch, result } => {
-                if self.membership.epoch() == epoch
-                    && self.membership.members().first() == Some(&worker)
-                {
-                    self.result.get_or_insert(result);
-                }
+                self.links.get_mut(&worker)?.result = result;
                 Some(Input::Finished { worker, epoch })
             }
         }
@@ -262,7 +289,15 @@ impl Coordinator {
         let mut orders = Vec::new();
         for decision in decisions {
             match decision {
-                Decision::Begin { epoch, members } => self.begin(epoch, &members),
+                Decision::Begin { epoch, members } => {
+                    if epoch > 1 && !self.has_stepped {
+                        self.fruitless += 1;
+                    }
+                    if self.fruitless == FRUITLESS {
+                        orders.push(Order::NoProgress { epochs: FRUITLESS });
+                    }
+                    self.begin(epoch, &members);
+                }
                 Decision::AskToRegroup => {
                     let epoch = self.membership.epoch();
                     for worker in self.membership.members().to_vec() {
@@ -272,6 +307,9 @@ impl Coordinator {
                 Decision::Probe(worker) => self.tell(worker, &ToWorker::Probe),
                 Decision::Kill(worker) => orders.push(Order::Kill(worker)),
                 Decision::Finish => {
+                    let first = self.members.first().and_then(|first| self.links.get_mut(first));
+                    let result = first.map(|link| std::mem::take(&mut link.result));
+                    self.result = Some(result.unwrap_or_default());
                     let all: Vec<WorkerId> = self.links.keys().copied().collect();
                     all.into_iter().for_each(|worker| self.tell(worker, &ToWorker::Finish));
                     orders.push(Order::Finished(self.result.clone().unwrap_or_default()));
@@ -296,7 +334,7 @@ impl Coordinator {
         }
         self.history.epochs = epoch;
         self.members = members.to_vec();
-        (self.is_broken, self.told_over) = (false, false);
+        (self.is_broken, self.told_over, self.has_stepped) = (false, false, false);
         let addresses = members.iter().map(|worker| {
             let link = self.links.get(worker).expect("who is ready is connected");
             link.address.clone()
@@ -307,7 +345,13 @@ impl Coordinator {
     }
 
     fn note_lost(&mut self, now: Duration, worker: WorkerId) {
-        if self.members.contains(&worker) {
+        let rank = self.members.iter().position(|member| *member == worker);
+        if let Some(rank) = rank {
+            let lost = (rank, self.members.len());
+            // Its connection closes, and its process ends.
+            if !self.has_stepped && self.history.lost_since.last() != Some(&lost) {
+                self.history.lost_since.push(lost);
+            }
             self.is_broken = true;
             self.lost_at.get_or_insert(now);
         }
@@ -342,16 +386,18 @@ fn attend(
     let socket: &Arc<Socket> = sender.socket();
     socket.set_read_timeout(None)?;
     socket.set_write_timeout(Some(PATIENCE))?;
-    hear(Heard { worker, what: What::Connected(sender) });
+    static CONNECTIONS: AtomicU64 = AtomicU64::new(0);
+    let number = CONNECTIONS.fetch_add(1, Ordering::Relaxed);
+    hear(Heard { worker, what: What::Connected(sender, number) });
     std::thread::Builder::new()
         .name("unisono-worker".into())
-        .spawn(move || listen_to(receiver, worker, &*hear))
+        .spawn(move || listen_to(receiver, worker, number, &*hear))
         .map(drop)
 }
 
-fn listen_to(mut receiver: Receiver, worker: WorkerId, hear: &impl Fn(Heard)) {
+fn listen_to(mut receiver: Receiver, worker: WorkerId, number: u64, hear: &impl Fn(Heard)) {
     while let Ok(message) = frame::receive(&mut receiver, MAX_MESSAGE) {
         hear(Heard { worker, what: What::Said(message) });
     }
-    hear(Heard { worker, what: What::Closed });
+    hear(Heard { worker, what: What::Closed(number) });
 }

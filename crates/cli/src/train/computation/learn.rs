@@ -9,6 +9,7 @@ use candle_nn::VarMap;
 use unisono::Group;
 use unisono::candle::{ModelWeights, Parameters, Replica};
 use unisono::cluster::checkpoint::{Loaded, Snapshot, Tensor};
+use unisono::net::crash;
 use unisono::sync::{StepOutcome, Synchronizer};
 use unisono::worker::{Regrouped, Worker};
 use unisono_workload::data::{Dataset, Kind, SampleOrder, Split};
@@ -117,6 +118,7 @@ impl<'a> Learner<'a> {
     /// Computes the next of this worker's shards of a step; `false` if all are computed.
     pub fn compute(&mut self, step: u64, slowness: f64) -> anyhow::Result<bool> {
         let Some(shard) = self.replica.next_shard() else { return Ok(false) };
+        crash::numbered("shard", shard);
         let start = Instant::now();
         slow_down(self.computed, slowness);
         let slept = start.elapsed();

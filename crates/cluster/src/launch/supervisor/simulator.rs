@@ -487,6 +487,7 @@ fn kind(outcome: &Outcome) -> &'static str {
         Outcome::ServerFailed(_) => "ServerFailed",
         Outcome::OutputLost { .. } => "OutputLost",
         Outcome::TooFewWorkers { .. } => "TooFewWorkers",
+        Outcome::NoProgress { .. } => "NoProgress",
     }
 }
 
