@@ -25,7 +25,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// Epochs in a row that may end before a step is complete. More: a run that kills each of its workers, as one
 /// with a shard that none of them can compute, ends later. Fewer: workers that are killed one after the other by
 /// accident end the run.
-const FRUITLESS: u32 = 10;
+const FRUITLESS: u32 = 30;
 
 /// What the connections of workers bring. The owner of the coordinator hands it [on](Coordinator::heard).
 pub struct Heard {
