@@ -71,6 +71,7 @@ fn info(ranks: usize) -> Result<RunInfo, toml::de::Error> {
         hosts: (0..ranks).map(|rank| format!("node-{}", rank / 2)).collect(),
         clock_error: 40e-6,
         relaxed: false,
+        elastic: false,
         settings: toml::from_str(
             "seed = 42\naccumulate = 1\noverlap = true\nbatch = 256\nbucket-bytes = 4000000\n\
              [optimizer]\nname = 'adamw'\nlearning-rate = 3e-4\nweight-decay = 0.01",
