@@ -7,9 +7,11 @@ mod exit;
 mod bench;
 mod completions;
 mod config;
+mod membership_log;
 mod report;
 mod run;
 mod serve;
+mod status;
 mod train;
 
 use std::io::IsTerminal;
@@ -54,6 +56,8 @@ enum Command {
     Train(Box<train::TrainArgs>),
     /// Say where the time of a training run went, and what would make it faster.
     Report(report::ReportArgs),
+    /// Say how a run of `train --elastic` is doing: its epoch, step, workers and recoveries.
+    Status(status::StatusArgs),
     /// Start a program of your own on several ranks, and watch over them.
     Run(run::RunArgs),
     /// Serve the weights of workers that do not wait for each other.
@@ -112,6 +116,7 @@ fn start() -> anyhow::Result<ExitCode> {
             train::run(*args)
         }
         Command::Report(args) => report::run(args),
+        Command::Status(args) => status::run(args),
         Command::Run(args) => run::run(args),
         Command::Serve(args) => serve::run(args),
         Command::Bench(command) => bench::run(command),

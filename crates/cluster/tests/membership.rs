@@ -1,12 +1,14 @@
 //! Workers that come and go, over real connections.
 
 use std::net::Ipv4Addr;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use unisono_cluster::membership::{
-    Client, Coordinator, Heard, History, Next, Order, Settings, View, WorkerId,
+    Client, Coordinator, FirstStep, Happened, Heard, History, Next, Occurrence, Order, Settings,
+    Sign, View, WorkerId,
 };
 use unisono_net::Token;
 
@@ -17,6 +19,7 @@ struct Job {
     port: u16,
     token: Token,
     orders: Receiver<Order>,
+    happened: Receiver<Happened>,
     ends: std::sync::mpsc::Sender<Event>,
     thread: Option<JoinHandle<History>>,
 }
@@ -47,6 +50,8 @@ impl Job {
             move |heard| drop(hear.send(Event::Heard(heard))),
         )
         .unwrap();
+        let (observed, happened) = channel();
+        coordinator.observe(Arc::new(move |event| drop(observed.send(event))));
         let port = coordinator.address().port();
         let (orders, given) = channel();
         let begun = Instant::now();
@@ -67,7 +72,7 @@ impl Job {
             }
         };
         let thread = Some(std::thread::spawn(run));
-        Job { port, token, orders: given, ends: events, thread }
+        Job { port, token, orders: given, happened, ends: events, thread }
     }
 
     fn connect(&self, number: u32, life: u32) -> Client {
@@ -203,4 +208,51 @@ fn a_worker_that_says_what_makes_no_sense_is_killed() {
         job.close();
         assert!(waiting.join().unwrap().is_err(), "the coordinator is gone");
     });
+}
+
+#[test]
+fn an_observer_is_told_what_happens_in_order() {
+    let mut job = Job::new(2, 2);
+    let clients: Vec<Client> = (0..2).map(|number| job.connect(number, 0)).collect();
+    enter(&clients, 0);
+    let [first, second] = <[Client; 2]>::try_from(clients).ok().unwrap();
+    job.kill(second);
+    view(first.enter(1, &[], vec![0]).unwrap());
+    let step = FirstStep {
+        epoch: 2,
+        step: 7,
+        compute: 0.0,
+        redone: true,
+        behind: 0,
+        from_checkpoint: false,
+    };
+    first.stepped(step.clone()).unwrap();
+    first.finish(2, Vec::new()).unwrap();
+    let deadline = Instant::now() + DEADLINE;
+    let mut happened: Vec<Happened> = Vec::new();
+    while !happened.iter().any(|event| event.what == Occurrence::Finished) {
+        let left = deadline.saturating_duration_since(Instant::now());
+        happened.push(job.happened.recv_timeout(left).expect("it is told"));
+    }
+    let history = job.close();
+
+    assert!(happened.is_sorted_by_key(|event| event.at), "{happened:?}");
+    let [zero, one] = [0, 1].map(|number| WorkerId { number, life: 0 });
+    let at = |what: &Occurrence| happened.iter().position(|event| event.what == *what);
+    let expect = |what: &Occurrence| at(what).unwrap_or_else(|| panic!("{what:?}: {happened:?}"));
+    let epoch = |epoch, members| expect(&Occurrence::Epoch { epoch, members });
+    assert!(expect(&Occurrence::Connected(one)) < expect(&Occurrence::Ready(one)));
+    assert!(expect(&Occurrence::Ready(one)) < epoch(1, vec![zero, one]));
+    let losses = happened.iter().filter_map(|event| match event.what {
+        Occurrence::Lost { worker, sign } => Some((worker, sign)),
+        _ => None,
+    });
+    let losses: Vec<(WorkerId, Sign)> = losses.collect();
+    // Its connection closes first, or its end is seen first; it is told once.
+    assert!(matches!(losses[..], [(worker, Sign::CutOff | Sign::Ended)] if worker == one));
+    let (worker, sign) = losses[0];
+    assert!(expect(&Occurrence::Lost { worker, sign }) < epoch(2, vec![zero]));
+    let recovery = history.recoveries.first().map(|recovery| recovery.seconds);
+    assert!(recovery.is_some());
+    assert!(epoch(2, vec![zero]) < expect(&Occurrence::Stepped { first: step, recovery }));
 }

@@ -5,12 +5,13 @@
 //! | `run.toml` | what was run: [`RunInfo`] |
 //! | `steps.jsonl` | one [`StepRecord`] per line, appended while the run goes on |
 //! | `advice.json` | which codec was chosen, and why: [`Advice`]; only if the run did choose |
+//! | `membership.jsonl` | what happened to the workers of an elastic run: [`membership::Event`], one per line |
 //! | `summary.json` | the run in one object: [`Summary`] |
 //! | `trace.json` | the timeline of the last steps: [`crate::trace`] |
 //! | `report.html` | the report: [`crate::report`] |
 //!
-//! Everything but `steps.jsonl` is written to a temporary name first and then renamed, so that a full
-//! disk never costs an earlier file. A step is one write, so that a run that is killed loses at most
+//! Everything but the two that grow by lines is written to a temporary name first and then renamed, so that
+//! a full disk never costs an earlier file. A line is one write, so that a run that is killed loses at most
 //! the line it was writing; reading tolerates that one, and nothing else.
 
 use std::fs::{self, File};
@@ -22,7 +23,8 @@ use serde::de::DeserializeOwned;
 
 use crate::advice::Advice;
 use crate::breakdown::RunBreakdown;
-use crate::log::{Log, read_lines};
+use crate::log::{Log, last_line, read_lines};
+use crate::membership::{self, Timeline};
 use crate::record::{Outcome, RunInfo, Scaling, StepRecord, Summary};
 use crate::report::Report;
 use crate::trace;
@@ -108,6 +110,8 @@ pub struct Run {
     pub advice: Option<Advice>,
     /// What it came to; absent if it did not finish.
     pub summary: Option<Summary>,
+    /// What happened to its workers; absent if they could not come and go.
+    pub timeline: Option<Timeline>,
     dir: PathBuf,
 }
 
@@ -187,19 +191,21 @@ impl RunFolder {
         let steps = read_steps(&dir.join(STEPS), &info)?;
         let advice = read_json(&dir.join(ADVICE), "advice for a codec")?;
         let summary = read_json(&dir.join(SUMMARY), "summary of a run")?;
-        Ok(Run { info, steps, advice, summary, dir })
+        let timeline = Timeline::of(&membership::read(&dir)?);
+        Ok(Run { info, steps, advice, summary, timeline, dir })
     }
 }
 
 impl Run {
     /// A run of which nothing is known but what was run.
     fn of(info: RunInfo, dir: PathBuf) -> Run {
-        Run { info, steps: Vec::new(), advice: None, summary: None, dir }
+        Run { info, steps: Vec::new(), advice: None, summary: None, timeline: None, dir }
     }
 
     /// Its report.
     pub fn report(&self) -> Report {
-        Report::new(&self.info, &self.steps, self.summary.as_ref(), self.advice.as_ref())
+        let (summary, advice) = (self.summary.as_ref(), self.advice.as_ref());
+        Report::new(&self.info, &self.steps, summary, advice).with_timeline(self.timeline.as_ref())
     }
 
     /// The page of its report.
@@ -216,9 +222,21 @@ impl Run {
         replace(&self.dir.join(TRACE), |to| {
             trace::write(&self.info, &self.steps, trace::DEFAULT_STEPS, to)
         })?;
+        self.write_report()
+    }
+
+    /// Writes the page of its report alone.
+    pub fn write_report(&self) -> Result<(), FolderError> {
         let page = self.report().html();
         replace(&self.report_path(), |to| to.write_all(page.as_bytes()))
     }
+}
+
+/// What was run in a folder, and the last step that is recorded there, without reading all the others.
+pub fn glance(dir: &Path) -> Result<(RunInfo, Option<StepRecord>), FolderError> {
+    let info = read_info(dir)?;
+    let last = last_line(&dir.join(STEPS), "record of a step")?;
+    Ok((info, last))
 }
 
 pub(crate) fn write_info(dir: &Path, info: &RunInfo) -> Result<(), FolderError> {

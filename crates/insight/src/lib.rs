@@ -5,6 +5,8 @@
 //! words ([`verdict`]), what a prediction came to ([`advice`]), a timeline of all ranks ([`trace`]) and
 //! the report for people ([`report`]). All of it is pure; [`folder`] alone touches files.
 //!
+//! In an elastic run workers come and go; [`membership`] has their lives and what each loss cost.
+//!
 //! In a relaxed run workers do not step together. Its servers write down every push
 //! ([`updates::UpdateRecord`]), and [`relaxed`] computes from those how much was done, how stale it was,
 //! who waited, and whether every push is accounted for.
@@ -41,6 +43,7 @@ pub mod breakdown;
 pub mod clock;
 pub mod folder;
 mod log;
+pub mod membership;
 mod record;
 pub mod relaxed;
 pub mod report;

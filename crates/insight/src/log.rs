@@ -1,7 +1,7 @@
 //! Files that grow by whole lines of JSON while a run goes on.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, ErrorKind, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Seek, SeekFrom, Write};
 use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 
@@ -80,6 +80,46 @@ pub(crate) fn read_lines<T: DeserializeOwned>(
     let mut lines = Vec::new();
     for_each_line(path, what, |_, line| lines.push(line))?;
     Ok(lines)
+}
+
+/// The last complete line of a file; none if there is none, or no file. Reads as much of the end as that takes.
+pub(crate) fn last_line<T: DeserializeOwned>(
+    path: &Path,
+    what: &str,
+) -> Result<Option<T>, FolderError> {
+    let read_error = |source| FolderError::Read { path: path.into(), source };
+    let mut file = match File::open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(source) => return Err(read_error(source)),
+    };
+    let length = file.metadata().map_err(read_error)?.len();
+    let mut tail = 1 << 16;
+    loop {
+        let start = length.saturating_sub(tail);
+        file.seek(SeekFrom::Start(start)).map_err(read_error)?;
+        let mut text = Vec::new();
+        Read::by_ref(&mut file).take(length - start).read_to_end(&mut text).map_err(read_error)?;
+        // Without the line that the writer is in the middle of.
+        let end = text.iter().rposition(|byte| *byte == b'\n').unwrap_or(0);
+        let before = text[..end].iter().rposition(|byte| *byte == b'\n');
+        let line = match before {
+            Some(before) => &text[before + 1..end],
+            None if start == 0 => &text[..end],
+            None => {
+                tail *= 8;
+                continue;
+            }
+        };
+        if line.is_empty() {
+            return Ok(None);
+        }
+        return serde_json::from_slice(line).map(Some).map_err(|error| FolderError::Malformed {
+            path: path.into(),
+            line: 1 + text[..end].iter().filter(|byte| **byte == b'\n').count(),
+            reason: not_a(line, what, &error),
+        });
+    }
 }
 
 /// Calls `take` with each complete line of a file, as it stands there and as it is understood.

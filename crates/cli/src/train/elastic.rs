@@ -16,6 +16,7 @@ use unisono::Group;
 use unisono::cluster::launch::{Completion, Elastic, Launch, Outcome, Restarts};
 use unisono::cluster::membership::{FirstStep, History};
 use unisono::elastic::ElasticJob;
+use unisono::insight::folder::FolderError;
 use unisono::net::crash;
 use unisono::recording::steps::StepRecorder;
 use unisono::sync::SyncError;
@@ -32,6 +33,7 @@ use super::relaxed::without_run_dir;
 use super::worker::{expect_equal_plans, form_error, group_error, sync_error};
 use super::{GRACE, advice, stop_flag};
 use crate::exit::{self, Wrong};
+use crate::membership_log::Recorder;
 use crate::output;
 
 /// How long a run waits for workers before it ends. Longer: a user learns later that none will come. Shorter: a
@@ -56,6 +58,10 @@ pub fn lead(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let plan = args.plan(args.workers())?;
     let elastic = plan.elastic.context("an elastic run")?;
     let dir = run_dir(&plan);
+    if dir.join("run.toml").exists() && !plan.resume {
+        return Err(FolderError::Occupied { path: dir }.into());
+    }
+    let recorder = Recorder::start(dir.clone())?;
     let display = Display::new();
     let mut command = vec![std::env::current_exe()?.into_os_string()];
     command.extend(without_run_dir(args.arguments.iter().cloned()));
@@ -75,6 +81,7 @@ pub fn lead(args: &TrainArgs) -> anyhow::Result<ExitCode> {
             timeout: options.timeout,
             patience: PATIENCE,
         }),
+        observer: Some(recorder.observer()),
         ..Launch::new(command, u32::try_from(args.workers()).wrong_call()?)
     };
     let ended = launch.run_elastic();
@@ -82,6 +89,7 @@ pub fn lead(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let (outcome, Completion { result, history }) = ended?;
     let said: Option<Said> = result.and_then(|bytes| serde_json::from_slice(&bytes).ok());
     let is_complete = matches!(outcome, Outcome::Success | Outcome::Interrupted { .. });
+    recorder.close(how_it_ended(&outcome, said.as_ref().filter(|_| is_complete)));
     if let Some(said) = said.filter(|_| is_complete) {
         output::text_out(&with_history(said.text, &history, args.json))?;
         return Ok(match said.failure {
@@ -122,6 +130,16 @@ fn suspects(history: &History, plan: &RunPlan) -> String {
             "; each of them had one of the shards {}: look at their data",
             several.join(", ")
         ),
+    }
+}
+
+/// Whether the run is complete, and how it ended.
+fn how_it_ended(outcome: &Outcome, said: Option<&Said>) -> (bool, String) {
+    match said {
+        Some(Said { failure: Some(failure), .. }) => (false, failure.clone()),
+        Some(Said { interrupted: true, .. }) => (false, "stopped before its last step".into()),
+        Some(_) => (true, "finished".into()),
+        None => (false, outcome.to_string()),
     }
 }
 

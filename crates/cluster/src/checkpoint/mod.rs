@@ -34,6 +34,22 @@ const PREFIX: &str = "step-";
 /// How it ends.
 const SUFFIX: &str = ".safetensors";
 
+/// The steps of all checkpoints in a folder, good or not, in ascending order; without opening it, while a run
+/// may have.
+///
+/// # Errors
+///
+/// If the folder cannot be read.
+pub fn steps_in(folder: &Path) -> Result<Vec<u64>, CheckpointError> {
+    let mut steps = Vec::new();
+    for entry in fs::read_dir(folder).reading(folder)? {
+        let entry = entry.reading(folder)?;
+        steps.extend(entry.file_name().to_str().and_then(step_of));
+    }
+    steps.sort_unstable();
+    Ok(steps)
+}
+
 /// A folder of checkpoints.
 #[derive(Debug)]
 pub struct Checkpoints {
@@ -80,13 +96,7 @@ impl Checkpoints {
     ///
     /// If the folder cannot be read.
     pub fn steps(&self) -> Result<Vec<u64>, CheckpointError> {
-        let mut steps = Vec::new();
-        for entry in fs::read_dir(&self.folder).reading(&self.folder)? {
-            let entry = entry.reading(&self.folder)?;
-            steps.extend(entry.file_name().to_str().and_then(step_of));
-        }
-        steps.sort_unstable();
-        Ok(steps)
+        steps_in(&self.folder)
     }
 
     /// Where the checkpoint of a step is, or would be.

@@ -11,7 +11,7 @@ use super::nodes::{JobNode, Message};
 use super::output::lock;
 use super::supervisor::{Decision, Settings, Supervisor};
 use super::{Completion, Ending, Event, Launch, Member, Outcome};
-use crate::membership::{Coordinator, Order, WorkerId};
+use crate::membership::{Coordinator, Happened, Occurrence, Order, WorkerId};
 
 pub(super) struct Driver<'a> {
     launch: &'a Launch,
@@ -59,6 +59,7 @@ impl<'a> Driver<'a> {
             least: self.launch.elastic.as_ref().map(|elastic| elastic.least),
             at_end: self.at_end.is_some(),
         });
+        (0..self.launch.ranks).for_each(|number| self.note_started(number));
         while supervisor.outcome().is_none() {
             let coordinator = self.coordinator.as_ref().and_then(Coordinator::deadline);
             let event = match supervisor.deadline().into_iter().chain(coordinator).min() {
@@ -98,6 +99,9 @@ impl<'a> Driver<'a> {
         event: Result<Event, RecvTimeoutError>,
     ) -> (Result<Event, RecvTimeoutError>, Vec<Order>) {
         let now = self.now();
+        if let Ok(Event::Ended { member: Member::Rank(number), ending }) = &event {
+            self.note_ended(*number, *ending);
+        }
         let Some(coordinator) = &mut self.coordinator else { return (event, Vec::new()) };
         match event {
             Ok(Event::Membership(heard)) => {
@@ -192,6 +196,7 @@ impl<'a> Driver<'a> {
             Ok(()) => {
                 if let Member::Rank(number) = member {
                     self.lives[number as usize] = life;
+                    self.note_started(number);
                 }
                 self.launch.restarted.fetch_add(1, Ordering::Relaxed);
                 None
@@ -200,6 +205,30 @@ impl<'a> Driver<'a> {
                 self.say(&format!("{}: {error}", self.members.name(member)));
                 Some(Event::Ended { member, ending: NOT_STARTED })
             }
+        }
+    }
+
+    fn note_started(&self, number: u32) {
+        let pid = self.members.pid(Member::Rank(number));
+        self.note(Occurrence::Started { worker: self.worker(number), pid });
+    }
+
+    fn note_ended(&self, number: u32, ending: Ending) {
+        let (code, signal) = match ending {
+            Ending::Code(code) => (Some(code), None),
+            Ending::Signal(signal) => (None, Some(signal)),
+        };
+        self.note(Occurrence::Ended { worker: self.worker(number), code, signal });
+    }
+
+    fn worker(&self, number: u32) -> WorkerId {
+        WorkerId { number, life: self.lives[number as usize] }
+    }
+
+    /// Tells the observer of an elastic job, if it has one.
+    fn note(&self, what: Occurrence) {
+        if let (Some(observer), Some(_)) = (&self.launch.observer, &self.coordinator) {
+            observer(Happened { at: self.now(), what });
         }
     }
 

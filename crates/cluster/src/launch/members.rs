@@ -64,6 +64,11 @@ impl<'a> Members<'a> {
         self.starter.name(member)
     }
 
+    /// The process of the present life of a member.
+    pub fn pid(&self, member: Member) -> u32 {
+        self.slot(member).process.child.id()
+    }
+
     /// Kills what a member that has ended left in its group.
     pub fn clear(&self, member: Member) {
         self.slot(member).process.signal_group(Signal::KILL);

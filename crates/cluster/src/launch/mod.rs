@@ -65,7 +65,7 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 use unisono_net::{HandshakeError, Token, descriptors};
 
-use crate::membership::{self, Coordinator, Heard, History};
+use crate::membership::{self, Coordinator, Heard, History, Observer};
 use crate::place::{self, MAX_WORLD};
 
 /// Descriptors of a launcher beside those for its ranks.
@@ -92,6 +92,8 @@ pub struct Launch {
     pub listeners_for_ranks: bool,
     /// Whether ranks may come and go while the others train on; for jobs of one node.
     pub elastic: Option<Elastic>,
+    /// Is told what happens to the ranks of an elastic job.
+    pub observer: Option<Observer>,
     /// Whether ranks and servers that fail are started again.
     pub restarts: Restarts,
     /// Counts how often one was.
@@ -242,6 +244,7 @@ impl Launch {
             servers: None,
             listeners_for_ranks: false,
             elastic: None,
+            observer: None,
             restarts: Restarts::default(),
             restarted: Arc::default(),
             vars: Vec::new(),
@@ -331,10 +334,15 @@ impl Launch {
             patience: elastic.patience,
         };
         let ip = place.rendezvous.ip();
-        Coordinator::open(ip, &place.token, settings, Duration::ZERO, move |heard| {
+        let hear = move |heard| {
             // A launcher that has ended hears nothing.
             let _ = events.send(Event::Membership(heard));
-        })
+        };
+        let mut coordinator = Coordinator::open(ip, &place.token, settings, Duration::ZERO, hear)?;
+        if let Some(observer) = &self.observer {
+            coordinator.observe(observer.clone());
+        }
+        Ok(coordinator)
     }
 
     /// Whether the request makes sense.

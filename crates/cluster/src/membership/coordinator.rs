@@ -12,6 +12,7 @@ use socket2::Socket;
 use unisono_net::{Acceptor, Admission, Connection, Receiver, Sender, Token, frame};
 
 use super::core::{Decision, Input, Membership, Settings, WorkerId};
+use super::events::{Happened, Observer, Occurrence, Sign};
 use super::{MAX_ADDRESS, MEMBERSHIP, ToCoordinator, ToWorker, introduced};
 use crate::rendezvous::listen;
 
@@ -105,8 +106,12 @@ pub struct Coordinator {
     membership: Membership,
     links: HashMap<WorkerId, Link>,
     history: History,
+    /// Is told what happens.
+    observer: Option<Observer>,
     /// Of the newest epoch.
     members: Vec<WorkerId>,
+    /// Those of them of whose loss the observer was told.
+    lost: Vec<WorkerId>,
     /// Whether one of them is lost, and whether the others have been told so.
     is_broken: bool,
     told_over: bool,
@@ -157,7 +162,9 @@ impl Coordinator {
             membership: Membership::new(settings, now),
             links: HashMap::new(),
             history: History::default(),
+            observer: None,
             members: Vec::new(),
+            lost: Vec::new(),
             is_broken: false,
             told_over: false,
             has_stepped: false,
@@ -173,6 +180,11 @@ impl Coordinator {
     /// Where it listens.
     pub fn address(&self) -> SocketAddr {
         self.address
+    }
+
+    /// From now on tells `observer` what happens.
+    pub fn observe(&mut self, observer: Observer) {
+        self.observer = Some(observer);
     }
 
     /// What has happened so far.
@@ -197,6 +209,7 @@ impl Coordinator {
                 }
                 let (address, result) = Default::default();
                 self.links.insert(worker, Link { sender, address, result, connection });
+                self.note(now, Occurrence::Connected(worker));
                 Input::Connected(worker)
             }
             What::Closed(connection) => {
@@ -205,7 +218,7 @@ impl Coordinator {
                     return Vec::new();
                 }
                 self.links.remove(&worker);
-                self.note_lost(now, worker);
+                self.note_lost(now, worker, Sign::CutOff);
                 Input::Closed(worker)
             }
             What::Said(message) => match self.said(now, worker, message) {
@@ -214,7 +227,7 @@ impl Coordinator {
             },
         };
         let decisions = self.membership.handle(now, input);
-        let orders = self.carry_out(decisions);
+        let orders = self.carry_out(now, decisions, Sign::CutOff);
         self.release_spares();
         orders
     }
@@ -224,15 +237,15 @@ impl Coordinator {
         if self.members.contains(&worker) && self.result.is_none() {
             self.history.workers_lost += 1;
         }
-        self.note_lost(now, worker);
+        self.note_lost(now, worker, Sign::Ended);
         let decisions = self.membership.handle(now, Input::Ended(worker));
-        self.carry_out(decisions)
+        self.carry_out(now, decisions, Sign::CutOff)
     }
 
     /// Time has passed.
     pub fn tick(&mut self, now: Duration) -> Vec<Order> {
         let decisions = self.membership.tick(now);
-        self.carry_out(decisions)
+        self.carry_out(now, decisions, Sign::Silent)
     }
 
     /// The job is to end: lets workers go that wait for an epoch, now and from now on.
@@ -263,19 +276,23 @@ impl Coordinator {
                 if !silent.is_empty() {
                     self.lost_at.get_or_insert(now);
                 }
+                self.note(now, Occurrence::Ready(worker));
                 let silent = silent.into_iter().map(|rank| rank as usize).collect();
                 Some(Input::Ready { worker, after, silent })
             }
             ToCoordinator::Alive => Some(Input::Answered(worker)),
             ToCoordinator::Stepped(first) => {
-                if first.epoch == self.history.epochs {
-                    (self.has_stepped, self.fruitless) = (true, 0);
-                    self.history.lost_since.clear();
+                if first.epoch != self.history.epochs {
+                    return None;
                 }
-                if let Some(lost) = self.lost_at.take_if(|_| first.epoch == self.history.epochs) {
-                    let seconds = (now.saturating_sub(lost).as_secs_f64() - first.compute).max(0.0);
-                    self.history.recoveries.push(Recovery { seconds, first });
-                }
+                (self.has_stepped, self.fruitless) = (true, 0);
+                self.history.lost_since.clear();
+                let seconds_since = |lost| now.saturating_sub(lost).as_secs_f64();
+                let recovery = self.lost_at.take();
+                let recovery = recovery.map(|lost| (seconds_since(lost) - first.compute).max(0.0));
+                self.note(now, Occurrence::Stepped { first: first.clone(), recovery });
+                let recovery = recovery.map(|seconds| Recovery { seconds, first });
+                self.history.recoveries.extend(recovery);
                 None
             }
             ToCoordinator::Finished { epoch, result } => {
@@ -285,7 +302,8 @@ impl Coordinator {
         }
     }
 
-    fn carry_out(&mut self, decisions: Vec<Decision>) -> Vec<Order> {
+    /// Does what was decided; `sign` says why workers are to be killed, if any are.
+    fn carry_out(&mut self, now: Duration, decisions: Vec<Decision>, sign: Sign) -> Vec<Order> {
         let mut orders = Vec::new();
         for decision in decisions {
             match decision {
@@ -296,7 +314,7 @@ impl Coordinator {
                     if self.fruitless == FRUITLESS {
                         orders.push(Order::NoProgress { epochs: FRUITLESS });
                     }
-                    self.begin(epoch, &members);
+                    self.begin(now, epoch, &members);
                 }
                 Decision::AskToRegroup => {
                     let epoch = self.membership.epoch();
@@ -305,16 +323,24 @@ impl Coordinator {
                     }
                 }
                 Decision::Probe(worker) => self.tell(worker, &ToWorker::Probe),
-                Decision::Kill(worker) => orders.push(Order::Kill(worker)),
+                Decision::Kill(worker) => {
+                    self.tell_lost(now, worker, sign);
+                    self.note(now, Occurrence::Killed { worker, sign });
+                    orders.push(Order::Kill(worker));
+                }
                 Decision::Finish => {
                     let first = self.members.first().and_then(|first| self.links.get_mut(first));
                     let result = first.map(|link| std::mem::take(&mut link.result));
                     self.result = Some(result.unwrap_or_default());
+                    self.note(now, Occurrence::Finished);
                     let all: Vec<WorkerId> = self.links.keys().copied().collect();
                     all.into_iter().for_each(|worker| self.tell(worker, &ToWorker::Finish));
                     orders.push(Order::Finished(self.result.clone().unwrap_or_default()));
                 }
-                Decision::GiveUp { ready } => orders.push(Order::GiveUp { ready }),
+                Decision::GiveUp { ready } => {
+                    self.note(now, Occurrence::GaveUp { ready });
+                    orders.push(Order::GiveUp { ready });
+                }
             }
         }
         if self.is_broken && !self.told_over && self.result.is_none() {
@@ -325,7 +351,7 @@ impl Coordinator {
         orders
     }
 
-    fn begin(&mut self, epoch: u64, members: &[WorkerId]) {
+    fn begin(&mut self, now: Duration, epoch: u64, members: &[WorkerId]) {
         log::debug!("epoch {epoch} begins with {members:?}");
         let is_new = |worker: &&WorkerId| !self.members.contains(worker);
         self.history.workers_joined += members.iter().filter(is_new).count() as u64;
@@ -334,7 +360,9 @@ impl Coordinator {
         }
         self.history.epochs = epoch;
         self.members = members.to_vec();
+        self.lost.clear();
         (self.is_broken, self.told_over, self.has_stepped) = (false, false, false);
+        self.note(now, Occurrence::Epoch { epoch, members: members.to_vec() });
         let addresses = members.iter().map(|worker| {
             let link = self.links.get(worker).expect("who is ready is connected");
             link.address.clone()
@@ -344,7 +372,7 @@ impl Coordinator {
         members.iter().for_each(|worker| self.tell(*worker, &message));
     }
 
-    fn note_lost(&mut self, now: Duration, worker: WorkerId) {
+    fn note_lost(&mut self, now: Duration, worker: WorkerId, sign: Sign) {
         let rank = self.members.iter().position(|member| *member == worker);
         if let Some(rank) = rank {
             let lost = (rank, self.members.len());
@@ -354,6 +382,23 @@ impl Coordinator {
             }
             self.is_broken = true;
             self.lost_at.get_or_insert(now);
+            self.tell_lost(now, worker, sign);
+        }
+    }
+
+    /// Tells the observer of the loss of a member, once.
+    fn tell_lost(&mut self, now: Duration, worker: WorkerId, sign: Sign) {
+        let is_new = self.members.contains(&worker) && !self.lost.contains(&worker);
+        if is_new && self.result.is_none() {
+            self.lost.push(worker);
+            self.note(now, Occurrence::Lost { worker, sign });
+        }
+    }
+
+    /// Tells the observer, if there is one.
+    fn note(&self, at: Duration, what: Occurrence) {
+        if let Some(observer) = &self.observer {
+            observer(Happened { at, what });
         }
     }
 

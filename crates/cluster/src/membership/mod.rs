@@ -14,10 +14,12 @@
 mod client;
 mod coordinator;
 pub mod core;
+mod events;
 
 pub use client::{Client, MembershipError, Next, View};
 pub use coordinator::{Coordinator, FirstStep, Heard, History, Order, Recovery};
 pub use core::{Membership, Settings, WorkerId};
+pub use events::{Happened, Observer, Occurrence, Sign};
 
 use serde::{Deserialize, Serialize};
 use unisono_net::{Introduction, Purpose, Token};

@@ -236,3 +236,20 @@ fn a_full_disk_costs_no_earlier_file() {
     assert_eq!(fs::read_to_string(&path).unwrap(), "earlier");
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 3);
 }
+
+#[test]
+fn a_glance_finds_the_last_step_without_reading_the_others() {
+    let (_dir, folder) = run_of(400);
+    add_to_steps(&folder, "{\"step\":400,\"lo");
+    let (read, last) = glance(folder.path()).unwrap();
+    assert_eq!((read, last), (info(), Some(step(399))));
+    let (_dir, folder) = run_of(0);
+    assert_eq!(glance(folder.path()).unwrap().1, None);
+    let (_dir, folder) = run_of(1);
+    assert_eq!(glance(folder.path()).unwrap().1, Some(step(0)));
+    // A line that is longer than what is read at first.
+    let mut long = step(1);
+    long.ranks = vec![long.ranks[0].clone(); 5000];
+    add_to_steps(&folder, &format!("{}\n", serde_json::to_string(&long).unwrap()));
+    assert_eq!(glance(folder.path()).unwrap().1, Some(long));
+}

@@ -5,6 +5,7 @@
 use serde::Serialize;
 
 use super::bins::{Curves, HeatMap};
+use super::workers::Workers;
 use super::{Choice, Report};
 use crate::breakdown::Parts;
 use crate::record::RunInfo;
@@ -59,6 +60,8 @@ struct Page<'a> {
     heat_map: &'a HeatMap,
     ranks: Vec<Rank<'a>>,
     ranks_in_all: usize,
+    /// Of a run whose workers could come and go.
+    workers: Option<Workers>,
     settings: Vec<(String, String)>,
 }
 
@@ -130,6 +133,7 @@ impl Page<'_> {
             heat_map: &report.heat_map,
             ranks: report.notable_ranks(RANKS).into_iter().map(rank).collect(),
             ranks_in_all: run.ranks.len(),
+            workers: report.timeline.as_ref().map(Workers::of),
             settings: settings(report),
         }
     }

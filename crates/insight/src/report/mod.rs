@@ -5,11 +5,13 @@ mod html;
 mod relaxed;
 mod terminal;
 mod text;
+mod workers;
 
 use serde::Serialize;
 
 use crate::advice::{Advice, Measured, Prediction};
 use crate::breakdown::{ByCodec, RunBreakdown, Traffic};
+use crate::membership::Timeline;
 use crate::record::{RunInfo, StepRecord, Summary};
 use crate::units::{bytes, count, duration, percent, times_less};
 use crate::verdict::Verdict;
@@ -30,6 +32,7 @@ pub struct Report {
     choice: Option<Choice>,
     curves: Curves,
     heat_map: HeatMap,
+    timeline: Option<Timeline>,
 }
 
 impl Report {
@@ -51,7 +54,15 @@ impl Report {
             choice: advice.map(|advice| Choice::of(advice, steps)),
             curves: Curves::of(steps),
             heat_map: HeatMap::of(steps),
+            timeline: None,
         }
+    }
+
+    /// Also says what happened to the workers of a run in which they could come and go.
+    pub fn with_timeline(mut self, timeline: Option<&Timeline>) -> Report {
+        self.timeline = timeline.cloned();
+        self.verdict.findings.extend(timeline.map(Timeline::sentence));
+        self
     }
 
     /// As text for a terminal of `width` columns.

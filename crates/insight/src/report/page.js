@@ -256,6 +256,103 @@ function fillRanks() {
   }
 }
 
+// The life of every worker. Above are the epochs with their number of members, below the recoveries.
+const STATES = { m: "member", r: "spare", s: "starting", g: "gone" };
+function drawWorkers(place) {
+  const { end, columns, rows, epochs, recoveries } = data.workers;
+  const names = rows.map((row) => range("worker", ...row.workers).replace(" to ", "–"));
+  const left = Math.max(...names.map((name) => name.length), 10) * 7 + 12;
+  const row = Math.max(9, Math.min(24, Math.floor(420 / rows.length))), gap = rows.length > 32 ? 1 : 3;
+  const upper = 22, lower = upper + rows.length * row, strip = recoveries.length > 0 ? 34 : 0;
+  const { svg, width, height } = canvasIn(place, lower + strip + 24, "The life of every worker, and every recovery");
+  const inner = width - left - 6;
+  const x = (seconds) => left + (end > 0 ? seconds / end : 0) * inner;
+  let marks = 0;
+  rows.forEach(({ cells, begins }, r) => {
+    const top = upper + r * row;
+    if (r % Math.ceil(14 / row) === 0) {
+      draw(svg, "text", { x: left - 8, y: top + row / 2 + 4, "text-anchor": "end" }, names[r]);
+    }
+    for (let from = 0; from < columns;) {
+      let to = from + 1;
+      while (to < columns && cells[to] === cells[from]) to++;
+      if (STATES[cells[from]]) {
+        draw(svg, "rect", {
+          class: STATES[cells[from]], x: left + (from / columns) * inner, y: top,
+          width: ((to - from) / columns) * inner, height: row - gap,
+        });
+        marks++;
+      }
+      from = to;
+    }
+    for (const column of begins) {
+      const at = left + (column / columns) * inner;
+      draw(svg, "line", { class: "again", x1: at, x2: at, y1: top, y2: top + row - gap });
+    }
+  });
+  let free = left - 8;
+  for (const epoch of epochs) {
+    const at = x(epoch.at), text = String(epoch.members);
+    draw(svg, "line", { class: "epoch", x1: at, x2: at, y1: upper - 6, y2: lower });
+    if (at - text.length * 4 >= free) {
+      draw(svg, "text", { x: at, y: upper - 9, "text-anchor": at < left + 8 ? "start" : "middle" }, text);
+      free = at + text.length * 4 + 6;
+    }
+  }
+  draw(svg, "text", { x: left - 8, y: upper - 9, "text-anchor": "end" }, "members");
+  const longest = Math.max(...recoveries.map((recovery) => recovery.seconds), 1e-9);
+  for (const { at, seconds } of recoveries) {
+    const size = 2 + (seconds / longest) * (strip - 8);
+    draw(svg, "rect", { class: "straggler", x: x(at) - 1.5, y: lower + strip - size, width: 3, height: size });
+  }
+  if (strip) draw(svg, "text", { x: left - 8, y: lower + strip - 4, "text-anchor": "end" }, "recoveries");
+  const step = end > 0 ? roundUp(end / (width < 500 ? 3 : 6)) : 1;
+  for (let mark = 0; mark <= end; mark += step) {
+    const anchor = mark === 0 ? "start" : width - x(mark) < 30 ? "end" : "middle";
+    draw(svg, "text", { x: x(mark), y: height - 5, "text-anchor": anchor }, duration(mark));
+  }
+  const area = draw(svg, "rect", { x: left, y: upper, width: inner, height: lower - upper + strip, fill: "transparent" });
+  area.addEventListener("pointermove", (event) => {
+    const box = area.getBoundingClientRect();
+    const share = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
+    const r = Math.floor(((event.clientY - box.top) / box.height) * (lower - upper + strip) / row);
+    const column = Math.min(columns - 1, Math.floor(share * columns));
+    const lines = [];
+    if (rows[r] && STATES[rows[r].cells[column]]) {
+      const state = STATES[rows[r].cells[column]];
+      const again = rows[r].begins.filter((begin) => begin <= column).length;
+      lines.push([names[r][0].toUpperCase() + names[r].slice(1), state, state]);
+      if (again) lines.push(["Started again", count(again) + "×"]);
+    }
+    const epoch = epochs.filter((epoch) => epoch.at <= share * end).pop();
+    if (epoch) lines.push([range("Epoch", epoch.first, epoch.last), `${epoch.members} members`]);
+    const near = recoveries.filter(({ at }) => Math.abs(at / end - share) < 4 / inner);
+    for (const { count: many, seconds } of near) {
+      lines.push([many > 1 ? `${many} recoveries, longest` : "Recovery", duration(seconds)]);
+    }
+    showTooltip(event, "At " + duration(share * end), lines);
+  });
+  area.addEventListener("pointerleave", hideTooltip);
+  return marks;
+}
+
+function fillWorkers() {
+  byId("workers-card").hidden = !data.workers;
+  if (!data.workers) return;
+  const { listed, recoveries_in_all: all, note } = data.workers;
+  byId("workers-note").textContent = unbroken(note);
+  byId("workers-legend").replaceChildren(...Object.values(STATES).map((state) =>
+    element("div", {}, element("i", { class: state }), element("span", {}, state))));
+  byId("recoveries-part").hidden = listed.length === 0;
+  const rows = listed.map((row) => {
+    const number = (text) => element("td", { class: "number" }, unbroken(text));
+    return element("tr", {}, number(row.at), number(row.epoch), element("td", {}, row.lost), number(row.took),
+      number(row.members), number(row.step), element("td", {}, row.cost));
+  });
+  document.querySelector("#recoveries tbody").replaceChildren(...rows);
+  if (listed.length < all) byId("recoveries-note").textContent = `The ${listed.length} longest of ${count(all)} recoveries.`;
+}
+
 function fillCodecs() {
   byId("codec-card").hidden = !data.choice;
   if (!data.choice) return;
@@ -285,6 +382,7 @@ function drawAll() {
   byId("communication-card").hidden = !data.communication;
   byId("scaling-card").hidden = !data.scaling;
   byId("ranks-card").hidden = data.ranks.length <= 1;
+  if (data.workers) byId("workers").dataset.marks = drawWorkers(byId("workers"));
   for (const [id, chart] of Object.entries(charts)) {
     const place = byId(id);
     if (data.curves.first.length === 0) place.replaceChildren(element("p", { class: "empty" }, "No step was recorded."));
@@ -295,6 +393,7 @@ function drawAll() {
 fillText();
 fillRanks();
 fillCodecs();
+fillWorkers();
 drawAll();
 for (const button of document.querySelectorAll("[data-measure]")) {
   button.addEventListener("click", () => {

@@ -1,7 +1,7 @@
 //! The report as text: what `unisono report DIR` prints.
 
 use super::text::{Text, bar, stacked};
-use super::{Choice, Report};
+use super::{Choice, Report, workers};
 use crate::breakdown::Parts;
 use crate::units::{count, duration, percent};
 
@@ -33,6 +33,9 @@ pub(super) fn render(report: &Report, width: usize) -> String {
         if report.run.ranks.len() > 1 {
             ranks(report, &mut out);
         }
+    }
+    if let Some(timeline) = &report.timeline {
+        workers::terminal(timeline, &mut out);
     }
     verdict(report, &mut out);
     out.text

@@ -215,3 +215,25 @@ fn a_run_whose_loss_is_lost_has_a_verdict_that_says_so() {
     info.settings.remove("framework");
     assert!(Report::new(&info, &lost, None, None).verdict.headline.contains("bottleneck"));
 }
+
+#[test]
+fn workers_that_come_and_go_are_shown_and_those_that_cannot_change_nothing() {
+    let steps = steps(60, |_| true);
+    let plain = || Report::new(&info(), &steps, None, None);
+    let (text, html) = (plain().terminal(100), plain().html());
+    let without = plain().with_timeline(None);
+    assert_eq!((without.terminal(100), without.html()), (text.clone(), html));
+    assert!(page(&without)["workers"].is_null() && !text.contains("Workers"));
+
+    let timeline = Timeline::of(&crate::membership::tests::events());
+    let report = plain().with_timeline(timeline.as_ref());
+    let said = "1 worker lost, 1 joined; 1 recovery in 48.0 ms; 1 step computed again.";
+    let shown = report.terminal(100);
+    assert!(shown.contains(said) && shown.contains("Workers over 20.0 s"), "{shown}");
+    let page = page(&report);
+    let findings = page["verdict"]["findings"].as_array().unwrap();
+    assert_eq!(findings.last().unwrap(), said);
+    assert_eq!(page["workers"]["note"], "3 workers, 3 epochs in 20.0 s");
+    assert_eq!(page["workers"]["listed"][0]["took"], "48.0 ms");
+    assert_eq!(page["workers"]["listed"][0]["lost"], "worker 1");
+}
