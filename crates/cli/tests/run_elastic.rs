@@ -234,16 +234,19 @@ fn ranks(job: &Running) -> Vec<Pid> {
 #[test]
 fn random_kills_change_no_bit() {
     let desk = Desk::new();
-    let program = "train 6000";
+    let program = "train 1000";
     let whole = launch(&desk, "", program);
     let mut dice = numbers();
     let mut roll = |sides: u32| dice.next().expect("they never end") % sides;
     let (mut kills, mut lost, mut joined) = (0, 0, 0);
-    while kills < 40 {
-        let mut command = command(&desk, "--elastic 1:4 -n 3 --restarts 10000", program);
-        let mut job = desk.start(&mut command);
-        while job.is_running() {
+    while kills < 24 {
+        let mut job = desk.start(&mut command(&desk, "--elastic 1:4 -n 3", program));
+        // Not for ever: ranks that die young are started again ever later, until all state is lost.
+        for _ in 0..8 {
             std::thread::sleep(Duration::from_millis(50 + u64::from(roll(450))));
+            if !job.is_running() {
+                break;
+            }
             let ranks = ranks(&job);
             if !ranks.is_empty() {
                 let victim = ranks[roll(ranks.len() as u32) as usize];
@@ -252,11 +255,13 @@ fn random_kills_change_no_bit() {
         }
         let ended = job.wait();
         assert_eq!(hash(&ended), hash(&whole), "{}", ended.stderr);
-        let (of_run, also) = lost_and_joined(&ended);
+        // A run may be over before the first of them.
+        let is_disturbed = ended.stderr.contains("ranks lost");
+        let (of_run, also) = if is_disturbed { lost_and_joined(&ended) } else { (0, 0) };
         (lost, joined) = (lost + of_run, joined + also);
     }
     println!("{kills} kills: {lost} members lost, {joined} joined");
-    assert!(lost > 10 && joined > 10, "{kills} kills: {lost} members lost, {joined} joined");
+    assert!(lost >= 8 && joined >= 8, "{kills} kills: {lost} members lost, {joined} joined");
 }
 
 /// Survivors have weights of some step, and yet the run begins with those of its beginning.
