@@ -57,8 +57,13 @@ pub fn line(text: Arguments<'_>) -> Result<(), OutputError> {
 
 /// Writes some lines of the result, all in one piece.
 pub fn text_out(text: &str) -> Result<(), OutputError> {
+    bytes_out(text.as_bytes())
+}
+
+/// Writes a result that need not be text, all in one piece.
+pub fn bytes_out(bytes: &[u8]) -> Result<(), OutputError> {
     let mut out = io::stdout().lock();
-    out.write_all(text.as_bytes())?;
+    out.write_all(bytes)?;
     Ok(out.flush()?)
 }
 

@@ -9,7 +9,10 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::Args;
-use unisono::cluster::launch::{Launch, LaunchError, Nodes, Restarts, Servers};
+use unisono::cluster::launch::{
+    Completion, Elastic, Launch, LaunchError, Nodes, Outcome, Restarts, Servers,
+};
+use unisono::cluster::membership::History;
 use unisono::net::Token;
 
 use crate::exit::Wrong;
@@ -37,7 +40,13 @@ They are started before the ranks, and told to end when all ranks have ended wel
   UNISONO_TOKEN      what connections prove to know
 A rank or server is started again if a signal killed it or it exited with an error; but not after \
 exit code 2 or 64 (called wrongly), nor an error in the first second of its first life. Ranks that \
-form a group must not be restarted: a group ends with the loss of a rank.")]
+form a group must not be restarted, unless they may come and go: a group ends with the loss of a rank.
+
+Ranks that may come and go, on one machine, of programs that train by an ElasticReplica or ElasticJob:
+  unisono run --elastic 1:4 -n 4 -- ./train
+When a rank is lost it is started again, and the others go on meanwhile. The result that rank 0 hands in is \
+printed once, after all else.
+  UNISONO_MEMBERSHIP  where this launcher coordinates the ranks: HOST:PORT")]
 pub struct RunArgs {
     /// Ranks to start on this node; nodes may differ.
     #[arg(short = 'n', long = "ranks", value_name = "N", default_value_t = 1)]
@@ -51,9 +60,13 @@ pub struct RunArgs {
     /// Where node 0 listens for the others.
     #[arg(long, value_name = "HOST:PORT")]
     rendezvous: Option<String>,
-    /// Seconds to wait for the other nodes.
-    #[arg(long, value_name = "SECONDS", default_value_t = 300)]
-    timeout: u64,
+    /// Let ranks be lost and come back while the others train on. MIN: the fewest with which the job goes
+    /// on. MAX: the most that train at a time, while the rest wait as spares [default: all].
+    #[arg(long, value_name = "MIN[:MAX]")]
+    elastic: Option<String>,
+    /// Seconds to wait for the other nodes [default: 300], or with --elastic for enough ranks [default: 60].
+    #[arg(long, value_name = "SECONDS")]
+    timeout: Option<u64>,
     /// Seconds that ranks may take to end when told to, before they are killed.
     #[arg(long, value_name = "SECONDS", default_value_t = 5)]
     grace: u64,
@@ -66,9 +79,10 @@ pub struct RunArgs {
     /// The folder in which servers record every push, for the report of `unisono train --run-dir DIR`.
     #[arg(long, value_name = "DIR", requires = "servers")]
     run_dir: Option<PathBuf>,
-    /// How often ranks and servers that fail are started again, all together.
-    #[arg(long, value_name = "R", default_value_t = 0)]
-    restarts: u32,
+    /// How often ranks and servers that fail are started again, all together [default: 0, or 100 with
+    /// --elastic].
+    #[arg(long, value_name = "R")]
+    restarts: Option<u32>,
     /// Begin every line of stdout with its rank, as lines of stderr do.
     #[arg(long)]
     prefix: bool,
@@ -103,6 +117,24 @@ pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
         "--servers is for jobs of one node; for several, start `unisono serve --listen HOST:PORT` \
          where you want servers, and set UNISONO_SERVERS=HOST:PORT,HOST:PORT for the ranks"
     );
+    let options = unisono::Options::from_env().wrong_call()?;
+    let elastic = match &args.elastic {
+        None => None,
+        Some(text) => {
+            demand!(
+                nodes.is_none(),
+                "--elastic is for jobs on one machine so far; leave out --rendezvous and --nnodes"
+            );
+            demand!(
+                args.servers.is_none(),
+                "--elastic is for ranks that form groups; ranks with --servers are restarted without it"
+            );
+            let (least, most) = range(text, args.ranks)?;
+            let patience = Duration::from_secs(args.timeout.unwrap_or(60));
+            Some(Elastic { least, most, timeout: options.timeout, patience })
+        }
+    };
+    let limit = args.restarts.unwrap_or(if elastic.is_some() { 100 } else { 0 });
     let (journal, run_dir) = (args.journal.as_deref(), args.run_dir.as_deref());
     // Held until the job is over.
     let _lock = journal.map(crate::serve::lock_journal).transpose()?;
@@ -110,11 +142,12 @@ pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     let launch = Launch {
         nodes,
         token: token()?,
-        encrypt: unisono::Options::from_env().wrong_call()?.encrypt,
+        encrypt: options.encrypt,
         servers,
-        restarts: Restarts { limit: args.restarts },
+        elastic,
+        restarts: Restarts { limit },
         grace: Duration::from_secs(args.grace),
-        timeout: Duration::from_secs(args.timeout),
+        timeout: Duration::from_secs(args.timeout.unwrap_or(300)),
         label_stdout: args.prefix,
         bind: args.bind,
         quiet: args.quiet,
@@ -124,6 +157,21 @@ pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
         true => dry_run(&launch),
         false => start(&launch),
     }
+}
+
+/// Reads `MIN` or `MIN:MAX`, of a job that starts so many ranks.
+fn range(text: &str, ranks: u32) -> anyhow::Result<(u32, u32)> {
+    let number = |text: &str| text.parse().ok().filter(|number| *number > 0);
+    let (least, most) = match text.split_once(':') {
+        Some((least, most)) => (number(least), number(most)),
+        None => (number(text), Some(ranks)),
+    };
+    let (Some(least), Some(most)) = (least, most) else {
+        refuse!("--elastic {text}: use MIN or MIN:MAX, such as 1:4, in numbers of ranks from 1");
+    };
+    demand!(least <= ranks, "--elastic {text}: use a MIN of 1 to {ranks}, the ranks of -n");
+    demand!(least <= most, "--elastic {text}: use a MAX of at least {least}, which is MIN");
+    Ok((least, most))
 }
 
 /// Says what would be started.
@@ -151,6 +199,10 @@ fn dry_run(launch: &Launch) -> anyhow::Result<ExitCode> {
     if let Some(servers) = &launch.servers {
         let addresses: Vec<String> = servers.addresses().iter().map(ToString::to_string).collect();
         line("servers", format!("{}, such as at {}", addresses.len(), addresses.join(", ")))?;
+    }
+    if let Some(Elastic { least, most, patience, .. }) = &launch.elastic {
+        let range = format!("{least} to {most} ranks train, the rest are spares");
+        line("elastic", format!("{range}; ends after {} s with fewer", patience.as_secs()))?;
     }
     line("restarts", format!("{} in all", launch.restarts.limit))?;
     let cores = if launch.bind { "each rank its share, if there are enough" } else { "all" };
@@ -209,8 +261,19 @@ fn servers(count: u32, journal: Option<&Path>, run_dir: Option<&Path>) -> anyhow
 }
 
 fn start(launch: &Launch) -> anyhow::Result<ExitCode> {
-    match launch.run() {
-        Ok(outcome) => Ok(ExitCode::from(outcome.exit_code())),
+    match launch.run_elastic() {
+        Ok((outcome, completion)) => {
+            let Completion { result, history } = completion;
+            if history.epochs > 1 && !launch.quiet {
+                say!("unisono: {}", told(&history));
+            }
+            let is_complete = matches!(outcome, Outcome::Success | Outcome::Interrupted { .. });
+            let Some(result) = result.filter(|_| is_complete) else {
+                return Ok(ExitCode::from(outcome.exit_code()));
+            };
+            output::bytes_out(&result)?;
+            Ok(ExitCode::SUCCESS)
+        }
         // As shells do: 127 for a program that is not there, 126 for one that does not start.
         Err(LaunchError::Spawn { command, cause }) => {
             say!("unisono: cannot start {command}: {cause}");
@@ -219,6 +282,13 @@ fn start(launch: &Launch) -> anyhow::Result<ExitCode> {
         }
         Err(error) => Err(error.into()),
     }
+}
+
+/// What happened to the ranks of an elastic job.
+fn told(history: &History) -> String {
+    let History { workers_lost, workers_joined, recoveries, .. } = history;
+    let times = recoveries.len();
+    format!("{workers_lost} ranks lost, {workers_joined} joined; went on {times} times")
 }
 
 fn token() -> anyhow::Result<Option<Token>> {

@@ -2,41 +2,49 @@
 //!
 //!     unisono run -n 2 -- train_candle
 //!
-//! and prints the same hash of the weights whatever that number is.
+//! and prints the same hash of the weights whatever that number is, and whatever happens to them:
+//!
+//!     unisono run --elastic 1:4 -n 3 -- train_candle
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Linear, Module, VarBuilder, VarMap};
-use unisono::candle::{Parameters, Replica};
+use unisono::candle::{ElasticReplica, Parameters};
 use unisono::prelude::*;
+use unisono::worker::Stepped;
 
 /// Samples per shard.
 const SAMPLES: usize = 16;
 
 fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
-    let job = Job::join()?;
+    train(200)
+}
+
+/// Makes so many steps.
+pub fn train(steps: u64) -> std::result::Result<(), Box<dyn std::error::Error>> {
     let variables = VarMap::new();
     let parameters = Parameters::with_initializer(&variables, |name, shape, _| {
         // The same values in every run, so that the hash at the end can be compared.
         (0..shape.elem_count()).map(|i| wave(i + 100 * name.len()) * 0.5).collect()
     });
     let model = Model::new(parameters.builder(DType::F32, &Device::Cpu))?;
-    let mut replica = Replica::new(job.world(), &parameters, Settings::new(8), "adamw".parse()?)?;
+    let mut replica = ElasticReplica::join(&parameters, Settings::new(8), "adamw".parse()?)?;
 
-    for step in 1..=200 {
+    while let Some(step) = replica.next_step(steps)? {
         while let Some(shard) = replica.next_shard() {
-            let (inputs, targets) = samples(step, shard)?;
+            let (inputs, targets) = samples(step + 1, shard)?;
             let loss = (model.forward(&inputs)? - targets)?.sqr()?.mean_all()?;
             replica.backward(&loss)?;
         }
-        let outcome = replica.step()?;
-        if job.world().rank() == 0 && step % 50 == 0 {
-            println!("step {step:3}: loss {:.5}", outcome.loss);
+        if let Some(Stepped { step, loss, .. }) = replica.step()?
+            && replica.rank() == 0
+            && step.is_multiple_of(50)
+        {
+            println!("step {step:3}: loss {loss:.5}");
         }
     }
-    replica.check(job.world())?;
-    if job.world().rank() == 0 {
-        println!("{} workers: weights {}", job.world().size(), replica.weights_hash().to_hex());
-    }
+    replica.finish(|replica| {
+        format!("{} workers: weights {}\n", replica.workers(), replica.weights_hash().to_hex())
+    })?;
     Ok(())
 }
 
@@ -58,8 +66,8 @@ impl Model {
 }
 
 /// The samples of a shard depend on nothing but their numbers: not on who computes them.
-fn samples(step: usize, shard: usize) -> Result<(Tensor, Tensor)> {
-    let first = (step * 8 + shard) * SAMPLES;
+fn samples(step: u64, shard: usize) -> Result<(Tensor, Tensor)> {
+    let first = (step as usize * 8 + shard) * SAMPLES;
     let inputs: Vec<f32> = (2 * first..2 * (first + SAMPLES)).map(wave).collect();
     let targets: Vec<f32> = inputs.chunks(2).map(|pair| pair[0] * pair[1]).collect();
     let inputs = Tensor::from_vec(inputs, (SAMPLES, 2), &Device::Cpu)?;

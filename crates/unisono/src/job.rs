@@ -1,5 +1,6 @@
 //! Joining the job that this process was started for.
 
+use unisono_cluster::membership;
 use unisono_cluster::place::{Launcher, Place, PlaceError};
 use unisono_cluster::rendezvous::{self, RendezvousError};
 use unisono_cluster::variables;
@@ -28,6 +29,9 @@ impl Job {
 
     /// Joins with these settings, which must be equal on all ranks.
     pub fn join_with(options: Options) -> Result<Job, JoinError> {
+        if std::env::var_os(membership::VARIABLE).is_some() {
+            return Err(JoinError::Elastic);
+        }
         let place = Place::from_env()?;
         // One rank of a job says it, and not if its launcher has.
         if place.rank == 0 && place.launcher != Launcher::Unisono {
@@ -94,6 +98,13 @@ pub enum JoinError {
     /// A setting in the environment makes no sense. Fix it.
     #[error(transparent)]
     Setting(#[from] BadSetting),
+    /// The launcher lets ranks come and go, and this program expects all of them all the time. Start it
+    /// without `--elastic`, or use `unisono::candle::ElasticReplica` or `unisono::elastic::ElasticJob`.
+    #[error(
+        "this program does not know elastic jobs: start it without --elastic, or join the job by \
+         ElasticReplica or ElasticJob instead of Job::join (UNISONO_MEMBERSHIP is set)"
+    )]
+    Elastic,
     /// The environment does not say where this process belongs. Fix how it is started.
     #[error(transparent)]
     Place(#[from] PlaceError),

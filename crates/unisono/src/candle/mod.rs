@@ -28,18 +28,20 @@
 //! ```
 //!
 //! That is a replica of workers that agree. [`Replica::join`] makes one at whatever
-//! [consistency level](crate::worker) a run has.
+//! [consistency level](crate::worker) a run has. [`ElasticReplica`] is for workers that may come and go.
 //!
 //! Parameters are `f32`, on the CPU.
 //!
 //! [`VarBuilder`]: candle_nn::VarBuilder
 
+mod elastic;
 mod gradient;
 mod hook;
 mod parameters;
 mod replica;
 mod weights;
 
+pub use elastic::{Checkpoint, ElasticReplica, ElasticReplicaError};
 pub use parameters::Parameters;
 pub use replica::{Replica, ReplicaError};
 pub use weights::ModelWeights;
