@@ -435,9 +435,9 @@ impl Worker {
         Worker { phase: Phase::Starting, asked: None, heard: now, is_suspect: false }
     }
 
-    /// One that has yet to say that it is ready may not have begun to listen.
+    /// A worker answers from when it has connected, whatever else it does.
     fn must_answer(&self) -> bool {
-        matches!(self.phase, Phase::In | Phase::Ready)
+        self.phase != Phase::Ending
     }
 
     /// How long it may take to answer.
