@@ -28,10 +28,14 @@ impl TrainArgs {
         let Some(level) = self.strategy.level() else {
             self.refuse_relaxed(&["servers", "stale", "journal"])?;
             ensure!(
-                self.elastic || self.restarts.is_none(),
-                "--restarts: workers that agree go on without one that died only with --elastic; add it, \
-                 or leave --restarts out"
+                self.elastic || self.restarts.is_none() || !self.agrees_always(),
+                "--restarts means nothing to --strategy {} without --elastic; add that, leave it out, or use a \
+                 strategy with servers, such as ssp:3",
+                self.strategy
             );
+            if !self.elastic {
+                self.refuse_relaxed(&["restarts"])?;
+            }
             return Ok(None);
         };
         ensure!(
