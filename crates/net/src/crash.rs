@@ -29,8 +29,12 @@ pub fn point(name: &str) {
 mod armed {
     use std::sync::OnceLock;
     use std::sync::atomic::{AtomicU32, Ordering};
+    use std::time::Duration;
 
     use rustix::process::{Signal, getpid, kill_process};
+
+    /// By when a signal has been taken by one of the threads.
+    const TAKEN: Duration = Duration::from_secs(1);
 
     struct Crash {
         name: String,
@@ -47,6 +51,8 @@ mod armed {
                 eprintln!("unisono: crash point {name} reached");
                 // One's own process can always be signalled.
                 let _ = kill_process(getpid(), crash.signal);
+                // Another thread may be the one that takes the signal, and may be late.
+                std::thread::sleep(TAKEN);
             }
         }
     }
