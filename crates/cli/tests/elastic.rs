@@ -102,9 +102,8 @@ fn stopped_workers_are_lost_and_come_back() {
     survives_crashes(3, &[0, 1], &["stop"], &some);
 }
 
-/// Last results: docs/measurements/elastic.md.
 #[test]
-#[ignore = "takes half an hour"]
+#[ignore = "soak of ten minutes; its last result is in docs/measurements/elastic.md"]
 fn every_crash_point_of_every_rank() {
     for workers in 1..=4 {
         let ranks: Vec<usize> = (0..workers).collect();
@@ -215,9 +214,8 @@ fn a_hundred_random_kills_change_no_bit() {
     survives_kills(100, "--steps 1500");
 }
 
-/// Last results: docs/measurements/elastic.md.
 #[test]
-#[ignore = "takes two hours"]
+#[ignore = "soak of hours; docs/measurements/elastic.md says whether it was run"]
 fn ten_thousand_random_kills_change_no_bit() {
     survives_kills(10_000, "--steps 3000");
 }

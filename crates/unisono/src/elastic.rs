@@ -7,7 +7,7 @@
 //! ```no_run
 //! # use unisono::elastic::ElasticJob;
 //! # use unisono::{Error, Group, Options};
-//! # fn train(group: &Group) -> Result<Vec<u8>, Error> { unimplemented!() }
+//! # fn train(group: &Group) -> Result<Vec<u8>, Error> { group.barrier().map(|()| Vec::new()) }
 //! let mut job = ElasticJob::join(Options::from_env()?)?.expect("started by an elastic launcher");
 //! while let Some(group) = job.enter()? {
 //!     match train(&group) {

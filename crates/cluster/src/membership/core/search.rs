@@ -33,13 +33,13 @@ fn a_worker_that_all_wait_for_is_started_again() {
 }
 
 #[test]
-#[ignore = "soak: some minutes, and some gigabytes of memory"]
+#[ignore = "soak: some minutes, and some gigabytes of memory; its last result is in docs/measurements/elastic.md"]
 fn two_faults_with_stops_that_may_end_at_any_time() {
     Search::of(two_stops()).run();
 }
 
 #[test]
-#[ignore = "soak: some minutes, and some gigabytes of memory"]
+#[ignore = "soak: some minutes, and some gigabytes of memory; its last result is in docs/measurements/elastic.md"]
 fn two_workers_that_all_wait_for_are_started_again() {
     Search::of(restarts()).run();
 }

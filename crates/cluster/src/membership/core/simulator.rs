@@ -22,7 +22,7 @@ fn every_history_ends_with_the_weights_of_an_undisturbed_run() {
 }
 
 #[test]
-#[ignore = "soak: a million histories and more, some minutes"]
+#[ignore = "soak: a million histories and more, some minutes; its last result is in docs/measurements/elastic.md"]
 fn a_million_histories_end_with_the_weights_of_an_undisturbed_run() {
     println!("{:?}", survive(SEEDS..1_200_000));
 }
