@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use unisono_cluster::membership::{
-    Client, Coordinator, FirstStep, Happened, Heard, History, Next, Occurrence, Order, Settings,
+    Client, Embedded, FirstStep, Happened, Heard, History, Home, Next, Occurrence, Order, Settings,
     Sign, View, WorkerId,
 };
 use unisono_net::Token;
@@ -42,7 +42,7 @@ impl Job {
             patience: DEADLINE,
         };
         let hear = events.clone();
-        let mut coordinator = Coordinator::open(
+        let mut coordinator = Embedded::open(
             Ipv4Addr::LOCALHOST.into(),
             &token,
             settings,
@@ -64,7 +64,7 @@ impl Job {
                     Ok(Event::Heard(heard)) => coordinator.heard(now, heard),
                     Ok(Event::Ended(worker)) => coordinator.ended(now, worker),
                     Ok(Event::Close) | Err(RecvTimeoutError::Disconnected) => {
-                        return coordinator.history().clone();
+                        return coordinator.history();
                     }
                     Err(RecvTimeoutError::Timeout) => coordinator.tick(now),
                 };
@@ -156,7 +156,7 @@ fn an_epoch_follows_when_a_worker_is_lost_and_another_when_it_is_back() {
         assert!(matches!(back.enter(3, &[], Vec::new()).unwrap(), Next::Over));
     });
     let finished: Vec<Order> = job.orders.try_iter().collect();
-    assert!(finished.contains(&Order::Finished(b"weights".to_vec())), "{finished:?}");
+    assert!(finished.contains(&Order::Finished(Some(b"weights".to_vec()))), "{finished:?}");
     let history = job.close();
     assert_eq!((history.epochs, history.workers_lost, history.workers_joined), (3, 1, 1));
 }

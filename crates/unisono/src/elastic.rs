@@ -90,7 +90,7 @@ impl ElasticJob {
         let Some(client) = Client::connect(&place, options.encrypt, deadline)? else {
             return Ok(None);
         };
-        let ip = own_address(std::net::Ipv4Addr::LOCALHOST.into())?;
+        let ip = own_address(client.ip())?;
         Ok(Some(ElasticJob { client, options, ip, epoch: 0, silent: Vec::new(), costs: None }))
     }
 

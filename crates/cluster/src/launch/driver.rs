@@ -11,13 +11,13 @@ use super::nodes::{JobNode, Message};
 use super::output::lock;
 use super::supervisor::{Decision, Settings, Supervisor};
 use super::{Completion, Ending, Event, Launch, Member, Outcome};
-use crate::membership::{Coordinator, Happened, Occurrence, Order, WorkerId};
+use crate::membership::{Happened, History, Home, Occurrence, Order, WorkerId};
 
 pub(super) struct Driver<'a> {
     launch: &'a Launch,
     job: JobNode,
     /// Of an elastic job.
-    coordinator: Option<Coordinator>,
+    home: Option<Box<dyn Home>>,
     /// Which life each rank is in.
     lives: Vec<u32>,
     /// What the workers of an elastic job came to.
@@ -36,14 +36,14 @@ impl<'a> Driver<'a> {
     pub fn new(
         launch: &'a Launch,
         job: JobNode,
-        coordinator: Option<Coordinator>,
+        home: Option<Box<dyn Home>>,
         members: Members<'a>,
         inbox: Receiver<Event>,
         at_end: Option<Sender<()>>,
     ) -> Driver<'a> {
         let (lives, began) = (vec![0; launch.ranks as usize], Instant::now());
         let result = None;
-        Driver { launch, job, coordinator, lives, result, members, inbox, at_end, began }
+        Driver { launch, job, home, lives, result, members, inbox, at_end, began }
     }
 
     /// Stays with the job until no process of it is left on this node.
@@ -56,13 +56,17 @@ impl<'a> Driver<'a> {
             servers: self.launch.server_count(),
             grace: self.launch.grace,
             restarts: self.launch.restarts,
-            least: self.launch.elastic.as_ref().map(|elastic| elastic.least),
+            // Other machines may have the rest.
+            least: self.launch.elastic.as_ref().map(|elastic| match self.launch.shared {
+                Some(_) => 1,
+                None => elastic.least,
+            }),
             at_end: self.at_end.is_some(),
         });
         (0..self.launch.ranks).for_each(|number| self.note_started(number));
         while supervisor.outcome().is_none() {
-            let coordinator = self.coordinator.as_ref().and_then(Coordinator::deadline);
-            let event = match supervisor.deadline().into_iter().chain(coordinator).min() {
+            let of_home = self.home.as_ref().and_then(|home| home.deadline());
+            let event = match supervisor.deadline().into_iter().chain(of_home).min() {
                 Some(at) => self.inbox.recv_timeout(at.saturating_sub(self.now())),
                 None => self.inbox.recv().map_err(RecvTimeoutError::from),
             };
@@ -71,7 +75,7 @@ impl<'a> Driver<'a> {
                 Ok(Event::Closed { node }) => self.job.links.note_closed(*node),
                 _ => {}
             }
-            let (event, orders) = self.ask_coordinator(event);
+            let (event, orders) = self.ask_home(event);
             for order in orders {
                 self.obey(&mut supervisor, order);
             }
@@ -89,12 +93,12 @@ impl<'a> Driver<'a> {
         }
         let outcome = supervisor.outcome().expect("nothing begins after the end").clone();
         self.job.links.close(&outcome);
-        let history = self.coordinator.as_ref().map(|coordinator| coordinator.history().clone());
-        (outcome, Completion { result: self.result, history: history.unwrap_or_default() })
+        let history = self.home.as_ref().map_or_else(History::default, |home| home.history());
+        (outcome, Completion { result: self.result, history })
     }
 
-    /// What the coordinator of an elastic job makes of what happened; and what is left for the supervisor.
-    fn ask_coordinator(
+    /// What the membership of an elastic job makes of what happened; and what is left for the supervisor.
+    fn ask_home(
         &mut self,
         event: Result<Event, RecvTimeoutError>,
     ) -> (Result<Event, RecvTimeoutError>, Vec<Order>) {
@@ -102,33 +106,42 @@ impl<'a> Driver<'a> {
         if let Ok(Event::Ended { member: Member::Rank(number), ending }) = &event {
             self.note_ended(*number, *ending);
         }
-        let Some(coordinator) = &mut self.coordinator else { return (event, Vec::new()) };
-        match event {
-            Ok(Event::Membership(heard)) => {
-                (Err(RecvTimeoutError::Timeout), coordinator.heard(now, heard))
+        let worker = match &event {
+            Ok(Event::Ended { member: Member::Rank(local), .. }) => Some(self.worker(*local)),
+            _ => None,
+        };
+        let Some(home) = &mut self.home else { return (event, Vec::new()) };
+        match (event, worker) {
+            (Ok(Event::Membership(heard)), _) => {
+                (Err(RecvTimeoutError::Timeout), home.heard(now, heard))
             }
-            Ok(Event::Ended { member: Member::Rank(number), .. }) => {
-                let life = self.lives[number as usize];
-                (event, coordinator.ended(now, WorkerId { number, life }))
-            }
-            Ok(event) => (Ok(event), Vec::new()),
-            Err(_) => (event, coordinator.tick(now)),
+            (Ok(Event::Signal(signal)), _) => match home.leave(now) {
+                Some(orders) => (Err(RecvTimeoutError::Timeout), orders),
+                None => (Ok(Event::Signal(signal)), Vec::new()),
+            },
+            (event, Some(worker)) => (event, home.ended(now, worker)),
+            (Ok(event), None) => (Ok(event), Vec::new()),
+            (Err(error), None) => (Err(error), home.tick(now)),
         }
     }
 
     fn obey(&mut self, supervisor: &mut Supervisor, order: Order) {
         let event = match order {
             Order::Kill(WorkerId { number, life }) => {
-                if self.lives.get(number as usize) == Some(&life) {
-                    self.members.clear(Member::Rank(number));
+                let local = number.wrapping_sub(self.job.place.first_rank);
+                if self.lives.get(local as usize) == Some(&life) {
+                    self.members.clear(Member::Rank(local));
                 }
                 return;
             }
             Order::Finished(result) => {
-                self.result = Some(result);
+                self.result = result;
                 Event::Complete
             }
-            Order::GiveUp { ready } => Event::TooFewWorkers { ready },
+            Order::GiveUp { ready } => {
+                let least = self.launch.elastic.as_ref().map_or(1, |elastic| elastic.least);
+                Event::TooFewWorkers { ready, least }
+            }
             Order::NoProgress { epochs } => Event::NoProgress { epochs },
         };
         let decisions = supervisor.handle(self.now(), event);
@@ -180,8 +193,9 @@ impl<'a> Driver<'a> {
                 self.job.links.tell(&Message::Over(outcome));
             }
             Decision::TellToEnd { signal } => {
-                if let Some(coordinator) = &mut self.coordinator {
-                    coordinator.release();
+                let now = self.now();
+                if let Some(home) = &mut self.home {
+                    home.release(now);
                 }
                 self.members.tell_to_end(Signal::from_named_raw(signal).unwrap_or(Signal::TERM));
             }
@@ -208,9 +222,9 @@ impl<'a> Driver<'a> {
         }
     }
 
-    fn note_started(&self, number: u32) {
-        let pid = self.members.pid(Member::Rank(number));
-        self.note(Occurrence::Started { worker: self.worker(number), pid });
+    fn note_started(&self, local: u32) {
+        let pid = self.members.pid(Member::Rank(local));
+        self.note(Occurrence::Started { worker: self.worker(local), pid });
     }
 
     fn note_ended(&self, number: u32, ending: Ending) {
@@ -221,13 +235,14 @@ impl<'a> Driver<'a> {
         self.note(Occurrence::Ended { worker: self.worker(number), code, signal });
     }
 
-    fn worker(&self, number: u32) -> WorkerId {
-        WorkerId { number, life: self.lives[number as usize] }
+    fn worker(&self, local: u32) -> WorkerId {
+        let number = self.job.place.first_rank + local;
+        WorkerId { number, life: self.lives[local as usize] }
     }
 
     /// Tells the observer of an elastic job, if it has one.
     fn note(&self, what: Occurrence) {
-        if let (Some(observer), Some(_)) = (&self.launch.observer, &self.coordinator) {
+        if let (Some(observer), Some(_)) = (&self.launch.observer, &self.home) {
             observer(Happened { at: self.now(), what });
         }
     }

@@ -54,6 +54,7 @@ pub use restarts::Restarts;
 
 use std::ffi::OsString;
 use std::io;
+use std::net::IpAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::AtomicU32;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -65,7 +66,8 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 use unisono_net::{HandshakeError, Token, descriptors};
 
-use crate::membership::{self, Coordinator, Heard, History, Observer};
+use crate::membership::machines::{JoinError, Joining, Machines, Store};
+use crate::membership::{self, Embedded, Heard, History, Home, Observer};
 use crate::place::{self, MAX_WORLD};
 
 /// Descriptors of a launcher beside those for its ranks.
@@ -90,8 +92,11 @@ pub struct Launch {
     pub servers: Option<Servers>,
     /// Whether every rank gets a socket to listen at, as servers do; for jobs of one node.
     pub listeners_for_ranks: bool,
-    /// Whether ranks may come and go while the others train on; for jobs of one node.
+    /// Whether ranks may come and go while the others train on; for jobs of one node, or of machines that
+    /// come and go as well.
     pub elastic: Option<Elastic>,
+    /// The elastic job that this launcher shares with those of other machines.
+    pub shared: Option<SharedJob>,
     /// Is told what happens to the ranks of an elastic job.
     pub observer: Option<Observer>,
     /// Whether ranks and servers that fail are started again.
@@ -133,6 +138,17 @@ pub struct Elastic {
     pub patience: Duration,
 }
 
+/// An elastic job of several machines, whose launchers come and go.
+#[derive(Clone)]
+pub struct SharedJob {
+    /// Where its record is kept.
+    pub store: Arc<dyn Store>,
+    /// The address at which other machines can reach this one.
+    pub ip: IpAddr,
+    /// The name of this machine, for people.
+    pub host: String,
+}
+
 /// What came of a job whose ranks may come and go.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Completion {
@@ -140,6 +156,19 @@ pub struct Completion {
     pub result: Option<Vec<u8>>,
     /// What happened to them.
     pub history: History,
+}
+
+impl Elastic {
+    /// Of a job whose first epoch waits for so many workers.
+    fn settings(&self, workers: u32) -> membership::Settings {
+        membership::Settings {
+            workers: workers as usize,
+            least: self.least as usize,
+            most: self.most as usize,
+            timeout: self.timeout,
+            patience: self.patience,
+        }
+    }
 }
 
 /// This node among several.
@@ -227,6 +256,9 @@ pub enum LaunchError {
         /// How.
         reason: String,
     },
+    /// The job of several machines could not be joined.
+    #[error(transparent)]
+    Join(#[from] JoinError),
     /// The system lacks something.
     #[error(transparent)]
     Io(#[from] io::Error),
@@ -244,6 +276,7 @@ impl Launch {
             servers: None,
             listeners_for_ranks: false,
             elastic: None,
+            shared: None,
             observer: None,
             restarts: Restarts::default(),
             restarted: Arc::default(),
@@ -309,40 +342,66 @@ impl Launch {
         self.check()?;
         // Two pipes and a connection to the rendezvous each, and both ends of a pipe while it is made.
         descriptors::ensure(DESCRIPTORS + 6 * u64::from(self.ranks))?;
-        let mut job = nodes::assemble(self, &events)?;
-        let coordinator = match &self.elastic {
-            Some(elastic) => Some(self.open_coordinator(elastic, &job.place, events.clone())?),
-            None => None,
+        let (mut job, home) = match (&self.elastic, &self.shared) {
+            (None, _) => (nodes::assemble(self, &events)?, None),
+            (Some(elastic), None) => {
+                let job = nodes::assemble(self, &events)?;
+                let home = self.open_home(elastic, &job.place, events.clone())?;
+                (job, Some(home))
+            }
+            (Some(elastic), Some(shared)) => {
+                let home = self.join(elastic, shared, events.clone())?;
+                let (me, token) = (home.me(), home.token().clone());
+                let job = nodes::shared(self, shared.ip, me.first, token)?;
+                (job, Some(Box::new(home) as Box<dyn Home>))
+            }
         };
-        job.place.membership = coordinator.as_ref().map(Coordinator::address);
+        job.place.membership = home.as_ref().map(|home| home.address());
         let _signals = SignalForwarder::start(events.clone())?;
         let members = members::Members::start(self, job.place.clone(), events)?;
-        Ok(driver::Driver::new(self, job, coordinator, members, inbox, at_end).run())
+        Ok(driver::Driver::new(self, job, home, members, inbox, at_end).run())
     }
 
-    fn open_coordinator(
+    fn open_home(
         &self,
         elastic: &Elastic,
         place: &nodes::NodePlace,
         events: Sender<Event>,
-    ) -> io::Result<Coordinator> {
-        let settings = membership::Settings {
-            workers: self.ranks.min(elastic.most) as usize,
-            least: elastic.least as usize,
-            most: elastic.most as usize,
-            timeout: elastic.timeout,
-            patience: elastic.patience,
-        };
+    ) -> io::Result<Box<dyn Home>> {
+        let settings = elastic.settings(self.ranks.min(elastic.most));
         let ip = place.rendezvous.ip();
         let hear = move |heard| {
             // A launcher that has ended hears nothing.
             let _ = events.send(Event::Membership(heard));
         };
-        let mut coordinator = Coordinator::open(ip, &place.token, settings, Duration::ZERO, hear)?;
+        let mut home = Embedded::open(ip, &place.token, settings, Duration::ZERO, hear)?;
         if let Some(observer) = &self.observer {
-            coordinator.observe(observer.clone());
+            home.observe(observer.clone());
         }
-        Ok(coordinator)
+        Ok(Box::new(home))
+    }
+
+    fn join(
+        &self,
+        elastic: &Elastic,
+        shared: &SharedJob,
+        events: Sender<Event>,
+    ) -> Result<Machines, JoinError> {
+        let joining = Joining {
+            workers: self.ranks,
+            ip: shared.ip,
+            host: shared.host.clone(),
+            token: self.token.clone(),
+            encrypt: self.encrypt,
+            // How many machines will come is not known.
+            settings: elastic.settings(elastic.least),
+            deadline: self.deadline(),
+        };
+        let hear = move |heard| {
+            // A launcher that has ended hears nothing.
+            let _ = events.send(Event::Membership(heard));
+        };
+        Machines::join(shared.store.clone(), joining, Duration::ZERO, hear)
     }
 
     /// Whether the request makes sense.
@@ -370,7 +429,12 @@ impl Launch {
             ));
         }
         if several && self.elastic.is_some() {
-            return Err(LaunchError::Usage("ranks may come and go in jobs of one node only"));
+            return Err(LaunchError::Usage(
+                "ranks may come and go in jobs of one node, or of machines that meet by etcd",
+            ));
+        }
+        if self.shared.is_some() && self.elastic.is_none() {
+            return Err(LaunchError::Usage("machines that meet by etcd run elastic jobs only"));
         }
         Ok(())
     }
@@ -437,7 +501,7 @@ enum Event {
     /// The workers of an elastic job have handed in their result: none is needed any more.
     Complete,
     /// An elastic job had too few workers for too long.
-    TooFewWorkers { ready: usize },
+    TooFewWorkers { ready: usize, least: u32 },
     /// An elastic job loses workers before it completes a step, again and again.
     NoProgress { epochs: u32 },
     /// What the members write cannot be passed on.

@@ -157,6 +157,28 @@ fn alone(launch: &Launch) -> Result<JobNode, LaunchError> {
     Ok(JobNode { place, links: Links::default(), host: Some(host) })
 }
 
+/// A machine of a job whose launchers meet by etcd: its ranks are numbered from `first_rank`.
+pub(super) fn shared(
+    launch: &Launch,
+    ip: IpAddr,
+    first_rank: u32,
+    token: Token,
+) -> Result<JobNode, LaunchError> {
+    let world = first_rank.checked_add(launch.ranks).ok_or(TOO_MANY)?;
+    let (host, port) = Host::open(ip, world, &token)?;
+    let place = NodePlace {
+        node: 0,
+        nodes: 1,
+        first_rank,
+        world,
+        rendezvous: SocketAddr::new(ip, port),
+        master_port: free_port()?,
+        token,
+        membership: None,
+    };
+    Ok(JobNode { place, links: Links::default(), host: Some(host) })
+}
+
 /// Node 0: waits for the others, then tells them their places.
 fn lead(
     launch: &Launch,

@@ -170,9 +170,8 @@ impl Supervisor {
             Event::Heard { node, message: Message::Finished } => self.on_finished(node),
             Event::Heard { message: Message::Over(outcome), .. } => self.decide(now, outcome),
             Event::Complete => self.on_complete(now),
-            Event::TooFewWorkers { ready } => {
-                let (ready, least) = (ready as u32, self.settings.least.unwrap_or(1));
-                self.decide(now, Outcome::TooFewWorkers { ready, least });
+            Event::TooFewWorkers { ready, least } => {
+                self.decide(now, Outcome::TooFewWorkers { ready: ready as u32, least });
             }
             Event::NoProgress { epochs } => self.decide(now, Outcome::NoProgress { epochs }),
             Event::Heard { .. } | Event::GuardEnded(_) | Event::Membership(_) => {}

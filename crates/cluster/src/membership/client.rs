@@ -1,6 +1,6 @@
 //! A worker's connection to its coordinator.
 
-use std::net::ToSocketAddrs;
+use std::net::{IpAddr, Ipv4Addr, ToSocketAddrs};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Instant;
@@ -21,6 +21,7 @@ const MAX_MESSAGE: usize = MAX_WORLD as usize * 256 + MAX_ADDRESS;
 /// A worker's connection to its coordinator.
 pub struct Client {
     id: WorkerId,
+    ip: IpAddr,
     token: Token,
     sender: Arc<Mutex<Sender>>,
     shared: Arc<Shared>,
@@ -113,6 +114,11 @@ impl Client {
         Client::connect_to((host, port), id, token, deadline).map(Some)
     }
 
+    /// The address of this machine at which its launcher listens: others can reach it there.
+    pub fn ip(&self) -> IpAddr {
+        self.ip
+    }
+
     /// Connects a worker to the coordinator that listens there.
     pub fn connect_to(
         (host, port): (&str, u16),
@@ -129,6 +135,8 @@ impl Client {
 
     fn over(connection: Connection, id: WorkerId, token: Token) -> Result<Client, MembershipError> {
         let Connection { sender, receiver } = connection;
+        let address = receiver.socket().peer_addr()?.as_socket();
+        let ip = address.map_or(Ipv4Addr::LOCALHOST.into(), |address| address.ip());
         // The coordinator speaks when it has something to say.
         receiver.socket().set_read_timeout(None)?;
         let (sender, shared) = (Arc::new(Mutex::new(sender)), Arc::new(Shared::default()));
@@ -137,7 +145,7 @@ impl Client {
         std::thread::Builder::new()
             .name("unisono-member".into())
             .spawn(move || listener.listen(receiver))?;
-        Ok(Client { id, token, sender, shared })
+        Ok(Client { id, ip, token, sender, shared })
     }
 
     /// This worker.

@@ -1,62 +1,75 @@
-//! Connects the [core](super::core) with the workers: hears them, and tells them what it decides.
+//! Connects the [core](super::core) with what machines report of their workers, and keeps the history of the
+//! job. No I/O: what is to be done is returned, for the owner to do.
 
-use std::collections::HashMap;
-use std::io;
-use std::net::{IpAddr, SocketAddr};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use socket2::Socket;
-use unisono_net::{Acceptor, Admission, Connection, Receiver, Sender, Token, frame};
 
-use super::core::{Decision, Input, Membership, Settings, WorkerId};
+use super::ToWorker;
+use super::core::{Decision, Input, Membership, Settings, Stands, WorkerId};
 use super::events::{Happened, Observer, Occurrence, Sign};
-use super::{MAX_ADDRESS, MEMBERSHIP, ToCoordinator, ToWorker, introduced};
-use crate::rendezvous::listen;
-
-/// The largest message of a worker: its result.
-const MAX_MESSAGE: usize = 16 << 20;
-
-/// How long a worker may take to accept a message before the coordinator gives up on it. Longer: a worker that
-/// is stopped, and has a full buffer, keeps the others waiting. Shorter: a slow one is cut off.
-const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Epochs in a row that may end before a step is complete. More: a run that kills each of its workers, as one
 /// with a shard that none of them can compute, ends later. Fewer: workers that are killed one after the other by
 /// accident end the run.
 const FRUITLESS: u32 = 30;
 
-/// What the connections of workers bring. The owner of the coordinator hands it [on](Coordinator::heard).
-pub struct Heard {
-    worker: WorkerId,
-    what: What,
-}
-
-enum What {
-    Connected(Sender, u64),
-    Said(ToCoordinator),
-    Closed(u64),
+/// What a machine reports of one of its workers.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) enum Report {
+    Connected,
+    /// It wants to be in the next epoch.
+    Ready {
+        after: u64,
+        silent: Vec<usize>,
+        address: Vec<u8>,
+    },
+    Alive,
+    Stepped(FirstStep),
+    /// It has handed in the result of the run.
+    Finished {
+        epoch: u64,
+    },
+    Closed,
+    Ended,
+    /// Its machine cannot be reached any more.
+    Vanished,
+    Leaving,
+    /// Another coordinator has known it.
+    Returned {
+        stands: Stands,
+        address: Vec<u8>,
+        finished: Option<u64>,
+    },
 }
 
 /// What the owner of the coordinator has to do.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Order {
-    /// Kill the process of a worker.
+pub(super) enum Act {
+    Tell(WorkerId, ToWorker),
     Kill(WorkerId),
-    /// The run is complete, with this result: no worker is needed any more.
-    Finished(Vec<u8>),
-    /// There were too few workers for too long.
+    /// Make this last, and then say that it is [committed](Coordinator::committed).
+    Commit(Change),
+    /// The run is complete, with the result that rank 0 of this epoch has handed in: let all workers go.
+    Complete {
+        epoch: u64,
+    },
     GiveUp {
-        /// How many there are.
         ready: usize,
     },
-    /// So many epochs in a row have ended before a step was complete: another would as well.
     NoProgress {
-        /// How many.
         epochs: u32,
     },
+}
+
+/// What must hold for all coordinators to come before it has an effect.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Change {
+    /// An epoch begins.
+    Begin { epoch: u64, members: Vec<WorkerId> },
+    /// The run is complete.
+    Finish { epoch: u64 },
 }
 
 /// The first step of an epoch, as its rank 0 saw it.
@@ -102,84 +115,76 @@ pub struct History {
 }
 
 /// The coordinator of a job.
-pub struct Coordinator {
+pub(super) struct Coordinator {
     membership: Membership,
-    links: HashMap<WorkerId, Link>,
+    /// Where the members of the next epoch can reach a worker.
+    addresses: HashMap<WorkerId, Vec<u8>>,
     history: History,
     /// Is told what happens.
     observer: Option<Observer>,
-    /// Of the newest epoch.
+    /// Of the newest epoch that workers were told of.
     members: Vec<WorkerId>,
     /// Those of them of whose loss the observer was told.
     lost: Vec<WorkerId>,
     /// Whether one of them is lost, and whether the others have been told so.
     is_broken: bool,
     told_over: bool,
+    /// The first step of the newest epoch that has completed one.
+    first_step: Option<FirstStep>,
     /// Whether a step is complete in this epoch, and how many before it have ended without.
     has_stepped: bool,
     fruitless: u32,
     /// Whether the job is to end.
     is_ending: bool,
+    /// Whether the run is complete.
+    is_complete: bool,
     /// When the first of them was lost since a step was last complete.
     lost_at: Option<Duration>,
-    /// The result, once it was handed in.
-    result: Option<Vec<u8>>,
-    address: SocketAddr,
-    /// Keeps the port open.
-    _acceptor: Acceptor,
-}
-
-struct Link {
-    sender: Sender,
-    /// Where the members of the next epoch can reach this worker.
-    address: Vec<u8>,
-    /// What it has handed in.
-    result: Vec<u8>,
-    /// Which of the connections that have introduced themselves as this worker it is.
-    connection: u64,
+    /// What has been decided, and is not committed.
+    changes: VecDeque<Change>,
+    /// What is to be done.
+    acts: Vec<Act>,
 }
 
 impl Coordinator {
-    /// Listens at `ip`, on any free port, for workers that hold the token. What they bring goes to `hear`, on
-    /// other threads.
-    pub fn open(
-        ip: IpAddr,
-        token: &Token,
+    /// Of a job whose workers are yet to connect.
+    pub fn new(settings: Settings, now: Duration) -> Coordinator {
+        Coordinator::of(Membership::new(settings, now))
+    }
+
+    /// Of a job that another coordinator has led to this epoch.
+    pub fn resume(
         settings: Settings,
+        epoch: u64,
+        members: Vec<WorkerId>,
         now: Duration,
-        hear: impl Fn(Heard) + Send + Sync + 'static,
-    ) -> io::Result<Coordinator> {
-        let (listeners, port) = listen(&ip.to_string(), 0)?;
-        let admission = Admission::new(token.clone(), &[MEMBERSHIP]);
-        let hear = Arc::new(hear);
-        let acceptor = Acceptor::start(listeners, admission, move |connection, introduction| {
-            let Some(worker) = introduced(introduction) else { return };
-            if let Err(error) = attend(connection, worker, hear.clone()) {
-                log::warn!("cannot hear worker {}: {error}", worker.number);
-            }
-        })?;
-        Ok(Coordinator {
-            membership: Membership::new(settings, now),
-            links: HashMap::new(),
+    ) -> Coordinator {
+        let history = History { epochs: epoch, ..History::default() };
+        let membership = Membership::resume(settings, epoch, members.clone(), now);
+        // What came of the epoch until now is not known.
+        let has_stepped = true;
+        Coordinator { history, members, has_stepped, ..Coordinator::of(membership) }
+    }
+
+    fn of(membership: Membership) -> Coordinator {
+        Coordinator {
+            membership,
+            addresses: HashMap::new(),
             history: History::default(),
             observer: None,
             members: Vec::new(),
             lost: Vec::new(),
             is_broken: false,
             told_over: false,
+            first_step: None,
             has_stepped: false,
             fruitless: 0,
             is_ending: false,
+            is_complete: false,
             lost_at: None,
-            result: None,
-            address: SocketAddr::new(ip, port),
-            _acceptor: acceptor,
-        })
-    }
-
-    /// Where it listens.
-    pub fn address(&self) -> SocketAddr {
-        self.address
+            changes: VecDeque::new(),
+            acts: Vec::new(),
+        }
     }
 
     /// From now on tells `observer` what happens.
@@ -192,167 +197,200 @@ impl Coordinator {
         &self.history
     }
 
+    /// Workers that wait for an epoch.
+    pub fn spares(&self) -> Vec<WorkerId> {
+        self.membership.spares().collect()
+    }
+
+    /// The first step of the newest epoch that has completed one.
+    pub fn first_step(&self) -> Option<&FirstStep> {
+        self.first_step.as_ref()
+    }
+
     /// When time alone changes something: see [`Coordinator::tick`].
     pub fn deadline(&self) -> Option<Duration> {
         self.membership.deadline()
     }
 
-    /// A connection brought something.
-    pub fn heard(&mut self, now: Duration, heard: Heard) -> Vec<Order> {
-        let Heard { worker, what } = heard;
-        let input = match what {
-            What::Connected(sender, connection) => {
-                if self.links.contains_key(&worker) {
-                    // A second connection of one process: not one of ours.
-                    let _ = sender.socket().shutdown(std::net::Shutdown::Both);
-                    return Vec::new();
-                }
-                let (address, result) = Default::default();
-                self.links.insert(worker, Link { sender, address, result, connection });
-                self.note(now, Occurrence::Connected(worker));
-                Input::Connected(worker)
-            }
-            What::Closed(connection) => {
-                // A second connection that was turned away is no news of the first.
-                if self.links.get(&worker).is_some_and(|link| link.connection != connection) {
-                    return Vec::new();
-                }
-                self.links.remove(&worker);
-                self.note_lost(now, worker, Sign::CutOff);
-                Input::Closed(worker)
-            }
-            What::Said(message) => match self.said(now, worker, message) {
-                Some(input) => input,
-                None => return Vec::new(),
-            },
-        };
-        let decisions = self.membership.handle(now, input);
-        let orders = self.carry_out(now, decisions, Sign::CutOff);
-        self.release_spares();
-        orders
-    }
-
-    /// The process of a worker has ended.
-    pub fn ended(&mut self, now: Duration, worker: WorkerId) -> Vec<Order> {
-        if self.members.contains(&worker) && self.result.is_none() {
-            self.history.workers_lost += 1;
+    /// A machine reports something of a worker.
+    pub fn report(&mut self, now: Duration, worker: WorkerId, report: Report) -> Vec<Act> {
+        for input in self.inputs(now, worker, report) {
+            let decisions = self.membership.handle(now, input);
+            self.carry_out(now, decisions, Sign::CutOff);
         }
-        self.note_lost(now, worker, Sign::Ended);
-        let decisions = self.membership.handle(now, Input::Ended(worker));
-        self.carry_out(now, decisions, Sign::CutOff)
+        self.release_spares();
+        self.take_acts()
     }
 
     /// Time has passed.
-    pub fn tick(&mut self, now: Duration) -> Vec<Order> {
+    pub fn tick(&mut self, now: Duration) -> Vec<Act> {
         let decisions = self.membership.tick(now);
-        self.carry_out(now, decisions, Sign::Silent)
+        self.carry_out(now, decisions, Sign::Silent);
+        self.take_acts()
+    }
+
+    /// What was to be made to last does.
+    pub fn committed(&mut self, now: Duration, change: &Change) -> Vec<Act> {
+        if self.changes.front() != Some(change) {
+            return Vec::new();
+        }
+        match self.changes.pop_front().expect("it is there") {
+            Change::Begin { epoch, members } => self.begin(now, epoch, &members),
+            Change::Finish { epoch } => {
+                self.is_complete = true;
+                self.note(now, Occurrence::Finished);
+                self.acts.push(Act::Complete { epoch });
+            }
+        }
+        self.acts.extend(self.changes.front().cloned().map(Act::Commit));
+        self.tell_over();
+        self.take_acts()
     }
 
     /// The job is to end: lets workers go that wait for an epoch, now and from now on.
-    pub fn release(&mut self) {
+    pub fn release(&mut self) -> Vec<Act> {
         self.is_ending = true;
         self.release_spares();
+        self.take_acts()
+    }
+
+    fn take_acts(&mut self) -> Vec<Act> {
+        std::mem::take(&mut self.acts)
     }
 
     fn release_spares(&mut self) {
         if self.is_ending {
             let spares: Vec<WorkerId> = self.membership.spares().collect();
-            spares.into_iter().for_each(|worker| self.tell(worker, &ToWorker::Finish));
+            spares.into_iter().for_each(|worker| self.tell(worker, ToWorker::Finish));
         }
     }
 
-    fn said(&mut self, now: Duration, worker: WorkerId, message: ToCoordinator) -> Option<Input> {
-        match message {
-            ToCoordinator::Ready { after, silent, address } => {
-                if address.len() > MAX_ADDRESS {
-                    return Some(Input::Closed(worker));
-                }
-                if self.result.is_some() {
+    /// What a report is to the core.
+    fn inputs(&mut self, now: Duration, worker: WorkerId, report: Report) -> Vec<Input> {
+        let input = match report {
+            Report::Connected => {
+                self.note(now, Occurrence::Connected(worker));
+                Input::Connected(worker)
+            }
+            Report::Ready { after, silent, address } => {
+                if self.is_complete {
                     // It has come too late to hear that it is not needed any more.
-                    self.tell(worker, &ToWorker::Finish);
-                    return None;
+                    self.tell(worker, ToWorker::Finish);
+                    return Vec::new();
                 }
-                self.links.get_mut(&worker)?.address = address;
+                self.addresses.insert(worker, address);
                 if !silent.is_empty() {
                     self.lost_at.get_or_insert(now);
                 }
                 self.note(now, Occurrence::Ready(worker));
-                let silent = silent.into_iter().map(|rank| rank as usize).collect();
-                Some(Input::Ready { worker, after, silent })
+                Input::Ready { worker, after, silent }
             }
-            ToCoordinator::Alive => Some(Input::Answered(worker)),
-            ToCoordinator::Stepped(first) => {
-                if first.epoch != self.history.epochs {
-                    return None;
+            Report::Alive => Input::Answered(worker),
+            Report::Stepped(first) => {
+                self.on_stepped(now, first);
+                return Vec::new();
+            }
+            Report::Finished { epoch } => Input::Finished { worker, epoch },
+            Report::Closed => {
+                self.note_lost(now, worker, Sign::CutOff);
+                Input::Closed(worker)
+            }
+            Report::Ended | Report::Vanished => {
+                self.addresses.remove(&worker);
+                if self.members.contains(&worker) && !self.is_complete {
+                    self.history.workers_lost += 1;
                 }
-                (self.has_stepped, self.fruitless) = (true, 0);
-                self.history.lost_since.clear();
-                let seconds_since = |lost| now.saturating_sub(lost).as_secs_f64();
-                let recovery = self.lost_at.take();
-                let recovery = recovery.map(|lost| (seconds_since(lost) - first.compute).max(0.0));
-                self.note(now, Occurrence::Stepped { first: first.clone(), recovery });
-                let recovery = recovery.map(|seconds| Recovery { seconds, first });
-                self.history.recoveries.extend(recovery);
-                None
+                let is_seen = report == Report::Ended;
+                self.note_lost(now, worker, if is_seen { Sign::Ended } else { Sign::Silent });
+                if is_seen { Input::Ended(worker) } else { Input::Vanished(worker) }
             }
-            ToCoordinator::Finished { epoch, result } => {
-                self.links.get_mut(&worker)?.result = result;
-                Some(Input::Finished { worker, epoch })
+            Report::Leaving => Input::Leaving(worker),
+            Report::Returned { stands, address, finished } => {
+                self.addresses.insert(worker, address);
+                if matches!(stands, Stands::Ready { .. }) && self.members.contains(&worker) {
+                    // It has left the epoch, or has not heard of it.
+                    self.is_broken = true;
+                }
+                if self.told_over && stands == Stands::In(self.history.epochs) {
+                    // It could not be told with the others.
+                    self.tell(worker, ToWorker::Over { epoch: self.history.epochs });
+                }
+                let finished = finished.map(|epoch| Input::Finished { worker, epoch });
+                return [Input::Returned { worker, stands }].into_iter().chain(finished).collect();
             }
+        };
+        vec![input]
+    }
+
+    fn on_stepped(&mut self, now: Duration, first: FirstStep) {
+        if first.epoch != self.history.epochs {
+            return;
         }
+        (self.has_stepped, self.fruitless) = (true, 0);
+        self.history.lost_since.clear();
+        self.first_step = Some(first.clone());
+        let seconds_since = |lost| now.saturating_sub(lost).as_secs_f64();
+        let recovery = self.lost_at.take();
+        let recovery = recovery.map(|lost| (seconds_since(lost) - first.compute).max(0.0));
+        self.note(now, Occurrence::Stepped { first: first.clone(), recovery });
+        let recovery = recovery.map(|seconds| Recovery { seconds, first });
+        self.history.recoveries.extend(recovery);
     }
 
     /// Does what was decided; `sign` says why workers are to be killed, if any are.
-    fn carry_out(&mut self, now: Duration, decisions: Vec<Decision>, sign: Sign) -> Vec<Order> {
-        let mut orders = Vec::new();
+    fn carry_out(&mut self, now: Duration, decisions: Vec<Decision>, sign: Sign) {
         for decision in decisions {
             match decision {
-                Decision::Begin { epoch, members } => {
-                    if epoch > 1 && !self.has_stepped {
-                        self.fruitless += 1;
-                    }
-                    if self.fruitless == FRUITLESS {
-                        orders.push(Order::NoProgress { epochs: FRUITLESS });
-                    }
-                    self.begin(now, epoch, &members);
-                }
+                Decision::Begin { epoch, members } => self.commit(Change::Begin { epoch, members }),
                 Decision::AskToRegroup => {
                     let epoch = self.membership.epoch();
                     for worker in self.membership.members().to_vec() {
-                        self.tell(worker, &ToWorker::AskToRegroup { epoch });
+                        self.tell(worker, ToWorker::AskToRegroup { epoch });
                     }
                 }
-                Decision::Probe(worker) => self.tell(worker, &ToWorker::Probe),
+                Decision::Probe(worker) => self.tell(worker, ToWorker::Probe),
+                Decision::Release(worker) => self.tell(worker, ToWorker::Finish),
                 Decision::Kill(worker) => {
                     self.tell_lost(now, worker, sign);
                     self.note(now, Occurrence::Killed { worker, sign });
-                    orders.push(Order::Kill(worker));
+                    self.acts.push(Act::Kill(worker));
                 }
-                Decision::Finish => {
-                    let first = self.members.first().and_then(|first| self.links.get_mut(first));
-                    let result = first.map(|link| std::mem::take(&mut link.result));
-                    self.result = Some(result.unwrap_or_default());
-                    self.note(now, Occurrence::Finished);
-                    let all: Vec<WorkerId> = self.links.keys().copied().collect();
-                    all.into_iter().for_each(|worker| self.tell(worker, &ToWorker::Finish));
-                    orders.push(Order::Finished(self.result.clone().unwrap_or_default()));
-                }
+                Decision::Finish => self.commit(Change::Finish { epoch: self.membership.epoch() }),
                 Decision::GiveUp { ready } => {
                     self.note(now, Occurrence::GaveUp { ready });
-                    orders.push(Order::GiveUp { ready });
+                    self.acts.push(Act::GiveUp { ready });
                 }
             }
         }
-        if self.is_broken && !self.told_over && self.result.is_none() {
-            self.told_over = true;
-            let over = ToWorker::Over { epoch: self.membership.epoch() };
-            self.members.clone().into_iter().for_each(|worker| self.tell(worker, &over));
+        self.tell_over();
+    }
+
+    fn commit(&mut self, change: Change) {
+        if self.changes.is_empty() {
+            self.acts.push(Act::Commit(change.clone()));
         }
-        orders
+        self.changes.push_back(change);
+    }
+
+    /// Tells the members of a broken epoch that it is over.
+    fn tell_over(&mut self) {
+        if self.is_broken && !self.told_over && !self.is_complete {
+            self.told_over = true;
+            let epoch = self.history.epochs;
+            for worker in self.members.clone() {
+                self.tell(worker, ToWorker::Over { epoch });
+            }
+        }
     }
 
     fn begin(&mut self, now: Duration, epoch: u64, members: &[WorkerId]) {
         log::debug!("epoch {epoch} begins with {members:?}");
+        if epoch > 1 && !self.has_stepped {
+            self.fruitless += 1;
+        }
+        if self.fruitless == FRUITLESS {
+            self.acts.push(Act::NoProgress { epochs: FRUITLESS });
+        }
         let is_new = |worker: &&WorkerId| !self.members.contains(worker);
         self.history.workers_joined += members.iter().filter(is_new).count() as u64;
         if self.history.epochs == 0 {
@@ -361,15 +399,17 @@ impl Coordinator {
         self.history.epochs = epoch;
         self.members = members.to_vec();
         self.lost.clear();
-        (self.is_broken, self.told_over, self.has_stepped) = (false, false, false);
+        // A member may have been lost since this was decided.
+        let is_broken = self.membership.epoch() != epoch || !self.membership.is_whole();
+        (self.is_broken, self.told_over, self.has_stepped) = (is_broken, false, false);
+        if is_broken {
+            self.lost_at.get_or_insert(now);
+        }
         self.note(now, Occurrence::Epoch { epoch, members: members.to_vec() });
-        let addresses = members.iter().map(|worker| {
-            let link = self.links.get(worker).expect("who is ready is connected");
-            link.address.clone()
-        });
-        let addresses = addresses.collect();
+        let address = |worker| self.addresses.get(worker).cloned().unwrap_or_default();
+        let addresses = members.iter().map(address).collect();
         let message = ToWorker::Begin { epoch, members: members.to_vec(), addresses };
-        members.iter().for_each(|worker| self.tell(*worker, &message));
+        members.iter().for_each(|worker| self.tell(*worker, message.clone()));
     }
 
     fn note_lost(&mut self, now: Duration, worker: WorkerId, sign: Sign) {
@@ -389,7 +429,7 @@ impl Coordinator {
     /// Tells the observer of the loss of a member, once.
     fn tell_lost(&mut self, now: Duration, worker: WorkerId, sign: Sign) {
         let is_new = self.members.contains(&worker) && !self.lost.contains(&worker);
-        if is_new && self.result.is_none() {
+        if is_new && !self.is_complete {
             self.lost.push(worker);
             self.note(now, Occurrence::Lost { worker, sign });
         }
@@ -402,47 +442,7 @@ impl Coordinator {
         }
     }
 
-    /// Says something to a worker. One that cannot be reached will be noticed by its closed connection.
-    fn tell(&mut self, worker: WorkerId, message: &ToWorker) {
-        let Some(link) = self.links.get_mut(&worker) else { return };
-        if let Err(error) = frame::send(&mut link.sender, message) {
-            log::debug!("cannot reach worker {}: {error}", worker.number);
-            let _ = link.sender.socket().shutdown(std::net::Shutdown::Both);
-        }
+    fn tell(&mut self, worker: WorkerId, message: ToWorker) {
+        self.acts.push(Act::Tell(worker, message));
     }
-}
-
-impl Drop for Coordinator {
-    fn drop(&mut self) {
-        for link in self.links.values() {
-            // The reading threads end with their connections.
-            let _ = link.sender.socket().shutdown(std::net::Shutdown::Both);
-        }
-    }
-}
-
-/// Hears a worker on a thread of its own.
-fn attend(
-    connection: Connection,
-    worker: WorkerId,
-    hear: Arc<impl Fn(Heard) + Send + Sync + 'static>,
-) -> io::Result<()> {
-    let Connection { sender, receiver } = connection;
-    let socket: &Arc<Socket> = sender.socket();
-    socket.set_read_timeout(None)?;
-    socket.set_write_timeout(Some(PATIENCE))?;
-    static CONNECTIONS: AtomicU64 = AtomicU64::new(0);
-    let number = CONNECTIONS.fetch_add(1, Ordering::Relaxed);
-    hear(Heard { worker, what: What::Connected(sender, number) });
-    std::thread::Builder::new()
-        .name("unisono-worker".into())
-        .spawn(move || listen_to(receiver, worker, number, &*hear))
-        .map(drop)
-}
-
-fn listen_to(mut receiver: Receiver, worker: WorkerId, number: u64, hear: &impl Fn(Heard)) {
-    while let Ok(message) = frame::receive(&mut receiver, MAX_MESSAGE) {
-        hear(Heard { worker, what: What::Said(message) });
-    }
-    hear(Heard { worker, what: What::Closed(number) });
 }

@@ -14,8 +14,14 @@
 //! An answer may wait in a queue or a socket while the coordinator handles something else, or is stopped. That is
 //! why workers are declared lost by [`Membership::tick`] only, which is called when no input waits, and why time
 //! by which the coordinator was late itself does not count against them.
+//!
+//! Over several machines two more things happen. A whole machine may [vanish](Input::Vanished), so that the ends
+//! of its workers cannot be seen. An epoch completes a step only with all its members, so one member that has
+//! left it is enough to know that it is over: the next epoch needs such a member, or waits for as long as it
+//! would for workers. And another coordinator may [take over](Membership::resume), which knows the present
+//! epoch, and is told by each machine where its workers [stand](Input::Returned).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -72,6 +78,33 @@ pub enum Input {
     Closed(WorkerId),
     /// The process of a worker has ended.
     Ended(WorkerId),
+    /// The machine of a worker cannot be reached any more. If that ever changes, the worker is too late.
+    Vanished(WorkerId),
+    /// A worker is to leave the job, at the end of a step if it is in an epoch.
+    Leaving(WorkerId),
+    /// A worker that another coordinator has known.
+    Returned {
+        /// Which.
+        worker: WorkerId,
+        /// Where it stands.
+        stands: Stands,
+    },
+}
+
+/// Where a worker stands.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Stands {
+    /// It builds its model.
+    Starting,
+    /// It waits for an epoch; the fields are those of [`Input::Ready`].
+    Ready {
+        /// The epoch that it has left.
+        after: u64,
+        /// Members that were silent.
+        silent: Vec<usize>,
+    },
+    /// It is in this epoch.
+    In(u64),
 }
 
 /// What is to be done now, in this order.
@@ -91,6 +124,8 @@ pub enum Decision {
     Probe(WorkerId),
     /// Kill the process of a worker.
     Kill(WorkerId),
+    /// Let a worker go that was to leave.
+    Release(WorkerId),
     /// The run is complete: let all workers go.
     Finish,
     /// There are too few workers, for too long.
@@ -124,6 +159,8 @@ pub struct Membership {
     epoch: u64,
     /// Its members, by rank.
     members: Vec<WorkerId>,
+    /// Those of them that have vanished: they may be alive, and in it.
+    unseen: BTreeSet<WorkerId>,
     has_asked: bool,
     /// Since when the next epoch has been waiting for more workers.
     short_since: Option<Duration>,
@@ -149,6 +186,8 @@ struct Worker {
     heard: Duration,
     /// Whether other members lost it because it was silent.
     is_suspect: bool,
+    /// Whether it is to leave the job.
+    is_leaving: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -170,12 +209,33 @@ impl Membership {
             ended: BTreeMap::new(),
             epoch: 0,
             members: Vec::new(),
+            unseen: BTreeSet::new(),
             has_asked: false,
             short_since: Some(now),
             state: State::Running,
             idle_until: None,
             decisions: Vec::new(),
         };
+        membership.idle_until = membership.next_deadline(now);
+        membership
+    }
+
+    /// Of a job that another coordinator has led to this epoch. Its members have the timeout to
+    /// [return](Input::Returned).
+    pub fn resume(
+        settings: Settings,
+        epoch: u64,
+        members: Vec<WorkerId>,
+        now: Duration,
+    ) -> Membership {
+        let mut membership = Membership::new(settings, now);
+        let awaited = |id: &WorkerId| {
+            let worker = Worker { phase: Phase::In, asked: Some(now), ..Worker::new(now) };
+            (*id, worker)
+        };
+        membership.workers = members.iter().map(awaited).collect();
+        (membership.epoch, membership.members) = (epoch, members);
+        membership.short_since = (!membership.is_whole()).then_some(now);
         membership.idle_until = membership.next_deadline(now);
         membership
     }
@@ -190,9 +250,10 @@ impl Membership {
         &self.members
     }
 
-    /// Workers that are ready and not in the present epoch.
+    /// Workers that are ready, and to stay, and not in the present epoch.
     pub fn spares(&self) -> impl Iterator<Item = WorkerId> {
-        let is_spare = |(_, worker): &(&WorkerId, &Worker)| worker.phase == Phase::Ready;
+        let is_spare =
+            |(_, worker): &(&WorkerId, &Worker)| worker.phase == Phase::Ready && !worker.is_leaving;
         self.workers.iter().filter(is_spare).map(|(id, _)| *id)
     }
 
@@ -216,6 +277,9 @@ impl Membership {
             Input::Finished { worker, epoch } => self.on_finished(worker, epoch),
             Input::Closed(id) => self.cut_off(id),
             Input::Ended(id) => self.on_ended(id),
+            Input::Vanished(id) => self.on_vanished(id),
+            Input::Leaving(id) => self.on_leaving(id),
+            Input::Returned { worker, stands } => self.on_returned(now, worker, stands),
         }
         self.advance(now)
     }
@@ -279,8 +343,52 @@ impl Membership {
         }
     }
 
+    fn on_vanished(&mut self, id: WorkerId) {
+        let has_ended = self.ended.get(&id.number).is_some_and(|life| *life >= id.life);
+        let is_known = self.workers.contains_key(&id);
+        self.on_ended(id);
+        if self.members.contains(&id) && (is_known || !has_ended) {
+            self.unseen.insert(id);
+        }
+    }
+
+    fn on_leaving(&mut self, id: WorkerId) {
+        let Some(worker) = self.workers.get_mut(&id) else { return };
+        worker.is_leaving = true;
+        let is_member = self.members.contains(&id);
+        if matches!(worker.phase, Phase::Starting | Phase::Ready) && !is_member {
+            self.release(id);
+        }
+    }
+
+    fn on_returned(&mut self, now: Duration, id: WorkerId, stands: Stands) {
+        let phase = self.workers.get(&id).map(|worker| worker.phase);
+        match (phase, stands) {
+            (Some(Phase::In), Stands::In(epoch)) if epoch == self.epoch => {
+                self.on_answered(now, id);
+            }
+            // Whether it has heard that the epoch begins or not: without it no step was completed.
+            (Some(Phase::In), Stands::Ready { silent, .. }) => {
+                self.on_ready(now, id, self.epoch, &silent);
+            }
+            (None, Stands::Starting) => self.on_connected(now, id),
+            (None, Stands::Ready { after: 0, silent }) => {
+                self.on_connected(now, id);
+                self.on_ready(now, id, 0, &silent);
+            }
+            // The others have gone on without it.
+            _ => {
+                self.cut_off(id);
+                if phase.is_none() {
+                    self.decisions.push(Decision::Kill(id));
+                }
+            }
+        }
+    }
+
     fn on_ended(&mut self, id: WorkerId) {
         self.workers.remove(&id);
+        self.unseen.remove(&id);
         let last = self.ended.entry(id.number).or_insert(id.life);
         *last = id.life.max(*last);
     }
@@ -329,7 +437,9 @@ impl Membership {
 
     fn let_others_in(&mut self) {
         let has_room = self.members.len() < self.settings.most;
-        if has_room && !self.has_asked && self.spares().next().is_some() {
+        let is_wanted = has_room && self.spares().next().is_some();
+        let is_left = self.members.iter().any(|id| self.is_leaving(*id));
+        if (is_wanted || is_left) && !self.has_asked {
             self.has_asked = true;
             self.decisions.push(Decision::AskToRegroup);
         }
@@ -338,9 +448,16 @@ impl Membership {
     /// Begins the next epoch with all that are ready, those of the last epoch first, if they are enough and
     /// the processes of all other members of the last epoch have ended.
     fn begin_epoch(&mut self, now: Duration) {
-        let ready: Vec<WorkerId> = self.spares().collect();
-        let is_waited_for = |id| self.workers.contains_key(id) && !ready.contains(id);
-        if ready.len() < self.enough(now) || self.members.iter().any(is_waited_for) {
+        let is_waited_for =
+            |id| self.workers.get(id).is_some_and(|worker: &Worker| worker.phase != Phase::Ready);
+        if self.members.iter().any(is_waited_for) {
+            return;
+        }
+        self.release_leaving();
+        let ready = self.workers.iter().filter(|(_, worker)| worker.phase == Phase::Ready);
+        let ready: Vec<WorkerId> = ready.map(|(id, _)| *id).collect();
+        let is_over = self.unseen.is_empty() || self.members.iter().any(|id| ready.contains(id));
+        if ready.len() < self.enough(now) || !(is_over || self.is_too_late(now)) {
             return;
         }
         let old = self.members.iter().filter(|id| ready.contains(id));
@@ -353,8 +470,32 @@ impl Membership {
         }
         self.epoch += 1;
         self.members.clone_from(&members);
+        self.unseen.clear();
         (self.has_asked, self.short_since) = (false, None);
         self.decisions.push(Decision::Begin { epoch: self.epoch, members });
+    }
+
+    /// Lets workers go that are to leave, unless they are the only ones of several that have the state of the
+    /// run: those hand it over in one more epoch.
+    fn release_leaving(&mut self) {
+        let is_staying = |worker: &Worker| !worker.is_leaving && worker.phase != Phase::Ending;
+        let mut staying = self.workers.iter().filter(|(_, w)| is_staying(w)).peekable();
+        let has_successors = staying.peek().is_some();
+        let has_state = |id: &WorkerId| self.members.contains(id);
+        if has_successors && self.epoch > 0 && !staying.any(|(id, _)| has_state(id)) {
+            return;
+        }
+        let leaving = self.workers.iter().filter(|(_, worker)| worker.is_leaving);
+        let leaving: Vec<WorkerId> = leaving.map(|(id, _)| *id).collect();
+        leaving.into_iter().for_each(|id| self.release(id));
+    }
+
+    fn release(&mut self, id: WorkerId) {
+        let Some(worker) = self.workers.get_mut(&id) else { return };
+        if worker.phase != Phase::Ending {
+            worker.phase = Phase::Ending;
+            self.decisions.push(Decision::Release(id));
+        }
     }
 
     /// How many workers the next epoch needs.
@@ -370,8 +511,10 @@ impl Membership {
 
     fn give_up_in_time(&mut self, now: Duration) {
         let ready = self.spares().count();
-        // A later epoch with enough workers has begun already, unless a process that was killed does not end.
-        let can_begin = ready >= self.enough(now) && self.epoch == 0;
+        // A later epoch with enough workers has begun already, unless a process that was killed does not end, or
+        // no member of the last one can be seen.
+        let is_new = self.epoch == 0 || !self.unseen.is_empty();
+        let can_begin = ready >= self.enough(now) && is_new;
         if self.is_too_late(now) && !can_begin {
             self.state = State::GivenUp;
             self.decisions.push(Decision::GiveUp { ready });
@@ -425,6 +568,10 @@ impl Membership {
         if self.is_whole() { timeout } else { timeout / 4 }
     }
 
+    fn is_leaving(&self, id: WorkerId) -> bool {
+        self.workers.get(&id).is_some_and(|worker| worker.is_leaving)
+    }
+
     fn is_in(&self, id: WorkerId) -> bool {
         self.workers.get(&id).is_some_and(|worker| worker.phase == Phase::In)
     }
@@ -432,7 +579,8 @@ impl Membership {
 
 impl Worker {
     fn new(now: Duration) -> Worker {
-        Worker { phase: Phase::Starting, asked: None, heard: now, is_suspect: false }
+        let (phase, asked) = (Phase::Starting, None);
+        Worker { phase, asked, heard: now, is_suspect: false, is_leaving: false }
     }
 
     /// A worker answers from when it has connected, whatever else it does.

@@ -1,30 +1,97 @@
 //! Which workers are in a job whose workers may come and go: a sequence of *epochs*.
 //!
 //! Every epoch has a number and members, and a group of its own, whose connections and memory belong to it
-//! alone: they prove a token that follows from the job's and from the number of the epoch. The
-//! [coordinator](Coordinator), which is a part of the launcher, begins one epoch after the other, as its
-//! [core](core::Membership) decides. Workers are [connected](Client) to it all the time, and say nothing as
-//! long as nothing changes: steps are made by the members among themselves.
+//! alone: they prove a token that follows from the job's and from the number of the epoch. A coordinator, which
+//! is a part of a launcher, begins one epoch after the other, as its [core](core::Membership) decides. Workers
+//! are [connected](Client) to the launcher of their machine all the time, and say nothing as long as nothing
+//! changes: steps are made by the members among themselves.
 //!
 //! ```text
-//! worker ──► coordinator   Ready   Stepped   Alive   Finished(result)
-//! coordinator ──► worker   Begin(epoch)   AskToRegroup   Over(epoch)   Probe   Finish
+//! worker ──► launcher   Ready   Stepped   Alive   Finished(result)
+//! launcher ──► worker   Begin(epoch)   AskToRegroup   Over(epoch)   Probe   Finish
 //! ```
+//!
+//! What must outlast a coordinator, the present epoch, has one of two [homes](Home): the only launcher of a job
+//! on one machine ([`Embedded`]), or etcd ([`machines`]).
 
+mod agent;
 mod client;
 mod coordinator;
 pub mod core;
+mod embedded;
 mod events;
+pub mod machines;
 
 pub use client::{Client, MembershipError, Next, View};
-pub use coordinator::{Coordinator, FirstStep, Heard, History, Order, Recovery};
+pub use coordinator::{FirstStep, History, Recovery};
 pub use core::{Membership, Settings, WorkerId};
+pub use embedded::Embedded;
 pub use events::{Happened, Observer, Occurrence, Sign};
+
+use std::net::SocketAddr;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use unisono_net::{Introduction, Purpose, Token};
 
-/// The variable that tells a worker where its coordinator listens.
+/// Where the membership of a job lives, as the launcher of one of its machines sees it.
+pub trait Home {
+    /// Where the workers of this machine find it.
+    fn address(&self) -> SocketAddr;
+
+    /// What has happened so far.
+    fn history(&self) -> History;
+
+    /// When time alone changes something: see [`Home::tick`].
+    fn deadline(&self) -> Option<Duration>;
+
+    /// Something was brought.
+    fn heard(&mut self, now: Duration, heard: Heard) -> Vec<Order>;
+
+    /// The process of a worker of this machine has ended.
+    fn ended(&mut self, now: Duration, worker: WorkerId) -> Vec<Order>;
+
+    /// Time has passed, and nothing waits to be handled.
+    fn tick(&mut self, now: Duration) -> Vec<Order>;
+
+    /// The job is to end: lets workers go that wait for an epoch, now and from now on.
+    fn release(&mut self, now: Duration);
+
+    /// This machine is to leave the job, and the others go on; `None` if there are no others.
+    fn leave(&mut self, now: Duration) -> Option<Vec<Order>>;
+}
+
+/// What connections bring. The owner of a [`Home`] hands it [on](Home::heard).
+pub struct Heard(Brought);
+
+enum Brought {
+    Worker(agent::FromWorker),
+    Link(machines::FromLink),
+    Store(machines::Answer),
+}
+
+/// What a launcher has to do.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Order {
+    /// Kill the process of a worker.
+    Kill(WorkerId),
+    /// The run is complete: no worker is needed any more. With the result, if a worker of this machine has
+    /// handed it in.
+    Finished(Option<Vec<u8>>),
+    /// There were too few workers for too long.
+    GiveUp {
+        /// How many there are.
+        ready: usize,
+    },
+    /// So many epochs in a row have ended before a step was complete: another would as well.
+    NoProgress {
+        /// How many.
+        epochs: u32,
+    },
+}
+
+/// The variable that tells a worker where the launcher of its machine listens.
 pub const VARIABLE: &str = "UNISONO_MEMBERSHIP";
 
 /// Connections of workers to their coordinator.

@@ -228,6 +228,7 @@ impl World {
                     self.send(id, Down::Probe);
                 }
                 Decision::Kill(id) => self.kill(id)?,
+                Decision::Release(id) => self.send(id, Down::Finish),
                 Decision::Finish => {
                     check(!self.is_finished, || "the result is handed in twice".into())?;
                     check(may_finish, || "the result of an old epoch counts".into())?;
@@ -386,13 +387,14 @@ impl World {
         let core = &self.core;
         let since = |time: Option<Duration>| time.map(|time| self.now.saturating_sub(time));
         (&core.ended, core.epoch > 0, &core.members, core.has_asked).hash(hasher);
+        core.unseen.hash(hasher);
         since(core.short_since).hash(hasher);
         let timeout = self.job.settings.timeout;
         for (id, worker) in &core.workers {
             (id, worker.phase as u8).hash(hasher);
             if worker.must_answer() {
                 let heard = since(Some(worker.heard)).min(Some(timeout));
-                (since(worker.asked), heard, worker.is_suspect).hash(hasher);
+                (since(worker.asked), heard, worker.is_suspect, worker.is_leaving).hash(hasher);
             }
         }
     }

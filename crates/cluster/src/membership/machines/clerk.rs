@@ -1,0 +1,162 @@
+//! Reads and writes the record of a job, on a thread of its own: etcd may not answer for as long as it likes.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
+
+use super::record::Record;
+
+/// Where a record is kept.
+pub trait Store: Send + Sync + 'static {
+    /// What is kept, with its revision, if anything is. Gives up soon.
+    fn read(&self) -> Result<Option<(Vec<u8>, u64)>, StoreError>;
+
+    /// Replaces what has this revision (0: nothing is kept). Gives up soon; whether it was replaced is then not
+    /// known, and shows when it is tried again.
+    fn replace(&self, revision: u64, value: &[u8]) -> Result<Replaced, StoreError>;
+
+    /// Keeps something for people to read, whatever was kept before.
+    fn publish(&self, value: &[u8]);
+}
+
+/// What came of replacing a record.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Replaced {
+    /// It has this revision now.
+    Done(u64),
+    /// Something else is kept.
+    Other(Option<(Vec<u8>, u64)>),
+}
+
+/// Why a record could not be read or replaced.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum StoreError {
+    /// It may succeed later.
+    #[error("{0}")]
+    Unavailable(String),
+    /// It will not, before the settings are changed.
+    #[error("{0}")]
+    Refused(String),
+}
+
+/// What the clerk has found.
+#[derive(Clone, Debug)]
+pub enum Answer {
+    /// This is the record, read, or found in the place of the one that was to be replaced.
+    Read(Record, u64),
+    /// The record was replaced.
+    Written(u64),
+}
+
+enum Request {
+    Read,
+    Write(Box<Record>, u64),
+    Publish(Vec<u8>),
+}
+
+/// The clerk of a launcher.
+pub struct Clerk {
+    requests: Sender<Request>,
+    is_closed: Arc<AtomicBool>,
+}
+
+/// How long the clerk pauses before it tries again. Longer: changes wait longer after etcd is back. Shorter: more
+/// requests while it is not.
+const PAUSE: Duration = Duration::from_millis(100);
+
+impl Clerk {
+    /// Begins to work; what it finds goes to `tell`.
+    pub fn start(
+        store: Arc<dyn Store>,
+        tell: impl Fn(Answer) + Send + 'static,
+    ) -> io::Result<Clerk> {
+        let (requests, inbox) = channel();
+        let is_closed = Arc::new(AtomicBool::new(false));
+        let closed = is_closed.clone();
+        std::thread::Builder::new()
+            .name("unisono-clerk".into())
+            .spawn(move || work(&*store, &inbox, &closed, &tell))?;
+        Ok(Clerk { requests, is_closed })
+    }
+
+    /// Reads the record.
+    pub fn read(&self) {
+        self.ask(Request::Read);
+    }
+
+    /// Replaces the record that has this revision.
+    pub fn write(&self, record: Box<Record>, revision: u64) {
+        self.ask(Request::Write(record, revision));
+    }
+
+    /// Publishes something, if that succeeds at once.
+    pub fn publish(&self, value: Vec<u8>) {
+        self.ask(Request::Publish(value));
+    }
+
+    fn ask(&self, request: Request) {
+        // A clerk that has ended was closed.
+        let _ = self.requests.send(request);
+    }
+}
+
+impl Drop for Clerk {
+    fn drop(&mut self) {
+        self.is_closed.store(true, Ordering::Relaxed);
+    }
+}
+
+fn work(
+    store: &dyn Store,
+    inbox: &Receiver<Request>,
+    is_closed: &AtomicBool,
+    tell: &impl Fn(Answer),
+) {
+    let mut is_away = false;
+    for request in inbox {
+        if let Request::Publish(value) = request {
+            store.publish(&value);
+            continue;
+        }
+        loop {
+            if is_closed.load(Ordering::Relaxed) {
+                return;
+            }
+            match attempt(store, &request) {
+                Ok(answer) => {
+                    if std::mem::take(&mut is_away) {
+                        log::warn!("etcd can be reached again");
+                    }
+                    tell(answer);
+                    break;
+                }
+                Err(error) => {
+                    if !std::mem::replace(&mut is_away, true) {
+                        log::warn!("workers can neither join nor be replaced meanwhile: {error}");
+                    }
+                    std::thread::sleep(PAUSE);
+                }
+            }
+        }
+    }
+}
+
+fn attempt(store: &dyn Store, request: &Request) -> Result<Answer, StoreError> {
+    let found = match request {
+        Request::Write(record, revision) => match store.replace(*revision, &record.to_bytes())? {
+            Replaced::Done(revision) => return Ok(Answer::Written(revision)),
+            Replaced::Other(found) => found,
+        },
+        Request::Read | Request::Publish(_) => store.read()?,
+    };
+    let unreadable = || {
+        StoreError::Unavailable(
+            "the record of the job is gone, or was written by another version of Unisono".into(),
+        )
+    };
+    let (bytes, revision) = found.ok_or_else(unreadable)?;
+    let record = Record::parse(&bytes).ok_or_else(unreadable)?;
+    Ok(Answer::Read(record, revision))
+}
