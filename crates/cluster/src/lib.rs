@@ -2,6 +2,7 @@
 //! other, and the [`launch`]er that starts them.
 
 pub mod checkpoint;
+pub mod etcd;
 pub mod launch;
 pub mod membership;
 pub mod place;

@@ -9,11 +9,16 @@ use std::ffi::OsString;
 const PREFIX: &str = "UNISONO_";
 
 /// Every variable that Unisono reads or sets.
-pub const KNOWN: [&str; 22] = [
+pub const KNOWN: [&str; 27] = [
     "UNISONO_ALGORITHM",
     "UNISONO_CANONICAL",
     "UNISONO_COLUMNS",
     "UNISONO_ENCRYPT",
+    "UNISONO_ETCD_CA",
+    "UNISONO_ETCD_CERT",
+    "UNISONO_ETCD_KEY",
+    "UNISONO_ETCD_PASSWORD",
+    "UNISONO_ETCD_USER",
     "UNISONO_INTERFACE",
     "UNISONO_LAUNCH",
     "UNISONO_LIFE",

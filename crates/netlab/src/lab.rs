@@ -89,16 +89,21 @@ pub fn lab_or_skip(hosts: usize, link: Link) -> Option<Lab> {
         LabError::DelayUnavailable(_) => "a kernel with netem can",
         _ => "run as root, or in a user namespace as unisono-netlab documents",
     };
+    skip(&error.to_string(), advice, !matches!(error, LabError::DelayUnavailable(_)));
+    None
+}
+
+/// Says on stderr that the calling test is skipped, or panics if it must not be.
+pub(crate) fn skip(problem: &str, advice: &str, can_be_required: bool) {
     let required = env::var_os(MODE).is_some_and(|mode| mode == "require");
-    if required && !matches!(error, LabError::DelayUnavailable(_)) {
-        panic!("{error}; {advice}");
+    if required && can_be_required {
+        panic!("{problem}; {advice}");
     }
     let current = thread::current();
     let test = current.name().unwrap_or("a test");
     // Not `eprintln!`, which the test harness swallows when a test passes. A stderr that is
     // closed is no reason to fail.
-    let _ = writeln!(io::stderr(), "SKIPPED {test}: {error}; {advice}");
-    None
+    let _ = writeln!(io::stderr(), "SKIPPED {test}: {problem}; {advice}");
 }
 
 /// The bridge to which all hosts are linked, in a namespace of its own. It has an address so that

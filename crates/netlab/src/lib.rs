@@ -33,6 +33,9 @@
 //! Elsewhere, [`lab_or_skip`] says so and lets a test pass; with `UNISONO_NETLAB=require` it does
 //! not. Sockets use the machine's default congestion control.
 //!
+//! An [`EtcdCluster`] is real etcd, on this machine or with one node on each of some hosts. Where etcd
+//! is not installed, [`etcd_or_skip`] does as [`lab_or_skip`] does.
+//!
 //! # Example
 //!
 //! ```
@@ -63,6 +66,7 @@
 //! ```
 
 mod error;
+mod etcd;
 mod host;
 mod iproute;
 mod lab;
@@ -72,6 +76,7 @@ mod owner;
 mod wiretap;
 
 pub use error::{Fault, LabError};
+pub use etcd::{EtcdCertificates, EtcdCluster, EtcdOptions, etcd_on_or_skip, etcd_or_skip};
 pub use host::Host;
 pub use lab::{Lab, lab_or_skip};
 pub use link::{Link, Rate};
