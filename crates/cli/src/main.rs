@@ -7,6 +7,7 @@ mod exit;
 mod bench;
 mod completions;
 mod config;
+mod etcd;
 mod membership_log;
 mod report;
 mod run;
@@ -56,7 +57,7 @@ enum Command {
     Train(Box<train::TrainArgs>),
     /// Say where the time of a training run went, and what would make it faster.
     Report(report::ReportArgs),
-    /// Say how a run of `train --elastic` is doing: its epoch, step, workers and recoveries.
+    /// Say how an elastic run is doing: its epoch, step, workers and recoveries.
     Status(status::StatusArgs),
     /// Start a program of your own on several ranks, and watch over them.
     Run(run::RunArgs),

@@ -13,6 +13,7 @@ use unisono::cluster::launch::{
     Completion, Elastic, Launch, LaunchError, Nodes, Outcome, Restarts, Servers,
 };
 use unisono::cluster::membership::History;
+use unisono::cluster::place::MAX_WORLD;
 use unisono::net::Token;
 
 use crate::exit::Wrong;
@@ -42,8 +43,11 @@ A rank or server is started again if a signal killed it or it exited with an err
 exit code 2 or 64 (called wrongly), nor an error in the first second of its first life. Ranks that \
 form a group must not be restarted, unless they may come and go: a group ends with the loss of a rank.
 
-Ranks that may come and go, on one machine, of programs that train by an ElasticReplica or ElasticJob:
+Ranks that may come and go, of programs that train by an ElasticReplica or ElasticJob:
   unisono run --elastic 1:4 -n 4 -- ./train
+Machines that may come and go as well, with the same command on each:
+  unisono run --elastic 2:16 --etcd http://a:2379,http://b:2379,http://c:2379 --job NAME -n 4 -- ./train
+A machine whose launcher gets SIGTERM leaves the job at the end of a step, and the others go on.
 When a rank is lost it is started again, and the others go on meanwhile. The result that rank 0 hands in is \
 printed once, after all else.
   UNISONO_MEMBERSHIP  where this launcher coordinates the ranks: HOST:PORT")]
@@ -64,6 +68,12 @@ pub struct RunArgs {
     /// on. MAX: the most that train at a time, while the rest wait as spares [default: all].
     #[arg(long, value_name = "MIN[:MAX]")]
     elastic: Option<String>,
+    /// Share the job with other machines, which may come and go: where etcd is, with --elastic and --job.
+    #[arg(long, value_name = "URL[,URL…]", requires_all = ["elastic", "job"])]
+    etcd: Option<String>,
+    /// The name of the job in etcd: the same on all its machines.
+    #[arg(long, value_name = "NAME", requires = "etcd")]
+    job: Option<String>,
     /// Seconds to wait for the other nodes [default: 300], or with --elastic for enough ranks [default: 60].
     #[arg(long, value_name = "SECONDS")]
     timeout: Option<u64>,
@@ -123,13 +133,14 @@ pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
         Some(text) => {
             demand!(
                 nodes.is_none(),
-                "--elastic is for jobs on one machine so far; leave out --rendezvous and --nnodes"
+                "--elastic does not go with --rendezvous and --nnodes; for several machines use --etcd and \
+                 --job on each"
             );
             demand!(
                 args.servers.is_none(),
                 "--elastic is for ranks that form groups; ranks with --servers are restarted without it"
             );
-            let (least, most) = range(text, args.ranks)?;
+            let (least, most) = range(text, args.ranks, args.etcd.is_some())?;
             let patience = Duration::from_secs(args.timeout.unwrap_or(60));
             Some(Elastic { least, most, timeout: options.timeout, patience })
         }
@@ -139,8 +150,13 @@ pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     // Held until the job is over.
     let _lock = journal.map(crate::serve::lock_journal).transpose()?;
     let servers = args.servers.map(|count| servers(count, journal, run_dir)).transpose()?;
+    let shared = match (&args.etcd, &args.job) {
+        (Some(urls), Some(job)) => Some(crate::etcd::share(urls, job)?),
+        _ => None,
+    };
     let launch = Launch {
         nodes,
+        shared,
         token: token()?,
         encrypt: options.encrypt,
         servers,
@@ -159,17 +175,21 @@ pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// Reads `MIN` or `MIN:MAX`, of a job that starts so many ranks.
-fn range(text: &str, ranks: u32) -> anyhow::Result<(u32, u32)> {
+/// Reads `MIN` or `MIN:MAX`, of a job that starts so many ranks, on this machine or on several.
+fn range(text: &str, ranks: u32, several: bool) -> anyhow::Result<(u32, u32)> {
     let number = |text: &str| text.parse().ok().filter(|number| *number > 0);
     let (least, most) = match text.split_once(':') {
         Some((least, most)) => (number(least), number(most)),
+        None if several => (number(text), Some(MAX_WORLD)),
         None => (number(text), Some(ranks)),
     };
     let (Some(least), Some(most)) = (least, most) else {
         refuse!("--elastic {text}: use MIN or MIN:MAX, such as 1:4, in numbers of ranks from 1");
     };
-    demand!(least <= ranks, "--elastic {text}: use a MIN of 1 to {ranks}, the ranks of -n");
+    demand!(
+        several || least <= ranks,
+        "--elastic {text}: use a MIN of 1 to {ranks}, the ranks of -n"
+    );
     demand!(least <= most, "--elastic {text}: use a MAX of at least {least}, which is MIN");
     Ok((least, most))
 }
@@ -203,6 +223,9 @@ fn dry_run(launch: &Launch) -> anyhow::Result<ExitCode> {
     if let Some(Elastic { least, most, patience, .. }) = &launch.elastic {
         let range = format!("{least} to {most} ranks train, the rest are spares");
         line("elastic", format!("{range}; ends after {} s with fewer", patience.as_secs()))?;
+    }
+    if let Some(shared) = &launch.shared {
+        line("machine", format!("{}, which others reach at {}", shared.host, shared.ip))?;
     }
     line("restarts", format!("{} in all", launch.restarts.limit))?;
     let cores = if launch.bind { "each rank its share, if there are enough" } else { "all" };

@@ -4,6 +4,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use anyhow::Context;
 use clap::Args;
 use serde::Serialize;
 use unisono::cluster::checkpoint::steps_in;
@@ -13,6 +14,7 @@ use unisono::insight::folder::glance;
 use unisono::insight::membership::{self, Launcher, Life, Recovery, State, Timeline};
 use unisono::insight::units::{counted, duration};
 
+use crate::exit::Wrong;
 use crate::membership_log::{boot, host, process_start};
 use crate::output;
 
@@ -20,7 +22,14 @@ use crate::output;
 #[derive(Args)]
 pub struct StatusArgs {
     /// The folder of a run of `unisono train --elastic`, which may be under way.
-    dir: PathBuf,
+    #[arg(required_unless_present = "etcd")]
+    dir: Option<PathBuf>,
+    /// Of a job of several machines instead: where etcd is, with --job.
+    #[arg(long, value_name = "URL[,URL…]", requires = "job", conflicts_with = "dir")]
+    etcd: Option<String>,
+    /// The name of that job.
+    #[arg(long, value_name = "NAME", requires = "etcd")]
+    job: Option<String>,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
@@ -34,15 +43,19 @@ const WORKERS: usize = 32;
 
 /// Prints how the run is doing.
 pub fn run(args: StatusArgs) -> anyhow::Result<ExitCode> {
-    let (info, last) = glance(&args.dir)?;
-    let Some(timeline) = Timeline::of(&membership::read(&args.dir)?) else {
-        let dir = args.dir.display();
+    if let (Some(urls), Some(job)) = (&args.etcd, &args.job) {
+        return crate::etcd::status(urls, job, args.json);
+    }
+    let dir = args.dir.context("the folder of a run").wrong_call()?;
+    let (info, last) = glance(&dir)?;
+    let Some(timeline) = Timeline::of(&membership::read(&dir)?) else {
+        let dir = dir.display();
         refuse!(
             "{dir} has no record of workers that come and go: the run was not started with --elastic, or has \
              only just begun; `unisono report {dir}` shows what there is"
         );
     };
-    let status = Status::of(&args.dir, &info, last.map(|step| step.step), &timeline);
+    let status = Status::of(&dir, &info, last.map(|step| step.step), &timeline);
     match args.json {
         true => result_line!("{}", serde_json::to_string(&status)?)?,
         false => output::text_out(&status.text())?,

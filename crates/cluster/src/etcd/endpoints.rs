@@ -23,6 +23,11 @@ impl Endpoints {
         self.0.iter().map(ToString::to_string)
     }
 
+    /// Host and port of each.
+    pub(crate) fn hosts(&self) -> impl Iterator<Item = (&str, u16)> {
+        self.0.iter().map(|endpoint| (endpoint.host.trim_matches(['[', ']']), endpoint.port))
+    }
+
     /// Whether a request to one of them travels unencrypted.
     pub(super) fn any_plain(&self) -> bool {
         self.0.iter().any(|endpoint| endpoint.scheme == "http")

@@ -44,6 +44,7 @@ mod outcome;
 mod output;
 mod process;
 mod restarts;
+mod shared;
 mod strays;
 mod supervisor;
 
@@ -51,10 +52,10 @@ pub use listeners::Servers;
 pub use outcome::{Ending, Failure, Outcome, ServerFailure};
 pub use output::Sink;
 pub use restarts::Restarts;
+pub use shared::{ShareError, SharedJob, record_in_etcd};
 
 use std::ffi::OsString;
 use std::io;
-use std::net::IpAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::AtomicU32;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -66,7 +67,7 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 use unisono_net::{HandshakeError, Token, descriptors};
 
-use crate::membership::machines::{JoinError, Joining, Machines, Store};
+use crate::membership::machines::{JoinError, Joining, Machines};
 use crate::membership::{self, Embedded, Heard, History, Home, Observer};
 use crate::place::{self, MAX_WORLD};
 
@@ -136,17 +137,6 @@ pub struct Elastic {
     pub timeout: Duration,
     /// How long the job waits for workers before it ends.
     pub patience: Duration,
-}
-
-/// An elastic job of several machines, whose launchers come and go.
-#[derive(Clone)]
-pub struct SharedJob {
-    /// Where its record is kept.
-    pub store: Arc<dyn Store>,
-    /// The address at which other machines can reach this one.
-    pub ip: IpAddr,
-    /// The name of this machine, for people.
-    pub host: String,
 }
 
 /// What came of a job whose ranks may come and go.

@@ -765,12 +765,13 @@ impl Launcher {
         let machines = leading.followers.values().map(|follower| follower.machine.clone());
         let mut machines: Vec<Machine> = machines.chain([self.me.clone()]).collect();
         machines.sort_by_key(|machine| machine.number);
+        let spares = leading.coordinator.spares().into_iter();
         Some(Status {
             epoch: self.record.epoch,
             members: self.record.members.clone(),
             leader: self.me.clone(),
             machines,
-            spares: leading.coordinator.spares(),
+            spares: spares.filter(|id| !self.record.members.contains(id)).collect(),
             step: leading.coordinator.first_step().cloned(),
             history: leading.coordinator.history().clone(),
             is_complete: self.is_over,

@@ -11,6 +11,7 @@
 //! ```
 
 mod clerk;
+mod etcd;
 mod launcher;
 mod links;
 mod record;
@@ -23,6 +24,7 @@ use std::time::{Duration, Instant};
 use unisono_net::{Token, TokenError};
 
 pub use clerk::{Replaced, Store, StoreError};
+pub use etcd::EtcdRecord;
 pub use launcher::Status;
 pub use record::{JoinRefused, Machine, Record};
 

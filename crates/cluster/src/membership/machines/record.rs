@@ -19,6 +19,8 @@ pub struct Record {
     pub members: Vec<WorkerId>,
     /// The machine whose launcher coordinates the job.
     pub leader: Machine,
+    /// The machine that joined last: two launchers never write the same record.
+    pub newest: Machine,
     /// How many machines have joined, ever.
     pub machines: u32,
     /// How many numbers of workers were given out, ever.
@@ -116,6 +118,7 @@ impl Record {
                 epoch: 0,
                 members: Vec::new(),
                 leader: leader.clone(),
+                newest: leader.clone(),
                 machines: 1,
                 workers,
                 least,
@@ -137,7 +140,8 @@ impl Record {
         let end = record.workers.checked_add(workers).ok_or(JoinRefused::Numbers)?;
         let place = place(record.machines, record.workers);
         let machines = record.machines.checked_add(1).ok_or(JoinRefused::Numbers)?;
-        Ok((place, Record { machines, workers: end, ..record }))
+        let newest = place.clone();
+        Ok((place, Record { newest, machines, workers: end, ..record }))
     }
 }
 

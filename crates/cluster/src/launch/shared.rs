@@ -1,0 +1,96 @@
+//! An elastic job of several machines, whose launchers come and go, and meet by etcd.
+
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs, UdpSocket};
+use std::sync::Arc;
+use std::time::Duration;
+
+use unisono_net::interface::{InterfaceError, own_address};
+
+use crate::etcd::{Endpoints, Etcd, EtcdError, Settings, Until};
+use crate::membership::machines::{EtcdRecord, Store};
+
+/// An elastic job of several machines.
+#[derive(Clone)]
+pub struct SharedJob {
+    /// Where its record is kept.
+    pub store: Arc<dyn Store>,
+    /// The address at which other machines can reach this one.
+    pub ip: IpAddr,
+    /// The name of this machine, for people.
+    pub host: String,
+}
+
+/// Why a job cannot be shared.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ShareError {
+    /// It cannot be called so.
+    #[error(
+        "--job {name}: use a name of letters, digits, '-', '_' and '.', of at most {LONGEST_NAME} characters"
+    )]
+    Name {
+        /// The name.
+        name: String,
+    },
+    /// None of the hosts of etcd has an address.
+    #[error("--etcd {endpoints}: no address is known for any of these hosts")]
+    NoAddress {
+        /// Where etcd should be.
+        endpoints: String,
+    },
+    /// The interface of `UNISONO_INTERFACE` does not exist.
+    #[error(transparent)]
+    Interface(#[from] InterfaceError),
+    /// etcd does not answer, or not as it should.
+    #[error(transparent)]
+    Etcd(#[from] EtcdError),
+}
+
+/// The longest name of a job.
+const LONGEST_NAME: usize = 128;
+
+impl SharedJob {
+    /// The job of this name in etcd.
+    pub fn in_etcd(
+        endpoints: &Endpoints,
+        settings: &Settings,
+        name: &str,
+        patience: Duration,
+    ) -> Result<SharedJob, ShareError> {
+        let ip = own_address(toward(endpoints)?)?;
+        let store = Arc::new(record_in_etcd(endpoints, settings, name, patience)?);
+        let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        Ok(SharedJob { store, ip, host })
+    }
+}
+
+/// The record of the job of this name in etcd.
+pub fn record_in_etcd(
+    endpoints: &Endpoints,
+    settings: &Settings,
+    name: &str,
+    patience: Duration,
+) -> Result<EtcdRecord, ShareError> {
+    let is_allowed = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    if name.is_empty() || name.len() > LONGEST_NAME || !name.chars().all(is_allowed) {
+        return Err(ShareError::Name { name: name.to_owned() });
+    }
+    let etcd = Etcd::connect(endpoints, settings, Until::within(patience))?;
+    Ok(EtcdRecord::new(etcd, name))
+}
+
+/// The address of this machine from which it reaches etcd: others that reach etcd as well can reach it there.
+fn toward(endpoints: &Endpoints) -> Result<IpAddr, ShareError> {
+    let addresses = endpoints.hosts().filter_map(|host| host.to_socket_addrs().ok()).flatten();
+    let mut own = addresses.filter_map(|address: SocketAddr| {
+        let any: IpAddr = match address.is_ipv4() {
+            true => std::net::Ipv4Addr::UNSPECIFIED.into(),
+            false => std::net::Ipv6Addr::UNSPECIFIED.into(),
+        };
+        // No packet is sent: the system looks up the route.
+        let socket = UdpSocket::bind((any, 0)).ok()?;
+        socket.connect(address).ok()?;
+        socket.local_addr().ok().map(|own| own.ip())
+    });
+    own.next().ok_or_else(|| ShareError::NoAddress { endpoints: endpoints.to_string() })
+}
