@@ -185,18 +185,19 @@ impl Victim {
     }
 }
 
-/// Kills of one run. More would keep a slow machine from making any step between two of them.
-const KILLS: usize = 12;
-
-/// Kills workers until so many have died, in as many runs as that takes.
-fn survives_kills(kills: u64, arguments: &str) {
+/// Kills workers until so many have died, about `in_one` of them in each run. `arguments` describe the run,
+/// `kept` what only the disturbed one needs.
+fn survives_kills(kills: u64, in_one: u64, arguments: &str, kept: &str) {
     let desk = Desk::new();
     let whole = undisturbed(&desk, arguments);
-    let (mut killed, mut lost, mut joined, mut seed) = (0, 0, 0, 0);
+    // Soaks that run beside each other kill at other moments.
+    let seed = std::env::var("UNISONO_TEST_SEED").map_or(0, |seed| seed.parse().unwrap());
+    let (mut killed, mut lost, mut joined, mut seed) = (0, 0, 0, 1_000_000 * seed);
     while killed < kills {
         seed += 1000;
-        let mut victim = Victim::start(&desk, &format!("--workers 4 {arguments}"), seed);
-        for _ in 0..KILLS {
+        let kept = kept.replace("RUN", &seed.to_string());
+        let mut victim = Victim::start(&desk, &format!("--workers 4 {arguments} {kept}"), seed);
+        while victim.kills < in_one && victim.job.is_running() {
             victim.kill();
         }
         killed += victim.kills;
@@ -211,13 +212,35 @@ fn survives_kills(kills: u64, arguments: &str) {
 
 #[test]
 fn a_hundred_random_kills_change_no_bit() {
-    survives_kills(100, "--steps 1500");
+    survives_kills(100, 12, "--steps 1500", "");
+}
+
+/// What a codec carries from step to step is gone with a worker: the run goes back to its last checkpoint, again
+/// and again.
+#[test]
+fn random_kills_change_no_bit_of_compressed_runs() {
+    for codec in ["int8", "topk:1% --codec-warmup 20"] {
+        let arguments = format!("{SMALL} --steps 900 --shards 4 --codec {codec}");
+        survives_kills(10, 5, &arguments, "--checkpoint-dir kept-RUN --checkpoint-every 20");
+    }
+}
+
+#[test]
+#[ignore = "soak: some minutes; its last result is in docs/measurements/elastic.md"]
+fn a_thousand_random_kills_of_other_runs_change_no_bit() {
+    let kept = "--checkpoint-dir kept-RUN --checkpoint-every 20";
+    for codec in ["int8", "topk:1% --codec-warmup 20"] {
+        survives_kills(250, 25, &format!("--steps 3000 --codec {codec}"), kept);
+    }
+    survives_kills(250, 25, "--model transformer --steps 200", "");
+    survives_kills(250, 25, "--model conv --steps 400", "");
 }
 
 #[test]
 #[ignore = "soak of hours; docs/measurements/elastic.md says whether it was run"]
 fn ten_thousand_random_kills_change_no_bit() {
-    survives_kills(10_000, "--steps 3000");
+    let kills = std::env::var("UNISONO_TEST_KILLS").map_or(10_000, |kills| kills.parse().unwrap());
+    survives_kills(kills, 100, "--steps 20000", "");
 }
 
 #[test]

@@ -149,6 +149,11 @@ impl Running {
         kill_process(pid, signal).expect("the process has not been waited for");
     }
 
+    /// Whether its process has not ended.
+    pub fn is_running(&mut self) -> bool {
+        self.child.try_wait().expect("it is a child").is_none()
+    }
+
     /// Waits until something is the case, while the job still runs.
     pub fn wait_until(&mut self, what: &str, mut done: impl FnMut() -> bool) {
         wait_until(&format!("{what}: {}", self.text), || {

@@ -42,14 +42,15 @@ while [ $passes -lt 100 ]; do
 done
 "#;
 
-/// Guards that are started in a job, one after the other. More survive a user who kills them all;
+/// Guards that end in a job, one after the other. More survive a user who kills them all;
 /// fewer end it sooner that a machine starts one after the other that cannot run.
 const MOST_GUARDS: u32 = 100;
 
 /// Ends all processes of the ranks if this process dies before it drops the guard.
 pub(super) struct Guard {
-    /// How many there were before it.
+    /// How many there were before it, and how many of them have ended by themselves.
     number: u32,
+    ended: u32,
     shell: Option<Shell>,
 }
 
@@ -63,12 +64,12 @@ struct Shell {
 impl Guard {
     /// Starts a guard. Its end will be an event. A machine without a shell has none, and says so once.
     pub fn start(mark: &Mark, events: Sender<Event>) -> Guard {
-        Guard::numbered(0, mark, events)
+        Guard::numbered(0, 0, mark, events)
     }
 
     /// No guard.
     pub fn none() -> Guard {
-        Guard { number: 0, shell: None }
+        Guard { number: 0, ended: 0, shell: None }
     }
 
     /// Starts another guard in the place of this one if this one is `ended`, and puts `groups` into its
@@ -83,16 +84,33 @@ impl Guard {
         if self.shell.is_none() || self.number != ended {
             return;
         }
-        let next = self.number + 1;
-        *self = if next < MOST_GUARDS {
+        if self.ended + 1 < MOST_GUARDS {
             log::warn!("the guard of the ranks has ended; starting another");
-            Guard::numbered(next, mark, events)
+            self.follow(self.ended + 1, mark, events, groups);
         } else {
             log::warn!(
                 "no guard lasts; if the launcher is killed, processes started by ranks stay"
             );
-            Guard::none()
-        };
+            *self = Guard::none();
+        }
+    }
+
+    /// Starts another guard that knows of no other groups than these, in the place of this one.
+    pub fn renew(&mut self, mark: &Mark, events: Sender<Event>, groups: impl Iterator<Item = Pid>) {
+        if self.shell.is_some() {
+            self.follow(self.ended, mark, events, groups);
+        }
+    }
+
+    fn follow(
+        &mut self,
+        ended: u32,
+        mark: &Mark,
+        events: Sender<Event>,
+        groups: impl Iterator<Item = Pid>,
+    ) {
+        // The old one ends when the new one has begun.
+        *self = Guard::numbered(self.number + 1, ended, mark, events);
         if let Some(shell) = &self.shell {
             let groups = groups.map(|group| format!("{}\n", group.as_raw_nonzero()));
             let groups = groups.collect::<String>();
@@ -101,7 +119,7 @@ impl Guard {
         }
     }
 
-    fn numbered(number: u32, mark: &Mark, events: Sender<Event>) -> Guard {
+    fn numbered(number: u32, ended: u32, mark: &Mark, events: Sender<Event>) -> Guard {
         let shell = Shell::start(mark).and_then(|shell| {
             watch(Pid::from_child(&shell.child), events, move |_| Event::GuardEnded(number))?;
             Ok(shell)
@@ -109,12 +127,12 @@ impl Guard {
         if let Err(error) = &shell {
             log::warn!("if the launcher is killed, processes started by ranks stay: {error}");
         }
-        Guard { number, shell: shell.ok() }
+        Guard { number, ended, shell: shell.ok() }
     }
 
     /// What a new rank, the leader of its process group, does between fork and exec to put the
     /// group into the guard's care: done later, by the launcher, it would come too late for a
-    /// launcher that is killed right after the fork. The launcher must not reap the rank while the
+    /// launcher that is killed right after the fork. The launcher must not reap the rank while this
     /// guard lives: until then no other group can get its number.
     pub fn enrolment(&self) -> impl Fn() + use<> {
         let socket = self.shell.as_ref().map(|shell| shell.groups.as_raw_fd());

@@ -30,6 +30,10 @@ struct Slot {
     past: Vec<Process>,
 }
 
+/// Lives that have ended and are kept until the guard forgets them. More: more processes that have ended stay
+/// in the system's table. Fewer: another guard is started more often.
+const PAST_LIVES: usize = 64;
+
 /// How long to wait for the last output of processes that have all been killed: only one that hid
 /// from the launcher can still hold a pipe.
 const DRAIN: Duration = Duration::from_secs(1);
@@ -80,7 +84,21 @@ impl<'a> Members<'a> {
         let slot = &mut self.slots[member.index(self.servers)];
         let past = mem::replace(&mut slot.process, process);
         slot.past.push(past);
+        if self.slots.iter().map(|slot| slot.past.len()).sum::<usize>() >= PAST_LIVES {
+            self.forget_past();
+        }
         Ok(())
+    }
+
+    /// Reaps past lives, once no guard knows their groups any more.
+    fn forget_past(&mut self) {
+        let groups: Vec<Pid> = self.slots.iter().map(|slot| slot.process.group).collect();
+        let Starter { guard, mark, events, .. } = &mut self.starter;
+        guard.renew(mark, events.clone(), groups.into_iter());
+        for mut past in self.slots.iter_mut().flat_map(|slot| slot.past.drain(..)) {
+            past.signal_group(Signal::KILL);
+            let _ = past.child.wait();
+        }
     }
 
     /// Starts another guard in the place of one that ended.

@@ -303,8 +303,8 @@ impl Launcher {
             Report::Ended => drop(self.workers.remove(&worker)),
             Report::Closed => {
                 self.workers.remove(&worker);
-                if !self.is_leading() {
-                    // One that cannot be told anything any more must not act.
+                if matches!(self.role, Role::Seeking(_)) && !self.is_leaving {
+                    // One that cannot be told anything any more must not act, and no leader can say so.
                     self.commands.push(Command::Kill(worker));
                 }
             }
