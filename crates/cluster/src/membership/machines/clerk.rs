@@ -45,7 +45,7 @@ pub enum StoreError {
 #[derive(Clone, Debug)]
 pub enum Answer {
     /// This is the record, read, or found in the place of the one that was to be replaced.
-    Read(Record, u64),
+    Read(Box<Record>, u64),
     /// The record was replaced.
     Written(u64),
 }
@@ -158,5 +158,5 @@ fn attempt(store: &dyn Store, request: &Request) -> Result<Answer, StoreError> {
     };
     let (bytes, revision) = found.ok_or_else(unreadable)?;
     let record = Record::parse(&bytes).ok_or_else(unreadable)?;
-    Ok(Answer::Read(record, revision))
+    Ok(Answer::Read(Box::new(record), revision))
 }

@@ -219,11 +219,6 @@ impl Launcher {
         }
     }
 
-    /// Whether this launcher leads.
-    pub fn is_leading(&self) -> bool {
-        matches!(self.role, Role::Leading(_))
-    }
-
     /// Whether other machines would go on if this one left.
     pub fn has_others(&self) -> bool {
         match &self.role {

@@ -252,7 +252,7 @@ impl Home for Machines {
             },
             Brought::Link(from) => self.on_link(now, from),
             Brought::Store(Answer::Read(record, revision)) => {
-                self.handle(now, Input::Read(record, revision))
+                self.handle(now, Input::Read(*record, revision))
             }
             Brought::Store(Answer::Written(revision)) => self.handle(now, Input::Written(revision)),
         }
