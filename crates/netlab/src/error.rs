@@ -55,6 +55,10 @@ pub enum Fault {
     Cut,
     /// Its link was to come up again.
     Heal,
+    /// It was to be separated from other hosts.
+    Separate,
+    /// It was to reach all other hosts again.
+    Reunite,
     /// Its processes were to die.
     Kill,
 }
@@ -64,6 +68,8 @@ impl fmt::Display for Fault {
         f.write_str(match self {
             Fault::Cut => "cut",
             Fault::Heal => "heal",
+            Fault::Separate => "separation",
+            Fault::Reunite => "reunion",
             Fault::Kill => "kill",
         })
     }

@@ -151,6 +151,49 @@ impl Host {
         }
     }
 
+    /// Plugs this host into the island, whose hosts reach no others.
+    pub(crate) fn separate(&self) -> Result<(), LabError> {
+        if self.is_separated()? {
+            return Err(self.no_effect(Fault::Separate, "it is separated already"));
+        }
+        self.switch.make_island()?;
+        self.plug_into(Switch::ISLAND)?;
+        match self.is_separated()? {
+            true => Ok(()),
+            false => Err(self.no_effect(Fault::Separate, "it is still connected to the others")),
+        }
+    }
+
+    /// Plugs this host back into the switch.
+    pub(crate) fn reunite(&self) -> Result<(), LabError> {
+        self.plug_into(Switch::DEVICE)?;
+        match self.reaches_switch()? {
+            true => Ok(()),
+            false => Err(self.no_effect(Fault::Reunite, "the link carries nothing")),
+        }
+    }
+
+    pub(crate) fn is_separated(&self) -> Result<bool, LabError> {
+        let (switch, port) = (self.switch.namespace(), self.port());
+        let line = iproute(&format!("ip -n {switch} -o link show dev {port}"))?;
+        // As in `3: p0@if2: <BROADCAST,MULTICAST,UP,LOWER_UP> mtu 1500 … master switch state UP …`.
+        let mut words = line.split_ascii_whitespace().skip_while(|word| *word != "master");
+        Ok(words.nth(1) == Some(Switch::ISLAND))
+    }
+
+    fn plug_into(&self, bridge: &str) -> Result<(), LabError> {
+        let (switch, port) = (self.switch.namespace(), self.port());
+        iproute(&format!("ip -n {switch} link set {port} master {bridge}")).map(drop)
+    }
+
+    /// How many processes are on this host. Threads of the calling process do not count.
+    pub fn processes(&self) -> Result<usize, LabError> {
+        self.namespace
+            .members()
+            .map(|members| members.len())
+            .map_err(|source| self.os("looking for processes", source))
+    }
+
     /// Kills every process on this host with SIGKILL and returns, once all are gone, how many
     /// there were.
     ///
@@ -220,7 +263,7 @@ impl Host {
         u32::try_from(self.index + 1).expect("a host that exists has a port on the bridge")
     }
 
-    fn no_effect(&self, fault: Fault, reason: impl ToString) -> LabError {
+    pub(crate) fn no_effect(&self, fault: Fault, reason: impl ToString) -> LabError {
         LabError::NoEffect { fault, host: self.index, reason: reason.to_string() }
     }
 

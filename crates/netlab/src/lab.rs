@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-use crate::LabError;
 use crate::host::Host;
 use crate::iproute::iproute;
 use crate::link::Link;
 use crate::namespace::{Door, Namespace};
 use crate::owner::Owner;
+use crate::{Fault, LabError};
 
 /// Set to `require`, this variable makes [`lab_or_skip`] panic where it would skip.
 const MODE: &str = "UNISONO_NETLAB";
@@ -51,6 +51,36 @@ impl Lab {
     /// All hosts, in order.
     pub fn hosts(&self) -> &[Host] {
         &self.hosts
+    }
+
+    /// Splits the network in two: these hosts reach each other, and the rest reach each other, but no packet
+    /// passes between the two. As after [`Host::cut`], no process is told. Hosts that were separated
+    /// before join these.
+    ///
+    /// # Errors
+    ///
+    /// [`LabError::NoEffect`] if one of them is separated already, or still is not afterwards.
+    pub fn separate(&self, hosts: &[usize]) -> Result<(), LabError> {
+        hosts.iter().try_for_each(|host| self.host(*host).separate())
+    }
+
+    /// Makes one network of the two again, and returns once a packet of each host that was separated
+    /// has passed.
+    ///
+    /// # Errors
+    ///
+    /// [`LabError::NoEffect`] if no host is separated, or if one still is afterwards.
+    pub fn reunite(&self) -> Result<(), LabError> {
+        let mut separated = Vec::new();
+        for host in &self.hosts {
+            if host.is_separated()? {
+                separated.push(host);
+            }
+        }
+        match (separated.is_empty(), self.hosts.first()) {
+            (true, Some(first)) => Err(first.no_effect(Fault::Reunite, "no host is separated")),
+            _ => separated.into_iter().try_for_each(Host::reunite),
+        }
     }
 
     fn build(hosts: usize, link: &Link) -> Result<Lab, LabError> {
@@ -115,6 +145,8 @@ pub(crate) struct Switch {
 
 impl Switch {
     pub(crate) const DEVICE: &str = "switch";
+    /// The bridge of the hosts that are separated from the others, once there were some.
+    pub(crate) const ISLAND: &str = "island";
     pub(crate) const NETWORK_V4: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 0);
     pub(crate) const PREFIX_V4: u8 = 16;
     pub(crate) const NETWORK_V6: Ipv6Addr =
@@ -138,6 +170,16 @@ impl Switch {
 
     pub(crate) fn namespace(&self) -> &str {
         self.namespace.name()
+    }
+
+    /// Makes the island, unless there is one.
+    pub(crate) fn make_island(&self) -> Result<(), LabError> {
+        let (name, island) = (self.namespace(), Switch::ISLAND);
+        if iproute(&format!("ip -n {name} -o link show type bridge"))?.contains(island) {
+            return Ok(());
+        }
+        iproute(&format!("ip -n {name} link add {island} type bridge"))?;
+        iproute(&format!("ip -n {name} link set {island} up")).map(drop)
     }
 
     pub(crate) fn door(&self) -> &Door {

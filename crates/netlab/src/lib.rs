@@ -16,7 +16,7 @@
 //! ```
 //!
 //! Faults are injected through the host they strike: [`Host::cut`] and [`Host::heal`] its link,
-//! [`Host::kill`] its processes. Each verifies its effect and fails when there was none, so a
+//! [`Host::kill`] its processes. [`Lab::separate`] splits the network in two. Each verifies its effect and fails when there was none, so a
 //! test cannot pass because its fault did nothing.
 //!
 //! Dropping a lab, also while a panic unwinds, kills what still runs in it and deletes its

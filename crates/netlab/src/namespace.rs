@@ -104,7 +104,7 @@ impl Namespace {
 
     /// The processes of which at least one thread is in the namespace. A process that has ended
     /// and waits to be reaped is in none.
-    fn members(&self) -> io::Result<Vec<OwnedFd>> {
+    pub(crate) fn members(&self) -> io::Result<Vec<OwnedFd>> {
         let mut members = Vec::new();
         for entry in fs::read_dir("/proc")? {
             let entry = entry?;

@@ -90,6 +90,60 @@ fn a_cut_link_carries_nothing_until_it_is_healed() {
 }
 
 #[test]
+fn a_network_that_is_split_in_two_carries_nothing_from_one_to_the_other() {
+    let Some(lab) = lab_or_skip(5, LINK) else { return };
+    let sockets: Vec<_> =
+        lab.hosts().iter().map(|host| datagram_socket(host, Host::address)).collect();
+    let passes = |from: usize, to: usize| {
+        let target = sockets[to].local_addr().unwrap();
+        sockets[from].send_to(&[from as u8], target).unwrap();
+        receive(&sockets[to]) == [from as u8]
+    };
+    let vanishes = |from: usize, to: usize| {
+        let target = sockets[to].local_addr().unwrap();
+        sockets[from].send_to(b"lost", target).unwrap();
+    };
+    // All now know the way to each other, so that what they send while the network is split does leave them.
+    for (from, to) in (0..5).flat_map(|from| (0..5).map(move |to| (from, to))) {
+        assert!(from == to || passes(from, to));
+    }
+
+    lab.separate(&[0, 1]).unwrap();
+    let again = lab.separate(&[1]);
+    assert!(matches!(again, Err(LabError::NoEffect { fault: Fault::Separate, .. })), "{again:?}");
+    // Had they arrived, they would be received in the place of what comes next.
+    (2..5).for_each(|other| vanishes(0, other));
+    (2..5).for_each(|other| vanishes(other, 1));
+    assert!(passes(0, 1) && passes(1, 0) && passes(2, 3) && passes(3, 4) && passes(4, 2));
+
+    lab.separate(&[2]).unwrap();
+    vanishes(2, 3);
+    assert!(passes(0, 2) && passes(2, 1) && passes(4, 3));
+
+    lab.reunite().unwrap();
+    assert!(passes(0, 3) && passes(4, 1) && passes(2, 4));
+    let again = lab.reunite();
+    assert!(matches!(again, Err(LabError::NoEffect { fault: Fault::Reunite, .. })), "{again:?}");
+    // A second time, with the island that is left from the first.
+    lab.separate(&[4]).unwrap();
+    assert!(passes(0, 1));
+    lab.reunite().unwrap();
+    assert!(passes(4, 0));
+}
+
+#[test]
+fn processes_of_a_host_are_counted() {
+    let Some(lab) = lab_or_skip(2, LINK) else { return };
+    assert_eq!(lab.host(0).processes().unwrap(), 0);
+    let mut child = idle(lab.host(0));
+    assert_eq!(lab.host(0).processes().unwrap(), 1);
+    assert_eq!(lab.host(1).processes().unwrap(), 0);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert_eq!(lab.host(0).processes().unwrap(), 0);
+}
+
+#[test]
 fn a_connection_outlives_a_cut() {
     let Some(lab) = lab_or_skip(2, LINK) else { return };
     let (mut sender, mut receiver) = connect(lab.host(0), lab.host(1), Host::address);
