@@ -62,7 +62,6 @@ fn train(steps: &str, pacer: &Pacer) -> Result<()> {
 }
 
 #[test]
-#[ignore = "needs run --etcd"]
 fn three_machines_train_as_one() {
     let Some(lab) = hosts_or_skip() else { return };
     let Some(mut fleet) = Fleet::new(&lab) else { return };
@@ -79,7 +78,6 @@ fn three_machines_train_as_one() {
 }
 
 #[test]
-#[ignore = "needs run --etcd"]
 fn a_worker_that_is_killed_comes_back() {
     let Some(lab) = hosts_or_skip() else { return };
     let Some(mut fleet) = Fleet::new(&lab) else { return };
@@ -95,7 +93,6 @@ fn a_worker_that_is_killed_comes_back() {
 }
 
 #[test]
-#[ignore = "needs run --etcd"]
 fn the_others_go_on_when_a_launcher_is_killed_and_it_may_come_back() {
     let Some(lab) = hosts_or_skip() else { return };
     let Some(mut fleet) = Fleet::new(&lab) else { return };
@@ -114,7 +111,6 @@ fn the_others_go_on_when_a_launcher_is_killed_and_it_may_come_back() {
 }
 
 #[test]
-#[ignore = "needs run --etcd"]
 fn another_launcher_leads_when_the_leading_one_is_killed() {
     let Some(lab) = hosts_or_skip() else { return };
     let Some(mut fleet) = Fleet::new(&lab) else { return };
@@ -137,7 +133,6 @@ fn another_launcher_leads_when_the_leading_one_is_killed() {
 }
 
 #[test]
-#[ignore = "needs run --etcd"]
 fn a_leading_launcher_that_was_stopped_finds_that_another_leads() {
     let Some(lab) = hosts_or_skip() else { return };
     let Some(mut fleet) = Fleet::new(&lab) else { return };
@@ -159,7 +154,6 @@ fn a_leading_launcher_that_was_stopped_finds_that_another_leads() {
 }
 
 #[test]
-#[ignore = "needs run --etcd"]
 fn a_machine_that_loses_power_is_given_up() {
     let Some(lab) = hosts_or_skip() else { return };
     let Some(mut fleet) = Fleet::new(&lab) else { return };
@@ -179,7 +173,6 @@ fn a_machine_that_loses_power_is_given_up() {
 }
 
 #[test]
-#[ignore = "needs run --etcd"]
 fn the_loss_of_the_leader_of_etcd_is_not_noticed() {
     let Some(lab) = hosts_or_skip() else { return };
     let Some(mut fleet) = Fleet::new(&lab) else { return };
@@ -198,7 +191,6 @@ fn the_loss_of_the_leader_of_etcd_is_not_noticed() {
 }
 
 #[test]
-#[ignore = "needs run --etcd"]
 fn a_worker_and_the_leader_of_etcd_may_be_lost_at_once() {
     let Some(lab) = hosts_or_skip() else { return };
     let Some(mut fleet) = Fleet::new(&lab) else { return };
@@ -218,7 +210,6 @@ fn a_worker_and_the_leader_of_etcd_may_be_lost_at_once() {
 }
 
 #[test]
-#[ignore = "needs run --etcd"]
 fn without_etcd_steps_go_on_and_changes_wait() {
     let Some(lab) = hosts_or_skip() else { return };
     let Some(mut fleet) = Fleet::new(&lab) else { return };
@@ -240,7 +231,6 @@ fn without_etcd_steps_go_on_and_changes_wait() {
 }
 
 #[test]
-#[ignore = "needs run --etcd"]
 fn a_run_ends_when_etcd_comes_back_if_it_was_away_at_the_end() {
     let Some(lab) = hosts_or_skip() else { return };
     let Some(mut fleet) = Fleet::new(&lab) else { return };
@@ -253,7 +243,6 @@ fn a_run_ends_when_etcd_comes_back_if_it_was_away_at_the_end() {
 }
 
 #[test]
-#[ignore = "needs run --etcd"]
 fn a_machine_that_is_cut_off_commits_nothing_and_comes_back() {
     let Some(lab) = hosts_or_skip() else { return };
     let Some(mut fleet) = Fleet::new(&lab) else { return };
@@ -279,7 +268,6 @@ fn a_machine_that_is_cut_off_commits_nothing_and_comes_back() {
 
 /// The machine that is cut off has a node of etcd on its side, which is no use to it.
 #[test]
-#[ignore = "needs run --etcd"]
 fn the_side_with_most_of_etcd_goes_on() {
     let Some(lab) = hosts_or_skip() else { return };
     let Some(mut fleet) = Fleet::new(&lab) else { return };
@@ -300,7 +288,6 @@ fn the_side_with_most_of_etcd_goes_on() {
 
 /// All machines reach each other, and none reaches etcd.
 #[test]
-#[ignore = "needs run --etcd"]
 fn machines_that_are_cut_off_from_etcd_go_on_together() {
     let Some(lab) = hosts_or_skip() else { return };
     let Some(mut fleet) = Fleet::new(&lab) else { return };
@@ -317,7 +304,6 @@ fn machines_that_are_cut_off_from_etcd_go_on_together() {
 }
 
 #[test]
-#[ignore = "needs run --etcd"]
 fn a_machine_that_arrives_later_is_let_in() {
     let Some(lab) = hosts_or_skip() else { return };
     let Some(mut fleet) = Fleet::new(&lab) else { return };
@@ -332,7 +318,6 @@ fn a_machine_that_arrives_later_is_let_in() {
 }
 
 #[test]
-#[ignore = "needs run --etcd"]
 fn a_launcher_that_gets_sigterm_leaves_and_the_others_go_on() {
     let Some(lab) = hosts_or_skip() else { return };
     let Some(mut fleet) = Fleet::new(&lab) else { return };
@@ -357,7 +342,6 @@ fn a_launcher_that_gets_sigterm_leaves_and_the_others_go_on() {
 }
 
 #[test]
-#[ignore = "needs run --etcd"]
 fn random_faults_on_three_machines_change_no_bit() {
     let Some(lab) = hosts_or_skip() else { return };
     let mut dice = numbers();
