@@ -10,7 +10,7 @@ use serde_json::json;
 use unisono::cluster::etcd::{Endpoints, Settings};
 use unisono::cluster::launch::{ShareError, SharedJob, record_in_etcd};
 use unisono::cluster::membership::machines::{Machine, Record, Status};
-use unisono::cluster::membership::{FirstStep, WorkerId};
+use unisono::cluster::membership::{FirstStep, Recovery, WorkerId};
 use unisono::insight::units::counted;
 
 use crate::exit::Wrong;
@@ -75,6 +75,7 @@ struct Shown<'a> {
     recoveries: usize,
     recovery_ms_p50: Option<f64>,
     recovery_ms_max: Option<f64>,
+    past_recoveries: Vec<serde_json::Value>,
 }
 
 #[derive(Serialize)]
@@ -130,6 +131,7 @@ impl Shown<'_> {
             recoveries: times.len(),
             recovery_ms_p50: times.get(times.len() / 2).copied(),
             recovery_ms_max: times.last().copied(),
+            past_recoveries: history.recoveries.iter().map(recovery).collect(),
         }
     }
 
@@ -165,6 +167,14 @@ impl Shown<'_> {
         );
         text
     }
+}
+
+fn recovery(of: &Recovery) -> serde_json::Value {
+    let FirstStep { epoch, step, redone, behind, from_checkpoint, .. } = &of.first;
+    json!({
+        "epoch": epoch, "step": step, "ms": of.seconds * 1e3, "redone": redone, "behind": behind,
+        "from_checkpoint": from_checkpoint,
+    })
 }
 
 fn described(machine: &Machine) -> serde_json::Value {

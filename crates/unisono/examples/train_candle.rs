@@ -4,7 +4,9 @@
 //!
 //! and prints the same hash of the weights whatever that number is, and whatever happens to them:
 //!
-//!     unisono run --elastic 1:4 -n 3 -- train_candle
+//!     unisono run --elastic 1:4 -n 3 -- train_candle 1000
+//!
+//! The number, if there is one, is that of the steps.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Linear, Module, VarBuilder, VarMap};
@@ -16,7 +18,8 @@ use unisono::worker::Stepped;
 const SAMPLES: usize = 16;
 
 fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
-    train(200)
+    let steps = std::env::args().nth(1).map_or(Ok(200), |steps| steps.parse())?;
+    train(steps)
 }
 
 /// Makes so many steps.
