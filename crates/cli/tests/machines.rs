@@ -342,6 +342,35 @@ fn a_launcher_that_gets_sigterm_leaves_and_the_others_go_on() {
 }
 
 #[test]
+fn one_worker_becomes_eight_and_then_three() {
+    let Some(lab) = hosts_or_skip() else { return };
+    let Some(mut fleet) = Fleet::new(&lab) else { return };
+    let range = "1:8";
+    let await_members = |fleet: &Fleet<'_>, count: usize| {
+        wait_until(&format!("{count} workers train"), || {
+            fleet.status(1)["members"].as_array().is_some_and(|members| members.len() == count)
+        });
+    };
+    fleet.start_with(0, range, 1);
+    fleet.wait_for_steps(0, 5);
+    await_members(&fleet, 1);
+    fleet.start_with(1, range, 3);
+    fleet.start_with(2, range, 4);
+    await_members(&fleet, 8);
+    fleet.wait_until_all_train(0..MACHINES);
+
+    fleet.signal(2, Signal::TERM);
+    let left = fleet.expect_success(2);
+    await_members(&fleet, 4);
+    fleet.signal(0, Signal::TERM);
+    let also = fleet.expect_success(0);
+    await_members(&fleet, 3);
+    fleet.wait_for_steps(1, 5);
+    fleet.hurry();
+    fleet.expect_end(vec![left, also]);
+}
+
+#[test]
 fn random_faults_on_three_machines_change_no_bit() {
     let Some(lab) = hosts_or_skip() else { return };
     let mut dice = numbers();

@@ -91,9 +91,14 @@ impl<'a> Fleet<'a> {
 
     /// Starts a launcher on a machine: `unisono run --elastic RANGE …`.
     pub fn start(&mut self, machine: usize, range: &str) {
+        self.start_with(machine, range, WORKERS);
+    }
+
+    /// The same, with so many workers.
+    pub fn start_with(&mut self, machine: usize, range: &str, workers: usize) {
         assert!(!self.running.contains_key(&machine), "m{machine} has a launcher");
         let arguments =
-            format!("run --elastic {range} --etcd {} --job {JOB} -n {WORKERS} --", self.urls());
+            format!("run --elastic {range} --etcd {} --job {JOB} -n {workers} --", self.urls());
         let mut command = self.command(machine, &arguments);
         self.add_worker(&mut command, &self.progress_file(machine));
         command.env("UNISONO_TIMEOUT", TIMEOUT);
