@@ -44,6 +44,8 @@ struct Inbox {
     /// The newest epoch that is over.
     over: u64,
     next: Option<Next>,
+    /// The answer to the last look.
+    seen: Option<Seen>,
     /// How the connection was lost.
     lost: Option<Arc<FrameError>>,
 }
@@ -70,6 +72,15 @@ pub struct View {
     pub addresses: Vec<Vec<u8>>,
     /// What its connections prove.
     pub token: Token,
+}
+
+/// An epoch, as a worker sees it that is not in it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Seen {
+    /// Its number, from 1.
+    pub epoch: u64,
+    /// Where its members can be reached, by rank.
+    pub addresses: Vec<Vec<u8>>,
 }
 
 /// Why a worker is not in an epoch.
@@ -164,6 +175,23 @@ impl Client {
         self.wait()
     }
 
+    /// Where the members of the present epoch are, for a worker that is in none and not ready yet; `None` if
+    /// no epoch is under way that has room for one more.
+    pub fn look(&self) -> Result<Option<Seen>, MembershipError> {
+        self.shared.lock().seen = None;
+        self.say(&ToCoordinator::Look)?;
+        let mut inbox = self.shared.lock();
+        loop {
+            if let Some(seen) = inbox.seen.take() {
+                return Ok(Some(seen).filter(|seen| seen.epoch > 0));
+            }
+            if let Some(error) = &inbox.lost {
+                return Err(MembershipError::Lost(error.clone()));
+            }
+            inbox = self.shared.bell.wait(inbox).expect("no panic while locked");
+        }
+    }
+
     /// Whether the members of an epoch should agree to leave it.
     pub fn is_asked_to_regroup(&self, epoch: u64) -> bool {
         self.shared.asked.load(Ordering::Relaxed) >= epoch
@@ -255,6 +283,11 @@ impl Listener {
             ToWorker::Over { epoch } => {
                 self.shared.lock().over = epoch;
                 self.shared.end(epoch);
+                return Ok(());
+            }
+            ToWorker::Seen { epoch, addresses } => {
+                self.shared.lock().seen = Some(Seen { epoch, addresses });
+                self.shared.bell.notify_all();
                 return Ok(());
             }
             ToWorker::Finish => Next::Over,

@@ -108,6 +108,8 @@ pub struct Coordinator {
     history: History,
     /// Is told what happens.
     observer: Option<Observer>,
+    /// The most members of an epoch.
+    most: usize,
     /// Of the newest epoch.
     members: Vec<WorkerId>,
     /// Those of them of whose loss the observer was told.
@@ -159,6 +161,7 @@ impl Coordinator {
             }
         })?;
         Ok(Coordinator {
+            most: settings.most,
             membership: Membership::new(settings, now),
             links: HashMap::new(),
             history: History::default(),
@@ -299,7 +302,24 @@ impl Coordinator {
                 self.links.get_mut(&worker)?.result = result;
                 Some(Input::Finished { worker, epoch })
             }
+            ToCoordinator::Look => {
+                let seen = self.seen();
+                self.tell(worker, &seen);
+                None
+            }
         }
+    }
+
+    /// The present epoch, as a worker sees it that is not in it.
+    fn seen(&self) -> ToWorker {
+        let is_open = self.membership.is_whole() && self.result.is_none() && !self.is_ending;
+        let (mut epoch, mut addresses) = (0, Vec::new());
+        if is_open && self.members.len() < self.most {
+            epoch = self.membership.epoch();
+            let links = self.members.iter().filter_map(|member| self.links.get(member));
+            addresses = links.map(|link| link.address.clone()).collect();
+        }
+        ToWorker::Seen { epoch, addresses }
     }
 
     /// Does what was decided; `sign` says why workers are to be killed, if any are.

@@ -7,8 +7,8 @@
 //! long as nothing changes: steps are made by the members among themselves.
 //!
 //! ```text
-//! worker ──► coordinator   Ready   Stepped   Alive   Finished(result)
-//! coordinator ──► worker   Begin(epoch)   AskToRegroup   Over(epoch)   Probe   Finish
+//! worker ──► coordinator   Look   Ready   Stepped   Alive   Finished(result)
+//! coordinator ──► worker   Seen(epoch)   Begin(epoch)   AskToRegroup   Over(epoch)   Probe   Finish
 //! ```
 
 mod client;
@@ -16,7 +16,7 @@ mod coordinator;
 pub mod core;
 mod events;
 
-pub use client::{Client, MembershipError, Next, View};
+pub use client::{Client, MembershipError, Next, Seen, View};
 pub use coordinator::{Coordinator, FirstStep, Heard, History, Order, Recovery};
 pub use core::{Membership, Settings, WorkerId};
 pub use events::{Happened, Observer, Occurrence, Sign};
@@ -51,6 +51,8 @@ enum ToCoordinator {
     Stepped(FirstStep),
     /// The result of the run.
     Finished { epoch: u64, result: Vec<u8> },
+    /// It is in no epoch yet, and asks where the members of the present one are.
+    Look,
 }
 
 /// What the coordinator says.
@@ -70,6 +72,11 @@ enum ToWorker {
     },
     Probe,
     Finish,
+    /// Where the members of an epoch can be reached; epoch 0 if none is under way that has room.
+    Seen {
+        epoch: u64,
+        addresses: Vec<Vec<u8>>,
+    },
 }
 
 /// How a worker introduces itself.
