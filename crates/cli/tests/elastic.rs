@@ -109,6 +109,8 @@ fn every_crash_point_of_every_rank() {
         let ranks: Vec<usize> = (0..workers).collect();
         survives_crashes(workers, &ranks, &["kill", "stop"], &POINTS);
     }
+    let crashes = survives_crashes_of_joins(&["kill", "stop"], &JOINS);
+    println!("{crashes} crashes survived while workers joined");
 }
 
 #[test]
@@ -140,6 +142,72 @@ fn a_second_crash_in_the_middle_of_a_recovery_is_survived() {
         }
         summary.assert_same_weights(whole);
         assert!(summary.count("workers_lost") >= 2, "{plan}: {}", summary.object);
+    }
+}
+
+/// Crashes of a worker that joins beside the training, and of the members that serve it. Worker 1 is killed first,
+/// so that it is the one that joins; the members then are the workers 0 and 2, and it asks one of them.
+const JOINS: [&[&str]; 7] = [
+    &["handing,0,1", "handing,2,1"],
+    &["handing,0,3", "handing,2,3"],
+    &["handing,0,9", "handing,2,9"],
+    &["receiving,1/1,1"],
+    &["receiving,1/1,2"],
+    &["catching-up,1/1,1"],
+    // The joiner and whichever member serves its next life.
+    &["receiving,1/1,2", "handing,0,20", "handing,2,20"],
+];
+
+/// Workers crash in the middle of joining, and the members that hand over their state; how often they did.
+fn survives_crashes_of_joins(ways: &[&str], joins: &[&[&str]]) -> usize {
+    let desk = Desk::new();
+    let arguments = format!("{SMALL} --steps 1500");
+    let whole = undisturbed(&desk, &arguments);
+    let mut crashes = 0;
+    for (way, points) in ways.iter().flat_map(|way| joins.iter().map(move |join| (way, join))) {
+        let plan: String = points.iter().map(|point| format!(";{point},{way}")).collect();
+        let plan = format!("computed,1,3,kill{plan}");
+        let ended = with_crashes(&desk, &format!("{arguments} --workers 3"), &plan);
+        let summary = ended.summary();
+        summary.assert_same_weights(&whole);
+        let name = points[0].split(',').next().unwrap();
+        assert!(ended.stderr.contains(&format!("point {name} ")), "{plan}: {}", ended.stderr);
+        crashes += ended.stderr.matches("crash point ").count();
+    }
+    crashes
+}
+
+#[test]
+fn crashes_in_the_middle_of_joining_are_survived() {
+    let crashes = survives_crashes_of_joins(&["kill"], &JOINS);
+    println!("{crashes} crashes survived");
+}
+
+#[test]
+fn a_donor_or_a_joiner_that_is_stopped_is_replaced() {
+    let crashes = survives_crashes_of_joins(&["stop"], &[JOINS[1], JOINS[5]]);
+    println!("{crashes} crashes survived");
+}
+
+/// A worker that joins is behind none of the others when it is let in, so nothing is handed over while they wait.
+#[test]
+fn a_worker_that_joins_gets_the_state_beside_the_training() {
+    for more in ["--optimizer sgd", "--optimizer adamw --transport tcp", "--codec fp16 --shards 4"]
+    {
+        let desk = Desk::new();
+        let arguments = format!("{SMALL} --steps 1500 {more}");
+        let whole = undisturbed(&desk, &arguments);
+        let number = desk.count();
+        let plan = "computed,1,3,kill";
+        let ended = with_crashes(&desk, &format!("{arguments} --workers 3"), plan);
+        let summary = ended.summary();
+        summary.assert_same_weights(&whole);
+        assert_eq!(summary.count("workers_joined"), 1, "{more}: {}", summary.object);
+        let events = desk.read(&format!("run-{number}/membership.jsonl"));
+        let first_steps: Vec<&str> =
+            events.lines().filter(|event| event.contains(r#""event":"stepped""#)).collect();
+        assert_eq!(first_steps.len(), 3, "{events}");
+        assert!(first_steps[2].contains(r#""behind":0,"#), "{more}: {events}");
     }
 }
 

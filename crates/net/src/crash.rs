@@ -2,8 +2,9 @@
 //!
 //! Only builds with the feature `crash-points` have them: `UNISONO_TEST_CRASH=NAME,RANK,NUMBER,kill` kills the
 //! process with `RANK` in its environment, in its first life, when it gets to the point `NAME` for the
-//! `NUMBER`th time, counted from 1; `stop` stops it, and the rank `*` is every rank, in every life. Several are separated by semicolons. In other builds a
-//! point is nothing.
+//! `NUMBER`th time, counted from 1; `stop` stops it. `RANK/LIFE` is a process in a later life, counted from 0,
+//! `*/LIFE` those of all ranks in that life, and `*` is every rank, in every life. Several plans are separated by
+//! semicolons. In other builds a point is nothing.
 
 /// A point that a test may name with a number, as `NAME-NUMBER`.
 #[inline(always)]
@@ -72,9 +73,13 @@ mod armed {
         let mut words = plan.split(',');
         let (name, rank, number, how) =
             (words.next()?, words.next()?, words.next()?, words.next()?);
-        let is_first = std::env::var("UNISONO_LIFE").is_ok_and(|life| life == "0");
+        let is = |variable: &str, value: &str| std::env::var(variable).is_ok_and(|it| it == value);
+        let (rank, life) = match rank.split_once('/') {
+            Some((rank, life)) => (rank, Some(life)),
+            None => (rank, (rank != "*").then_some("0")),
+        };
         let is_meant =
-            rank == "*" || is_first && std::env::var("RANK").is_ok_and(|own| own == rank);
+            (rank == "*" || is("RANK", rank)) && life.is_none_or(|life| is("UNISONO_LIFE", life));
         is_meant.then_some(Crash {
             name: name.to_owned(),
             left: AtomicU32::new(number.parse().ok()?),

@@ -20,8 +20,18 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod donor;
+mod handover;
+mod joiner;
+mod server;
+#[cfg(test)]
+mod tests;
+mod wire;
+
+use std::net::SocketAddr;
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
 use unisono_cluster::membership::{Client, FirstStep, MembershipError, Next, View};
 use unisono_cluster::place::{Place, PlaceError};
 use unisono_collective::cost::Costs;
@@ -31,6 +41,11 @@ use unisono_net::crash;
 use unisono_net::interface::{InterfaceError, own_address};
 
 use crate::job::START_PATIENCE;
+
+pub(crate) use donor::Donor;
+use handover::Handover;
+pub(crate) use joiner::Follower;
+use server::StateServer;
 
 /// A worker's membership in a job whose workers may come and go.
 pub struct ElasticJob {
@@ -43,6 +58,17 @@ pub struct ElasticJob {
     silent: Vec<usize>,
     /// What was measured when the group of that epoch formed.
     costs: Option<Costs>,
+    /// Where workers that join get this one's state, if it has a model.
+    server: Option<StateServer>,
+}
+
+/// Where the others reach a worker.
+#[derive(Debug, Serialize, Deserialize)]
+struct Reach {
+    /// In a group.
+    group: Address,
+    /// To get its state, beside the training.
+    state: Option<SocketAddr>,
 }
 
 /// Why a worker cannot be in a job whose workers may come and go.
@@ -91,23 +117,71 @@ impl ElasticJob {
             return Ok(None);
         };
         let ip = own_address(client.ip())?;
-        Ok(Some(ElasticJob { client, options, ip, epoch: 0, silent: Vec::new(), costs: None }))
+        let (epoch, silent, costs, server) = (0, Vec::new(), None, None);
+        Ok(Some(ElasticJob { client, options, ip, epoch, silent, costs, server }))
     }
 
     /// Waits until this worker is in an epoch, and forms its group. `None` when the run is complete.
     pub fn enter(&mut self) -> Result<Option<Group>, ElasticError> {
+        self.enter_by(None)
+    }
+
+    /// As [`ElasticJob::enter`]. A worker that was in no epoch yet first gets the state of a member, and follows
+    /// its steps, while the members go on.
+    pub(crate) fn enter_with(
+        &mut self,
+        model: &mut dyn Follower,
+    ) -> Result<Option<Group>, ElasticError> {
+        let (ip, timeout) = (self.ip, self.options.timeout);
+        if self.server.is_none() {
+            let server = StateServer::start(ip, self.client.token().clone(), timeout);
+            self.server = Some(server.map_err(|cause| ElasticError::Listen { ip, cause })?);
+        }
+        if self.epoch > 0 {
+            return self.enter();
+        }
+        let place = |address: &[u8]| postcard::from_bytes::<Reach>(address).ok()?.state;
+        match Handover::find(&self.client, timeout, model, place)? {
+            Some(handover) => self.enter_by(Some((handover, model))),
+            None => self.enter(),
+        }
+    }
+
+    /// What gives this worker's state to workers that join, once it has [entered](ElasticJob::enter_with) an
+    /// epoch.
+    pub(crate) fn donor(&self) -> Option<&Arc<Donor>> {
+        self.server.as_ref().map(StateServer::donor)
+    }
+
+    fn enter_by(
+        &mut self,
+        mut following: Option<(Handover, &mut dyn Follower)>,
+    ) -> Result<Option<Group>, ElasticError> {
         loop {
             let ip = self.ip;
             let listening = |cause| ElasticError::Listen { ip, cause };
             let endpoint = Endpoint::bind(ip).map_err(listening)?;
-            let address = postcard::to_stdvec(endpoint.address()).expect("an address encodes");
+            let state = self.server.as_ref().map(StateServer::address);
+            let reach = Reach { group: endpoint.address().clone(), state };
+            let address = postcard::to_stdvec(&reach).expect("an address encodes");
             crash::point("ready");
             let silent = std::mem::take(&mut self.silent);
-            let view = match self.client.enter(self.epoch, &silent, address)? {
+            if let Some(donor) = self.donor() {
+                donor.leave_epoch();
+            }
+            let enter = || self.client.enter(self.epoch, &silent, address);
+            let next = match following.take() {
+                Some((handover, model)) => handover.follow(model, enter),
+                None => enter(),
+            };
+            let view = match next? {
                 Next::Epoch(view) => view,
                 Next::Over => return Ok(None),
             };
             self.epoch = view.epoch;
+            if let Some(donor) = self.donor() {
+                donor.enter_epoch(&view.members);
+            }
             crash::point("begun");
             match self.form(endpoint, view) {
                 Ok(group) => {
@@ -159,8 +233,8 @@ impl ElasticJob {
         let View { epoch, rank, addresses, token, .. } = view;
         let mut roster = Vec::with_capacity(addresses.len());
         for (rank, address) in addresses.iter().enumerate() {
-            let address: Result<Address, _> = postcard::from_bytes(address);
-            roster.push(address.map_err(|_| ElasticError::Roster { rank })?);
+            let reach: Result<Reach, _> = postcard::from_bytes(address);
+            roster.push(reach.map_err(|_| ElasticError::Roster { rank })?.group);
         }
         let (world, ip) = (roster.len(), self.ip);
         let connector = endpoint

@@ -207,7 +207,7 @@ fn take_part(args: &TrainArgs) -> anyhow::Result<()> {
     // The steps after which this worker was in the middle of another when its group failed.
     let mut failed_after = None;
     let mut kept = None;
-    while let Some(group) = job.enter()? {
+    while let Some(group) = part.computation.enter(&mut job)? {
         match epoch(args, &job, &group, &dir, &mut part, failed_after.take(), &mut kept) {
             Ok(Some(said)) => {
                 crash::point("summed-up");
@@ -256,6 +256,7 @@ fn epoch(
         None => begin(job, group, part, kept.as_ref())?,
     };
     *kept = None;
+    part.computation.hand_over(job);
     let steps = part.computation.steps();
     record(group, dir, part, steps)?;
     crash::point("recording");

@@ -112,6 +112,7 @@ impl Agent {
             }
             ToCoordinator::Alive => Report::Alive,
             ToCoordinator::Stepped(first) => Report::Stepped(first),
+            ToCoordinator::Look => Report::Look,
             ToCoordinator::Finished { epoch, result } => {
                 self.result = Some((epoch, result));
                 Report::Finished { epoch }

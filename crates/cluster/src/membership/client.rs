@@ -3,7 +3,7 @@
 use std::net::{IpAddr, Ipv4Addr, ToSocketAddrs};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use unisono_net::frame::{self, FrameError};
 use unisono_net::{Connection, Receiver, Sender, Token};
@@ -17,6 +17,10 @@ use crate::worker::Worker;
 
 /// The largest message of a coordinator: an epoch of as many workers as a job can have.
 const MAX_MESSAGE: usize = MAX_WORLD as usize * 256 + MAX_ADDRESS;
+
+/// How long a worker waits to hear where the members are: while one launcher takes over from another, none may
+/// say so. Longer: it joins later then. Shorter: it joins without having asked a member for the state.
+const LOOKING: Duration = Duration::from_secs(2);
 
 /// A worker's connection to its coordinator.
 pub struct Client {
@@ -45,6 +49,8 @@ struct Inbox {
     /// The newest epoch that is over.
     over: u64,
     next: Option<Next>,
+    /// The answer to the last look.
+    seen: Option<Seen>,
     /// How the connection was lost.
     lost: Option<Arc<FrameError>>,
 }
@@ -71,6 +77,15 @@ pub struct View {
     pub addresses: Vec<Vec<u8>>,
     /// What its connections prove.
     pub token: Token,
+}
+
+/// An epoch, as a worker sees it that is not in it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Seen {
+    /// Its number, from 1.
+    pub epoch: u64,
+    /// Where its members can be reached, by rank.
+    pub addresses: Vec<Vec<u8>>,
 }
 
 /// Why a worker is not in an epoch.
@@ -172,6 +187,29 @@ impl Client {
         self.wait()
     }
 
+    /// Where the members of the present epoch are, for a worker that is in none and not ready yet; `None` if
+    /// no epoch is under way that has room for one more, or no coordinator says so soon.
+    pub fn look(&self) -> Result<Option<Seen>, MembershipError> {
+        self.shared.lock().seen = None;
+        self.say(&ToCoordinator::Look)?;
+        let deadline = Instant::now() + LOOKING;
+        let mut inbox = self.shared.lock();
+        loop {
+            if let Some(seen) = inbox.seen.take() {
+                return Ok(Some(seen).filter(|seen| seen.epoch > 0));
+            }
+            if let Some(error) = &inbox.lost {
+                return Err(MembershipError::Lost(error.clone()));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(None);
+            }
+            let waited = self.shared.bell.wait_timeout(inbox, left);
+            inbox = waited.expect("no panic while locked").0;
+        }
+    }
+
     /// Whether the members of an epoch should agree to leave it.
     pub fn is_asked_to_regroup(&self, epoch: u64) -> bool {
         self.shared.asked.load(Ordering::Relaxed) >= epoch
@@ -263,6 +301,11 @@ impl Listener {
             ToWorker::Over { epoch } => {
                 self.shared.lock().over = epoch;
                 self.shared.end(epoch);
+                return Ok(());
+            }
+            ToWorker::Seen { epoch, addresses } => {
+                self.shared.lock().seen = Some(Seen { epoch, addresses });
+                self.shared.bell.notify_all();
                 return Ok(());
             }
             ToWorker::Finish => Next::Over,

@@ -27,6 +27,8 @@ pub(super) enum Report {
     },
     Alive,
     Stepped(FirstStep),
+    /// It wants to know where the members are.
+    Look,
     /// It has handed in the result of the run.
     Finished {
         epoch: u64,
@@ -122,6 +124,8 @@ pub(super) struct Coordinator {
     history: History,
     /// Is told what happens.
     observer: Option<Observer>,
+    /// The most members of an epoch.
+    most: usize,
     /// Of the newest epoch that workers were told of.
     members: Vec<WorkerId>,
     /// Those of them of whose loss the observer was told.
@@ -149,7 +153,8 @@ pub(super) struct Coordinator {
 impl Coordinator {
     /// Of a job whose workers are yet to connect.
     pub fn new(settings: Settings, now: Duration) -> Coordinator {
-        Coordinator::of(Membership::new(settings, now))
+        let most = settings.most;
+        Coordinator::of(Membership::new(settings, now), most)
     }
 
     /// Of a job that another coordinator has led to this epoch.
@@ -159,15 +164,17 @@ impl Coordinator {
         members: Vec<WorkerId>,
         now: Duration,
     ) -> Coordinator {
+        let most = settings.most;
         let history = History { epochs: epoch, ..History::default() };
         let membership = Membership::resume(settings, epoch, members.clone(), now);
         // What came of the epoch until now is not known.
         let has_stepped = true;
-        Coordinator { history, members, has_stepped, ..Coordinator::of(membership) }
+        Coordinator { history, members, has_stepped, ..Coordinator::of(membership, most) }
     }
 
-    fn of(membership: Membership) -> Coordinator {
+    fn of(membership: Membership, most: usize) -> Coordinator {
         Coordinator {
+            most,
             membership,
             addresses: HashMap::new(),
             history: History::default(),
@@ -318,6 +325,11 @@ impl Coordinator {
                 let finished = finished.map(|epoch| Input::Finished { worker, epoch });
                 return [Input::Returned { worker, stands }].into_iter().chain(finished).collect();
             }
+            Report::Look => {
+                let seen = self.seen();
+                self.tell(worker, seen);
+                return Vec::new();
+            }
         };
         vec![input]
     }
@@ -335,6 +347,18 @@ impl Coordinator {
         self.note(now, Occurrence::Stepped { first: first.clone(), recovery });
         let recovery = recovery.map(|seconds| Recovery { seconds, first });
         self.history.recoveries.extend(recovery);
+    }
+
+    /// The present epoch, as a worker sees it that is not in it.
+    fn seen(&self) -> ToWorker {
+        let is_open = self.membership.is_whole() && !self.is_complete && !self.is_ending;
+        let (mut epoch, mut addresses) = (0, Vec::new());
+        if is_open && self.members.len() < self.most {
+            epoch = self.membership.epoch();
+            let known = self.members.iter().filter_map(|member| self.addresses.get(member));
+            addresses = known.cloned().collect();
+        }
+        ToWorker::Seen { epoch, addresses }
     }
 
     /// Does what was decided; `sign` says why workers are to be killed, if any are.

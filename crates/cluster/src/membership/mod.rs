@@ -7,8 +7,8 @@
 //! changes: steps are made by the members among themselves.
 //!
 //! ```text
-//! worker ──► launcher   Ready   Stepped   Alive   Finished(result)
-//! launcher ──► worker   Begin(epoch)   AskToRegroup   Over(epoch)   Probe   Finish
+//! worker ──► launcher   Look   Ready   Stepped   Alive   Finished(result)
+//! launcher ──► worker   Seen(epoch)   Begin(epoch)   AskToRegroup   Over(epoch)   Probe   Finish
 //! ```
 //!
 //! What must outlast a coordinator, the present epoch, has one of two [homes](Home): the only launcher of a job
@@ -22,7 +22,7 @@ mod embedded;
 mod events;
 pub mod machines;
 
-pub use client::{Client, MembershipError, Next, View};
+pub use client::{Client, MembershipError, Next, Seen, View};
 pub use coordinator::{FirstStep, History, Recovery};
 pub use core::{Membership, Settings, WorkerId};
 pub use embedded::Embedded;
@@ -118,6 +118,8 @@ enum ToCoordinator {
     Stepped(FirstStep),
     /// The result of the run.
     Finished { epoch: u64, result: Vec<u8> },
+    /// It is in no epoch yet, and asks where the members of the present one are.
+    Look,
 }
 
 /// What the coordinator says.
@@ -137,6 +139,11 @@ enum ToWorker {
     },
     Probe,
     Finish,
+    /// Where the members of an epoch can be reached; epoch 0 if none is under way that has room.
+    Seen {
+        epoch: u64,
+        addresses: Vec<Vec<u8>>,
+    },
 }
 
 /// How a worker introduces itself.

@@ -309,7 +309,7 @@ impl<'a> ElasticReplica<'a> {
         if let Home::Elastic { job, group } = &mut self.home
             && group.is_none()
         {
-            *group = job.enter()?;
+            *group = self.replica.enter(job)?;
             if group.is_none() {
                 self.over = Some(Over::Leaves);
                 return Ok(false);
@@ -354,6 +354,9 @@ impl<'a> ElasticReplica<'a> {
         if regrouped.donor.is_none() {
             let found = find.as_mut().filter(|_| group.rank() == 0).and_then(|find| find());
             begin(replica, group, found, initial)?;
+        }
+        if let Home::Elastic { job, .. } = &*home {
+            replica.hand_over(job);
         }
         if let Some(synchronizer) = replica.synchronizer() {
             synchronizer.begin_step();

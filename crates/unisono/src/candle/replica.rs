@@ -7,7 +7,8 @@ use unisono_sync::{Settings, SyncError, Synchronizer, divergence};
 
 use super::parameters::Parameters;
 use super::weights::ModelWeights;
-use crate::worker::{Agreeing, Regrouped, Seat, Stepped, Totals, Worker, WorkerError};
+use crate::elastic::{ElasticError, ElasticJob};
+use crate::worker::{Agreeing, Joining, Regrouped, Seat, Stepped, Totals, Worker, WorkerError};
 
 /// One worker's copy of the model.
 ///
@@ -87,6 +88,29 @@ impl<'a> Replica<'a> {
         let mut frozen = self.weights.as_frozen();
         let number = frozen.len();
         Ok(self.worker.regroup_with(group, &mut self.weights, (&mut frozen, number))?)
+    }
+
+    /// Enters the next epoch of a job, as [`ElasticJob::enter`]. A worker that joins gets the state of a member
+    /// first, and follows its steps, while the members go on: when it is let in, it is behind none of them.
+    pub fn enter(&mut self, job: &mut ElasticJob) -> Result<Option<Group>, ElasticError> {
+        let mut frozen = self.weights.as_frozen();
+        let number = frozen.len();
+        match self.worker.as_agreeing_mut() {
+            Some(agreeing) if !agreeing.synchronizer().has_local_steps() => {
+                let (weights, frozen) = (&mut self.weights, (&mut frozen as &mut _, number));
+                job.enter_with(&mut Joining { agreeing, weights, frozen })
+            }
+            _ => job.enter(),
+        }
+    }
+
+    /// From now on hands the state to workers that join a job, beside the training.
+    pub fn hand_over(&mut self, job: &ElasticJob) {
+        let frozen = self.weights.as_frozen();
+        let number = frozen.len();
+        if let (Some(agreeing), Some(donor)) = (self.worker.as_agreeing_mut(), job.donor()) {
+            agreeing.hand_over_to(donor.clone(), Box::new(frozen), number);
+        }
     }
 
     /// Begins the run anew, with the weights of rank 0. All ranks must call it.

@@ -8,6 +8,7 @@ use unisono_sync::strategy::{Weights, spread};
 use unisono_sync::{Parameter, Settings, StepOutcome, SyncError, Synchronizer, divergence};
 
 use super::WorkerError;
+use super::handing::Handing;
 
 /// Makes the weights of so many parameters those of rank 0. All ranks must call it.
 pub(super) fn broadcast(
@@ -21,12 +22,14 @@ pub(super) fn broadcast(
 /// Keeps the weights of a worker in step with those of a group.
 pub struct Agreeing {
     synchronizer: Arc<Synchronizer>,
-    spec: OptimizerSpec,
-    optimizer: Box<dyn Optimizer>,
+    pub(super) spec: OptimizerSpec,
+    pub(super) optimizer: Box<dyn Optimizer>,
     steps: u64,
     /// Whether weights and optimizer state are those after so many steps. Else they are those of no
     /// step.
     has_state: bool,
+    /// Where workers that join get the state from.
+    pub(super) handing: Option<Handing>,
 }
 
 /// What happened when workers went on in another group.
@@ -82,8 +85,8 @@ impl Agreeing {
     ) -> Result<Agreeing, WorkerError> {
         let optimizer = spec.build(&lengths(&parameters))?;
         let synchronizer = Arc::new(Synchronizer::new(group, parameters, settings)?);
-        let (spec, steps, has_state) = (*spec, 0, false);
-        Ok(Agreeing { synchronizer, spec, optimizer, steps, has_state })
+        let (spec, steps, has_state, handing) = (*spec, 0, false, None);
+        Ok(Agreeing { synchronizer, spec, optimizer, steps, has_state, handing })
     }
 
     /// What takes the gradients.
@@ -103,7 +106,7 @@ impl Agreeing {
         group: &Group,
         weights: &mut dyn Weights,
     ) -> Result<(), WorkerError> {
-        self.has_state = false;
+        self.lose_state();
         let mut steps = [self.steps as i64];
         group.broadcast(&mut steps, 0)?;
         self.steps = steps[0] as u64;
@@ -152,7 +155,7 @@ impl Agreeing {
     ) -> Result<Regrouped, WorkerError> {
         let regrouped = self.synchronizer.regroup(Some(group));
         if let Err(SyncError::StateLost { .. }) = regrouped {
-            self.has_state = false;
+            self.lose_state();
         }
         regrouped?;
         let own = if self.has_state { self.steps as i64 } else { -1 };
@@ -166,7 +169,9 @@ impl Agreeing {
         let behind = all.iter().filter(|steps| **steps != all[donor]).count();
         let mut transfer = Transfer::new(group, donor, all[group.rank()] == all[donor]);
         if behind > 0 {
-            self.has_state = transfer.holds;
+            if !transfer.holds {
+                self.lose_state();
+            }
             transfer.weights(weights, self.parameters().len())?;
             transfer.weights(frozen, number)?;
             self.transfer_optimizer(&mut transfer)?;
@@ -185,13 +190,30 @@ impl Agreeing {
         self.has_state
     }
 
+    /// The weights and the optimizer's state are about to become those of no step.
+    pub(super) fn lose_state(&mut self) {
+        self.has_state = false;
+        if let Some(Handing { donor, .. }) = &self.handing {
+            donor.break_off();
+        }
+    }
+
+    /// The weights and the optimizer's state are those after so many steps of another worker.
+    pub(super) fn follow(&mut self, steps: u64) {
+        (self.steps, self.has_state) = (steps, true);
+    }
+
     /// Updates the weights by the mean gradient of all shards of all workers. A step that fails does not
     /// count.
     pub fn step(&mut self, weights: &mut dyn Weights) -> Result<StepOutcome, WorkerError> {
+        let mut means = self.offer_state(weights).then(Vec::new);
         let (optimizer, step) = (&mut self.optimizer, self.steps + 1);
         let mut updated = false;
         let finished = self.synchronizer.finish(|parameter, gradient| {
             updated = true;
+            if let Some(means) = &mut means {
+                means.push((parameter, gradient.to_vec()));
+            }
             weights.change(parameter, &mut |weights| {
                 optimizer.update(parameter, step, weights, gradient);
             });
@@ -201,6 +223,9 @@ impl Agreeing {
         self.has_state &= !updated;
         let mut outcome = finished?;
         self.steps = step;
+        if let (Some(Handing { donor, .. }), Some(means)) = (&self.handing, means) {
+            donor.give_means(step, means);
+        }
         self.synchronizer.agree(weights, &mut outcome)?;
         self.has_state = had_state;
         Ok(outcome)
@@ -275,7 +300,7 @@ impl Agreeing {
         steps: u64,
         find: &Find<'_>,
     ) -> Result<(), WorkerError> {
-        self.has_state = false;
+        self.lose_state();
         if group.rank() == 0 {
             let missing = |name: String| WorkerError::Missing { name };
             for (number, parameter) in self.parameters().iter().enumerate() {
@@ -307,7 +332,7 @@ impl Agreeing {
         Ok(())
     }
 
-    fn parameters(&self) -> &[Parameter] {
+    pub(super) fn parameters(&self) -> &[Parameter] {
         self.synchronizer.parameters()
     }
 

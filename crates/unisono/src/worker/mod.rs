@@ -36,6 +36,7 @@ mod agreeing;
 mod collector;
 mod consistency;
 mod gossiping;
+mod handing;
 mod hogwild;
 mod joining;
 mod served;
@@ -58,6 +59,8 @@ use unisono_sync::strategy::Weights;
 use unisono_sync::{Parameter, Settings, StepOutcome, SyncError, Synchronizer, divergence};
 
 use crate::job::JoinError;
+
+pub(crate) use handing::Joining;
 
 pub use agreeing::{Agreeing, Find, Keep, Regrouped};
 pub use collector::{Collected, Collector};

@@ -9,6 +9,7 @@ use candle_nn::VarMap;
 use unisono::Group;
 use unisono::candle::{ModelWeights, Parameters, Replica};
 use unisono::cluster::checkpoint::{Loaded, Snapshot, Tensor};
+use unisono::elastic::ElasticJob;
 use unisono::net::crash;
 use unisono::sync::{StepOutcome, Synchronizer};
 use unisono::worker::{Regrouped, Worker};
@@ -187,6 +188,14 @@ impl Computation for Learner<'_> {
         let find = |name: &str| checkpoint?.tensor(name)?.to_f32();
         let step = checkpoint.map_or(0, Loaded::step);
         Ok(self.replica.restore(group, step, find)?)
+    }
+
+    fn enter(&mut self, job: &mut ElasticJob) -> anyhow::Result<Option<Group>> {
+        Ok(self.replica.enter(job)?)
+    }
+
+    fn hand_over(&mut self, job: &ElasticJob) {
+        self.replica.hand_over(job);
     }
 
     fn regroup(&mut self, group: &Group) -> anyhow::Result<Regrouped> {

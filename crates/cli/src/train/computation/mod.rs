@@ -7,6 +7,7 @@ use std::collections::HashMap;
 
 use unisono::Group;
 use unisono::cluster::checkpoint::{Loaded, Snapshot};
+use unisono::elastic::ElasticJob;
 use unisono::sync::{StepOutcome, Synchronizer};
 use unisono::worker::Regrouped;
 
@@ -47,6 +48,12 @@ pub trait Computation {
 
     /// Goes on from a checkpoint, which only rank 0 has. All ranks must call it.
     fn restore(&mut self, group: &Group, checkpoint: Option<&Loaded>) -> anyhow::Result<()>;
+
+    /// Enters the next epoch of a job; a worker that joins is level with the members then, if it can be.
+    fn enter(&mut self, job: &mut ElasticJob) -> anyhow::Result<Option<Group>>;
+
+    /// From now on hands the state to workers that join, beside the training.
+    fn hand_over(&mut self, job: &ElasticJob);
 
     /// Goes on in another group, with the state of those that have the most. All ranks must call it.
     fn regroup(&mut self, group: &Group) -> anyhow::Result<Regrouped>;

@@ -8,6 +8,7 @@ use anyhow::{bail, ensure};
 use unisono::Group;
 use unisono::cluster::checkpoint::{Loaded, Snapshot};
 use unisono::collective::fabric::available_memory;
+use unisono::elastic::ElasticJob;
 use unisono::sync::strategy::Weights;
 use unisono::sync::{Parameter, StepOutcome, Synchronizer};
 use unisono::worker::Regrouped;
@@ -116,6 +117,12 @@ impl Computation for Replayer {
     fn check(&self, _group: &Group) -> anyhow::Result<()> {
         Ok(())
     }
+
+    fn enter(&mut self, job: &mut ElasticJob) -> anyhow::Result<Option<Group>> {
+        Ok(job.enter()?)
+    }
+
+    fn hand_over(&mut self, _job: &ElasticJob) {}
 
     fn regroup(&mut self, _group: &Group) -> anyhow::Result<Regrouped> {
         bail!("a replayed model has no weights to hand over")

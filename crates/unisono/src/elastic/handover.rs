@@ -1,0 +1,153 @@
+//! A worker joins beside the training: it finds a member, takes its state, follows its steps until it is level with
+//! the members, and only then says that it is ready. Until the epoch that it is in begins it goes on following.
+
+use std::cell::Cell;
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use unisono_cluster::membership::{Client, MembershipError, WorkerId};
+use unisono_net::frame::{self, FrameError};
+use unisono_net::{Connection, Dialer, HandshakeError, Target, Token};
+
+use super::joiner::{Follower, Following, Heard, Lost, Patient};
+use super::server::introduction;
+use super::wire::Ask;
+
+/// How many donors may be lost on the way before the state is handed over inside of the group. More: a worker
+/// whose donors are killed one after the other joins later. Fewer: the others wait for a handover more often.
+const DONORS: u32 = 5;
+
+/// How many steps a worker may be behind its donor when it says that it is ready: the one whose means are under
+/// way. More: the others wait longer for it. Fewer: it is never level with members that do not pause.
+const LEVEL: u64 = 1;
+
+/// How long a joiner waits before it asks again where no member could serve it.
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// A joiner that is level with its donor, and follows it.
+pub struct Handover {
+    connection: Connection,
+    following: Following,
+    timeout: Duration,
+}
+
+/// What came of asking a member.
+pub(super) enum Asked {
+    Level(Box<Handover>),
+    /// Another member may be free, or this one later.
+    NotNow,
+    /// No member can help.
+    Never,
+}
+
+/// Why a member was lost that was asked.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Failure {
+    #[error(transparent)]
+    Dial(#[from] HandshakeError),
+    #[error(transparent)]
+    Lost(#[from] Lost),
+    #[error(transparent)]
+    Said(#[from] FrameError),
+}
+
+impl Handover {
+    /// Gets a model level with the members of the present epoch, which `place` finds in what a member says of
+    /// itself. `None` if there is none that could help: then the state is handed over inside of the group.
+    pub fn find(
+        client: &Client,
+        timeout: Duration,
+        model: &mut dyn Follower,
+        place: impl Fn(&[u8]) -> Option<SocketAddr>,
+    ) -> Result<Option<Handover>, MembershipError> {
+        let (mut lost, mut turn) = (0, client.id().number as usize);
+        while lost < DONORS {
+            let Some(seen) = client.look()? else { return Ok(None) };
+            let donors: Vec<SocketAddr> =
+                seen.addresses.iter().filter_map(|address| place(address)).collect();
+            if donors.is_empty() {
+                return Ok(None);
+            }
+            // Workers that join at once begin with different members.
+            let donor = donors[turn % donors.len()];
+            turn += 1;
+            match Handover::ask(client.token(), client.id(), donor, timeout, model) {
+                Ok(Asked::Level(handover)) => return Ok(Some(*handover)),
+                Ok(Asked::Never) => return Ok(None),
+                Ok(Asked::NotNow) => std::thread::sleep(PAUSE),
+                Err(error) => {
+                    log::debug!("the state of the worker at {donor}: {error}");
+                    lost += 1;
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// Asks one member, and gets level with it.
+    pub(super) fn ask(
+        token: &Token,
+        joiner: WorkerId,
+        donor: SocketAddr,
+        timeout: Duration,
+        model: &mut dyn Follower,
+    ) -> Result<Asked, Failure> {
+        let dialer = Dialer::new(token, Instant::now() + timeout);
+        let mut connection = dialer.dial(Target::Tcp(donor), introduction(joiner))?;
+        let ask = Ask { model: model.fingerprint() };
+        frame::send(&mut connection.until(Instant::now() + timeout), &ask)?;
+        let mut handover =
+            Box::new(Handover { connection, following: Following::default(), timeout });
+        loop {
+            match handover.hear(model, &|| false)? {
+                Heard::At { steps, newest } if newest - steps <= LEVEL => {
+                    return Ok(Asked::Level(handover));
+                }
+                Heard::At { .. } => {}
+                Heard::NotNow => return Ok(Asked::NotNow),
+                Heard::Never | Heard::Ended => return Ok(Asked::Never),
+            }
+        }
+    }
+
+    /// Follows the donor while `enter` waits for the next epoch, and to the end of the one before, which is known
+    /// soon after: half of the timeout at most, so that the others do not take this worker for lost.
+    pub fn follow<T: Send>(
+        mut self,
+        model: &mut dyn Follower,
+        enter: impl FnOnce() -> T + Send,
+    ) -> T {
+        std::thread::scope(|scope| {
+            let entering = scope.spawn(enter);
+            let (begun, limit) = (Cell::new(None), self.timeout / 2);
+            let is_enough = || {
+                if entering.is_finished() && begun.get().is_none() {
+                    begun.set(Some(Instant::now()));
+                }
+                begun.get().is_some_and(|begun| begun.elapsed() >= limit)
+            };
+            loop {
+                match self.hear(model, &is_enough) {
+                    Ok(Heard::At { .. }) if !is_enough() => {}
+                    Ok(_) => break,
+                    Err(error) => {
+                        log::debug!("following a member: {error}");
+                        break;
+                    }
+                }
+            }
+            // The donor need not go on.
+            drop(self);
+            entering.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
+    }
+
+    fn hear(
+        &mut self,
+        model: &mut dyn Follower,
+        is_enough: &dyn Fn() -> bool,
+    ) -> Result<Heard, Lost> {
+        let (receiver, silence) = (&mut self.connection.receiver, self.timeout);
+        self.following.hear(&mut Patient { receiver, silence, is_enough }, model)
+    }
+}
