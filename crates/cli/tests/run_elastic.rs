@@ -374,7 +374,9 @@ fn what_makes_no_sense_with_it_is_refused() {
         ("--elastic : -n 2", "MIN or MIN:MAX"),
         ("--elastic 3 -n 2", "use a MIN of 1 to 2"),
         ("--elastic 2:1 -n 2", "use a MAX of at least 2"),
-        ("--elastic 1 --nnodes 2 --rendezvous localhost:29400", "one machine"),
+        ("--elastic 1 --nnodes 2 --rendezvous localhost:29400", "use --etcd and --job"),
+        ("--elastic 1 --etcd ftp://localhost --job a", "unknown scheme"),
+        ("--elastic 1 --etcd localhost:1 --job a/b", "use a name of letters"),
         ("--elastic 1 --servers 1", "--servers"),
     ] {
         let ended = desk.run(&format!("run {arguments} -- true"));
