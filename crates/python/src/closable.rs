@@ -23,7 +23,7 @@ const DROP_LIMIT: Duration = Duration::from_secs(10);
 pub struct Closable<T: Send + Sync + 'static> {
     held: Arc<Mutex<Option<Arc<T>>>>,
     /// What ends the calls that it waits for, if it waits for any.
-    ends: Option<AbortHandle>,
+    ends: Mutex<Option<AbortHandle>>,
     rank: usize,
     /// The process that made it. A child of `fork` has its memory but not its threads.
     process: u32,
@@ -33,7 +33,12 @@ impl<T: Send + Sync + 'static> Closable<T> {
     /// For a rank; closing it ends, if it takes too long, the calls that it waits for.
     pub fn new(held: T, ends: Option<AbortHandle>, rank: usize) -> Closable<T> {
         let held = Arc::new(Mutex::new(Some(Arc::new(held))));
-        Closable { held, ends, rank, process: std::process::id() }
+        Closable { held, ends: Mutex::new(ends), rank, process: std::process::id() }
+    }
+
+    /// From now on it waits for other calls, which this ends.
+    pub fn waits_for(&self, ends: Option<AbortHandle>) {
+        *self.ends.lock().expect("no panic while locked") = ends;
     }
 
     /// What it holds, if this process can use it; `what` names it in an error.
@@ -63,7 +68,8 @@ impl<T: Send + Sync + 'static> Closable<T> {
             return false;
         }
         let Some(held) = self.lock().take() else { return false };
-        py.detach(|| leave(held, self.ends.as_ref(), limit, self.rank));
+        let ends = self.ends.lock().expect("no panic while locked").clone();
+        py.detach(|| leave(held, ends.as_ref(), limit, self.rank));
         true
     }
 

@@ -1,6 +1,6 @@
 //! A group of ranks.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use pyo3::prelude::*;
 use unisono_collective::{Error, Rank};
@@ -26,6 +26,8 @@ pub struct Group {
     group: Closable<unisono_collective::Group>,
     deadlines: Arc<Deadlines>,
     dispatcher: Arc<Dispatcher>,
+    /// Why a call failed that may have left the group as it was, such as the receipt of a message.
+    failure: Mutex<Option<Error>>,
 }
 
 impl Group {
@@ -40,12 +42,29 @@ impl Group {
             group: Closable::new(group, Some(ends.clone()), rank),
             deadlines: Deadlines::new(ends),
             dispatcher: Arc::default(),
+            failure: Mutex::default(),
         }
     }
 
     /// This rank, as the group numbers it.
     pub fn rank(&self) -> usize {
         self.rank
+    }
+
+    /// Ranks in the group.
+    pub fn size(&self) -> usize {
+        self.size
+    }
+
+    /// Why it has failed, or a call of it that is noted, if either has; not known once it is closed.
+    pub fn failure(&self) -> Option<Error> {
+        let noted = self.failure.lock().expect("no panic while locked").clone();
+        noted.or_else(|| self.group.read(unisono_collective::Group::failure).flatten())
+    }
+
+    /// Notes why a call has failed.
+    pub fn note_failure(&self, error: Error) {
+        *self.failure.lock().expect("no panic while locked") = Some(error);
     }
 
     /// What watches over the timeouts of its calls.

@@ -9,9 +9,11 @@
 mod closable;
 mod deadline;
 mod dispatch;
+mod elastic;
 mod endpoint;
 mod error;
 mod group;
+mod handover;
 mod insight;
 mod memory;
 mod request;
@@ -27,9 +29,13 @@ mod _native {
     use pyo3::prelude::*;
 
     #[pymodule_export]
+    use super::elastic::ElasticJob;
+    #[pymodule_export]
     use super::endpoint::{Endpoint, new_token};
     #[pymodule_export]
     use super::group::Group;
+    #[pymodule_export]
+    use super::handover::{exchange, receive_state, send_state};
     #[pymodule_export]
     use super::insight::{Stamp, write_report};
     #[pymodule_export]

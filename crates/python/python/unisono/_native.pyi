@@ -42,6 +42,43 @@ def write_report(dir: str, info: str, steps: Sequence[str]) -> tuple[str, str]:
 def shards_of(shards: int, worker: int, workers: int) -> tuple[int, int]:
     """The shards of a worker: the first, and the one after the last."""
 
+def exchange(group: Group, numbers: Sequence[int], seconds: float) -> list[list[int]]:
+    """The numbers of all ranks, by rank; each gives as many."""
+
+def send_state(group: Group, to: Sequence[int], state: bytes, seconds: float) -> None:
+    """Sends a state to these ranks, with its length and its hash."""
+
+def receive_state(group: Group, source: int, seconds: float, /) -> bytes:
+    """The state that a rank sends; an error if it does not have its hash."""
+
+class ElasticJob:
+    """A worker's membership in a job whose workers may come and go."""
+
+    @staticmethod
+    def join() -> ElasticJob | None:
+        """Connects to the launcher; None if that did not make the job elastic."""
+
+    def enter(self) -> Group | None:
+        """Waits until this worker is in an epoch, and forms its group; None when the run is complete."""
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch that this worker is in, or was in last."""
+
+    def is_asked_to_regroup(self) -> bool:
+        """Whether a worker waits to be let in."""
+
+    def note_failure(self, group: Group, synchronizer: Synchronizer) -> bool:
+        """Notes why one of them has failed; whether another group can follow."""
+
+    def stepped(
+        self, step: int, compute: float, redone: bool, behind: int, from_checkpoint: bool
+    ) -> None:
+        """Tells the launcher that the first step of the epoch is complete, as rank 0."""
+
+    def finish(self, result: bytes) -> None:
+        """Hands in the result of the run, as rank 0, and waits until the launcher has it."""
+
 class Endpoint:
     """Where a rank listens before it knows the others."""
 
@@ -277,6 +314,23 @@ class Synchronizer(_Replica):
     @property
     def shards(self) -> tuple[int, int]:
         """The shards of this worker: the first, and the one after the last."""
+
+    @property
+    def last_step(self) -> tuple[bool, float]:
+        """Whether all ranks agreed in the last step to leave the group, and the seconds it took this one to
+        compute."""
+
+    def regroup(self, group: Group | None, seconds: float) -> bool:
+        """Goes on in another group; False if what a codec remembered is lost, on all ranks."""
+
+    def go_on_from(self, steps: int) -> None:
+        """So many steps have been made."""
+
+    def vote_to_regroup(self) -> None:
+        """Asks the ranks to leave the group after the next step."""
+
+    def begin_step(self) -> None:
+        """The next step begins now."""
 
     def begin_shard(self) -> int:
         """Begins the next of this worker's shards; which one."""

@@ -7,7 +7,7 @@
 use std::cell::Cell;
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use pyo3::prelude::*;
 use unisono_collective::{AbortHandle, Group as EngineGroup, Options, Rank};
@@ -31,6 +31,8 @@ pub struct GroupMember {
     rank: usize,
     /// The rank, as errors name it.
     named: Rank,
+    /// Why the last call that failed did.
+    failure: Mutex<Option<SyncError>>,
 }
 
 impl GroupMember {
@@ -40,7 +42,7 @@ impl GroupMember {
         let rank = own.map_or(0, Group::rank);
         let deadlines = own.map(|own| own.deadlines().clone()).into_iter().collect();
         let named = own.map_or(Rank(rank), |own| own.job_rank(rank));
-        GroupMember { group, deadlines, rank, named }
+        GroupMember { group, deadlines, rank, named, failure: Mutex::default() }
     }
 
     /// Lets timeouts and Ctrl-C also end the calls that this handle ends.
@@ -99,8 +101,17 @@ impl GroupMember {
         });
         match interruption {
             Some(raised) => Err(raised),
-            None => outcome.map_err(|error| site.not_synchronized(py, &error)),
+            None => outcome.map_err(|error| {
+                let raised = site.not_synchronized(py, &error);
+                *self.failure.lock().expect("no panic while locked") = Some(error);
+                raised
+            }),
         }
+    }
+
+    /// Why the last call that failed did, if that was not asked before.
+    pub fn take_failure(&self) -> Option<SyncError> {
+        self.failure.lock().expect("no panic while locked").take()
     }
 
     /// Fails on all ranks if they were given different settings.

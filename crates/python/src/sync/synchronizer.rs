@@ -1,10 +1,11 @@
 //! One replica's view of a step.
 
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 
 use pyo3::prelude::*;
 use unisono_sync::bucket::BucketSizes;
-use unisono_sync::{Parameter, Settings, Synchronizer as Library};
+use unisono_sync::{Parameter, Settings, SyncError, Synchronizer as Library};
 
 use super::buffers::ParameterBuffers;
 use super::member::GroupMember;
@@ -20,13 +21,33 @@ use crate::memory::Buffer;
 /// Takes the gradients of a worker's shards, and gives back the mean of all workers'.
 #[pyclass(frozen)]
 pub struct Synchronizer {
-    member: GroupMember,
+    /// In the present group.
+    place: RwLock<Place>,
     parameters: Vec<Parameter>,
-    own: std::ops::Range<usize>,
+    /// What all ranks must have in common, in words.
+    settings: String,
     library: Closable<Library>,
     /// Locked only by threads that do not have the interpreter's lock.
     progress: Mutex<StepProgress>,
     record: ReplicaRecord,
+    last: Mutex<LastStep>,
+}
+
+/// Where this replica is among the others.
+#[derive(Clone)]
+struct Place {
+    member: Arc<GroupMember>,
+    /// Its shards.
+    own: Range<usize>,
+}
+
+/// What is known of the last step besides its outcome.
+#[derive(Clone, Copy, Default)]
+struct LastStep {
+    /// Whether all ranks have agreed to leave the group after it.
+    regroup: bool,
+    /// Seconds that this rank computed.
+    compute: f64,
 }
 
 /// How far a step has come. The library is only called in the order in which it counts on.
@@ -59,9 +80,18 @@ impl Synchronizer {
         self.progress.lock().expect("no panic while a step goes on")
     }
 
-    /// The library, if it can be called now.
-    fn open(&self, py: Python<'_>, site: Site) -> PyResult<Arc<Library>> {
-        self.member.expect_free(py, site)?;
+    fn place(&self) -> Place {
+        self.place.read().expect("no panic while locked").clone()
+    }
+
+    /// Why the last call that failed did, if that was not asked before.
+    pub fn take_failure(&self) -> Option<SyncError> {
+        self.place().member.take_failure()
+    }
+
+    /// The library, if it can be called now by this member.
+    fn open(&self, py: Python<'_>, member: &GroupMember, site: Site) -> PyResult<Arc<Library>> {
+        member.expect_free(py, site)?;
         self.library.open(py, site, "it")
     }
 
@@ -73,8 +103,9 @@ impl Synchronizer {
         operation: &'static str,
         call: impl FnOnce(&Library, &mut StepProgress) -> Result<R, String> + Send,
     ) -> PyResult<R> {
-        let site = self.member.site(operation);
-        let library = self.open(py, site)?;
+        let member = self.place().member;
+        let site = member.site(operation);
+        let library = self.open(py, &member, site)?;
         let outcome = py.detach(|| {
             let mut progress = self.lock();
             match progress.phase {
@@ -114,8 +145,9 @@ impl Synchronizer {
             compression: codec.compression().map_err(invalid)?,
             ..Settings::new(shards)
         };
+        let text = format!("{settings:?}");
         let engine = member.engine(py, site)?;
-        member.expect_equal(py, &engine, &format!("{settings:?}"), seconds, site)?;
+        member.expect_equal(py, &engine, &text, seconds, site)?;
         let listed = parameters.clone();
         let library =
             member.within(py, seconds, site, || Library::new(Some(&engine), listed, settings))?;
@@ -123,20 +155,92 @@ impl Synchronizer {
         member.watch(ends.clone());
         let (begun, phase) = (0, StepPhase::Between);
         let seen = vec![false; parameters.len()];
+        let (own, rank) = (library.shards(), member.rank());
         Ok(Synchronizer {
-            own: library.shards(),
-            library: Closable::new(library, ends, member.rank()),
+            place: RwLock::new(Place { member: Arc::new(member), own }),
+            library: Closable::new(library, ends, rank),
             progress: Mutex::new(StepProgress { begun, phase, seen }),
             record: ReplicaRecord::default(),
+            last: Mutex::default(),
+            settings: text,
             parameters,
-            member,
         })
+    }
+
+    /// Goes on in another group, all of whose ranks call this; without one, alone. The step under way is
+    /// dropped, and to be computed again. False if a codec of a rank remembered something from step to step:
+    /// that is lost, on all ranks, which go on from a checkpoint. After an error this can be called again, with
+    /// the next group.
+    fn regroup(&self, py: Python<'_>, group: Option<Py<Group>>, seconds: f64) -> PyResult<bool> {
+        let mut member = GroupMember::new(py, group);
+        let site = member.site("joining the replicas");
+        let library = self.open(py, &self.place().member, site)?;
+        let engine = member.engine(py, site)?;
+        let outcome = member.expect_equal(py, &engine, &self.settings, seconds, site);
+        let outcome = outcome.and_then(|()| {
+            member.within(py, seconds, site, || match library.regroup(Some(&engine)) {
+                Ok(()) => Ok(true),
+                Err(SyncError::StateLost { .. }) => Ok(false),
+                Err(error) => Err(error),
+            })
+        });
+        if outcome.is_ok() {
+            let ends = library.abort_handle();
+            member.watch(ends.clone());
+            self.library.waits_for(ends);
+        }
+        let phase = if outcome.is_ok() { StepPhase::Between } else { StepPhase::Failed };
+        let own = py.detach(|| {
+            let mut progress = self.lock();
+            (progress.begun, progress.phase) = (0, phase);
+            library.shards()
+        });
+        // Also where it failed: why is asked of the member of the group that did.
+        let place = Place { member: Arc::new(member), own };
+        *self.place.write().expect("no panic while locked") = place;
+        outcome
+    }
+
+    /// So many steps have been made: the next is the one after them.
+    fn go_on_from(&self, py: Python<'_>, steps: u64) -> PyResult<()> {
+        self.expect_between(py, "go_on_from")?;
+        self.call(py, "go_on_from", |library, _| {
+            library.go_on_from(steps);
+            Ok(())
+        })?;
+        self.record.set_steps(steps);
+        Ok(())
+    }
+
+    /// Asks the ranks to leave the group after the next step, so that another one takes its place.
+    fn vote_to_regroup(&self, py: Python<'_>) -> PyResult<()> {
+        self.call(py, "vote_to_regroup", |library, _| {
+            library.vote_to_regroup();
+            Ok(())
+        })
+    }
+
+    /// Says that whatever happened since the last step was not part of the next: it begins now.
+    fn begin_step(&self, py: Python<'_>) -> PyResult<()> {
+        self.call(py, "begin_step", |library, _| {
+            library.begin_step();
+            Ok(())
+        })
+    }
+
+    /// Whether all ranks have agreed, in the last step, to leave the group; and the seconds that this rank
+    /// computed in it.
+    #[getter]
+    fn last_step(&self) -> (bool, f64) {
+        let last = *self.last.lock().expect("no panic while locked");
+        (last.regroup, last.compute)
     }
 
     /// The shards of this worker: the first, and the one after the last.
     #[getter]
     fn shards(&self) -> (usize, usize) {
-        (self.own.start, self.own.end)
+        let own = self.place().own;
+        (own.start, own.end)
     }
 
     /// Steps that have ended.
@@ -149,7 +253,8 @@ impl Synchronizer {
     /// were counted last.
     #[getter]
     fn sent(&self, py: Python<'_>) -> u64 {
-        match self.open(py, self.member.site("counting bytes")) {
+        let member = self.place().member;
+        match self.open(py, &member, member.site("counting bytes")) {
             Ok(library) => self.record.note_sent(py.detach(|| library.sent())),
             Err(_) => self.record.sent(),
         }
@@ -163,13 +268,14 @@ impl Synchronizer {
 
     /// Begins the next of this worker's shards; which one.
     fn begin_shard(&self, py: Python<'_>) -> PyResult<usize> {
+        let shards = self.place().own.len();
         self.call(py, "begin_shard", |library, progress| {
             if progress.phase != StepPhase::Between {
                 return Err("the shard before was not ended; a backward pass that raised leaves \
                             its step unfinished, and there is no going on from it"
                     .into());
             }
-            if progress.begun == self.own.len() {
+            if progress.begun == shards {
                 return Err("all shards of this step are computed; finish it".into());
             }
             progress.begun += 1;
@@ -232,16 +338,17 @@ impl Synchronizer {
     /// Ends the step: waits for the means of all parameters, at most `seconds`, and writes each to
     /// its place. The caller keeps the memory alive, and away from others, meanwhile.
     fn finish(&self, py: Python<'_>, buffers: Vec<Buffer>, seconds: f64) -> PyResult<StepOutcome> {
-        let site = self.member.site("the end of a step");
+        let Place { member, own } = self.place();
+        let site = member.site("the end of a step");
         self.call(py, "finish", |_, progress| match progress.phase {
-            StepPhase::Between if progress.begun == self.own.len() => Ok(()),
+            StepPhase::Between if progress.begun == own.len() => Ok(()),
             _ => Err("a step ends after all shards of this worker".into()),
         })?;
         // SAFETY: the caller keeps the memory valid and to itself until this returns.
         let buffers = unsafe { ParameterBuffers::new(buffers, &self.parameters) };
         let mut buffers = buffers.map_err(|text| site.invalid(py, &text))?;
-        let library = self.open(py, site)?;
-        self.member.within(py, seconds, site, || {
+        let library = self.open(py, &member, site)?;
+        member.within(py, seconds, site, || {
             let mut progress = self.lock();
             let mut used = Vec::with_capacity(self.parameters.len());
             // Whatever happens now, this step does not happen again.
@@ -255,6 +362,8 @@ impl Synchronizer {
             self.record.set_steps(self.record.steps() + 1);
             self.record.note_sent(library.sent());
             self.record.note_transfers(&outcome.times.buckets);
+            *self.last.lock().expect("no panic while locked") =
+                LastStep { regroup: outcome.regroup, compute: outcome.times.compute.as_secs_f64() };
             let chosen = outcome.advice.map(|advice| {
                 let codec = advice.chosen.as_ref().map_or("none".to_owned(), ToString::to_string);
                 (codec, advice.reason.clone())
@@ -266,9 +375,10 @@ impl Synchronizer {
     /// What must be remembered besides the weights, at rank 0. All ranks call it, between steps.
     fn save(&self, py: Python<'_>, seconds: f64) -> PyResult<SavedState> {
         self.expect_between(py, "save")?;
-        let site = self.member.site("saving");
-        let (group, library) = (self.member.engine(py, site)?, self.open(py, site)?);
-        self.member.within(py, seconds, site, || saved_by(|each| library.save(&group, each)))
+        let member = self.place().member;
+        let site = member.site("saving");
+        let (group, library) = (member.engine(py, site)?, self.open(py, &member, site)?);
+        member.within(py, seconds, site, || saved_by(|each| library.save(&group, each)))
     }
 
     /// Goes on after so many steps from what was saved, of which rank 0's counts. All ranks call
@@ -281,10 +391,11 @@ impl Synchronizer {
         seconds: f64,
     ) -> PyResult<()> {
         self.expect_between(py, "restore")?;
-        let site = self.member.site("restoring");
-        let (group, library) = (self.member.engine(py, site)?, self.open(py, site)?);
-        self.member.expect_equal_steps(py, &group, steps, seconds, site)?;
-        self.member.within(py, seconds, site, || {
+        let member = self.place().member;
+        let site = member.site("restoring");
+        let (group, library) = (member.engine(py, site)?, self.open(py, &member, site)?);
+        member.expect_equal_steps(py, &group, steps, seconds, site)?;
+        member.within(py, seconds, site, || {
             library.restore(&group, &|name| restored(&saved, name))?;
             library.go_on_from(steps);
             self.record.set_steps(steps);

@@ -13,6 +13,7 @@ from unisono.torch._backend.group import Group, create
 from unisono.torch._gradients.accumulate import accumulate
 from unisono.torch._gradients.compress import Compression, compress
 from unisono.torch._gradients.ddp import refuse_builtin_fp16
+from unisono.torch._gradients.elastic import ElasticStep
 from unisono.torch._gradients.local import DiLoCo, LocalSGD
 from unisono.torch._gradients.sampler import ShardedSampler
 from unisono.torch._gradients.sharded import ShardedStep
@@ -22,6 +23,7 @@ from unisono.torch._servers.server import ParameterServer, ServerStatistics
 __all__ = [
     "Compression",
     "DiLoCo",
+    "ElasticStep",
     "Group",
     "LocalSGD",
     "ParameterServer",

@@ -5,9 +5,12 @@ Their threads call back into Python, which gives no thread its lock once it is e
 
 import atexit
 import logging
+import os
 import sys
 import weakref
 from typing import Protocol
+
+from unisono.errors import InvalidCall, Unsupported
 
 # How long a program that ends waits for its calls that were started and not waited for.  Longer:
 # one that the other ranks never make keeps it for longer.  Shorter: it fails if they are late.
@@ -52,6 +55,25 @@ def reason() -> str | None:
 # Whether the interpreter is about to end.
 _ending = False
 
+# By which a program says that it was called wrongly, and another attempt would end like this one.
+_WRONG_CALL = 64
+_tells_mistakes = False
+
+
+def tell_mistakes() -> None:
+    """Ends a program that a wrong call ends with an exit code that says so."""
+    global _tells_mistakes
+    _tells_mistakes = True
+
+
+def _end_as_mistake() -> None:
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if _tells_mistakes and isinstance(error, (InvalidCall, Unsupported)):
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_WRONG_CALL)
+
 
 @atexit.register
 def _close_all() -> None:
@@ -64,3 +86,4 @@ def _close_all() -> None:
             kind = type(group).__name__
             text = "%s was not left as it should be at the end of the program: %r"
             logging.getLogger("unisono").warning(text, kind, error)
+    _end_as_mistake()

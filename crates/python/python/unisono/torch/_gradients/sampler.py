@@ -80,6 +80,10 @@ class ShardedSampler(Sampler[list[int]]):
         if epoch != self._epoch or step:
             self._epoch, self._step = epoch, step
 
+    def go_to(self, epoch: int, step: int, own: range) -> None:
+        """Goes to a step of an epoch, for a process that has these shards from now on."""
+        self._epoch, self._step, self._own = epoch, step, own
+
     def steps(self, loader: Iterable[Batch]) -> Iterator[list[Batch]]:
         """What the loader has for each step, one batch for each shard of this process.
 

@@ -20,7 +20,7 @@ from unisono import _native
 from unisono.errors import InvalidCall
 from unisono.torch._gradients.codec import codec_of
 from unisono.torch._gradients.ddp import refuse_ddp
-from unisono.torch._gradients.engine import engine_of
+from unisono.torch._gradients.engine import EngineGroup, engine_of
 from unisono.torch._gradients.floats import Floats, floats
 from unisono.torch._gradients.member import Member
 from unisono.torch._gradients.sampler import drawn_from
@@ -91,7 +91,7 @@ class ShardedStep(Member):
             error_feedback=error_feedback,
             seed=seed,
         )
-        engine = engine_of(group)
+        engine = self._find_engine(group)
         shapes = [(name, list(tensor.shape)) for name, tensor in named.items()]
         native = _native.Synchronizer(
             engine.group, shapes, shards, settings, buckets, engine.seconds
@@ -143,13 +143,17 @@ class ShardedStep(Member):
         before = [buffer.clone() for buffer in self._kept]
         for parameter in self._parameters:
             parameter.grad = None
-        for batch in shards:
-            with self._shard(before):
-                value = loss(batch)
-                self._native.begin_backward(value.item())
-                self._in_backward = True
-                value.backward()
-        return self._finish(before)
+        try:
+            for batch in shards:
+                with self._shard(before):
+                    value = loss(batch)
+                    self._native.begin_backward(value.item())
+                    self._in_backward = True
+                    value.backward()
+            return self._finish(before)
+        except BaseException:
+            self._set_buffers(before)
+            raise
 
     def close(self) -> None:
         """Lets go of the model."""
@@ -161,9 +165,7 @@ class ShardedStep(Member):
     def _shard(self, before: list[torch.Tensor]) -> Iterator[None]:
         """One shard: begins as every shard of the step does, and hands over what it changed."""
         shard = self._native.begin_shard()
-        with torch.no_grad():
-            for buffer, start in zip(self._kept, before, strict=True):
-                buffer.copy_(start)
+        self._set_buffers(before)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(drawn_from(self._seed, self.steps, shard))
             try:
@@ -190,6 +192,15 @@ class ShardedStep(Member):
                 else:
                     self._buffers[index - first].add_(self._means[index])
         return mean
+
+    def _set_buffers(self, values: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for buffer, value in zip(self._kept, values, strict=True):
+                buffer.copy_(value)
+
+    def _find_engine(self, group: dist.ProcessGroup | None) -> EngineGroup:
+        """The processes that compute the shards."""
+        return engine_of(group)
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def hand_over(parameter: torch.Tensor) -> None:

@@ -1,0 +1,220 @@
+"""A worker of an elastic job that a test starts, and what is to happen to it.
+
+    elastic_worker.py SETTINGS
+
+The settings are JSON. `faults` are lists of a place, the `RANK` of a process, which of its lives it is to happen
+in, from 0 (-1 for any), the first step in which it can happen, and a signal. A fault is written to the file `proof` before it happens.
+From step `hold` on, workers wait until all faults, or so many `kills`, have happened and as many workers are there
+as should be.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch
+import unisono.torch
+from jobs.sharded import Network
+from torch import nn
+from unisono.torch._gradients import elastic, handover
+
+# Longer than a worker takes to start on a busy machine.
+PATIENCE = 120
+
+settings = json.loads(sys.argv[1])
+life = int(os.environ.get("UNISONO_LIFE", "0"))
+rank = int(os.environ.get("RANK", "0"))
+faults = [
+    fault
+    for fault in settings.get("faults", [])
+    if fault[1] in (-1, rank) and fault[2] in (-1, life)
+]
+# When to wait no longer.
+end = time.monotonic() + PATIENCE
+
+
+def proven() -> list[str]:
+    """Faults that have happened so far."""
+    try:
+        with open(settings["proof"]) as file:
+            return file.read().splitlines()
+    except (KeyError, FileNotFoundError):
+        return []
+
+
+def reach(place: str) -> None:
+    """This worker has come to a place: what is to happen there happens."""
+    for fault in list(faults):
+        if fault[0] == place and number_now() >= fault[3]:
+            faults.remove(fault)
+            if json.dumps(fault) in proven():
+                continue
+            with open(settings["proof"], "a") as file:
+                file.write(json.dumps(fault) + "\n")
+            os.kill(os.getpid(), getattr(signal, fault[4]))
+
+
+def before(owner, name: str, place: str) -> None:
+    """A place is where a function is about to be called."""
+    original = getattr(owner, name)
+
+    def call(*arguments, **options):
+        reach(place)
+        return original(*arguments, **options)
+
+    setattr(owner, name, call)
+
+
+def number_now() -> int:
+    return step.steps
+
+
+class Places:
+    """The native module, with places."""
+
+    def __getattr__(self, name):
+        return getattr(native, name)
+
+    @staticmethod
+    def receive_state(*arguments):
+        reach("receiving")
+        received = native.receive_state(*arguments)
+        reach("received")
+        return received
+
+    @staticmethod
+    def send_state(*arguments):
+        reach("sending")
+        native.send_state(*arguments)
+        reach("sent")
+
+
+native, elastic._native = elastic._native, Places()
+torch.set_num_threads(1)
+torch.manual_seed(7)
+model = Network()
+mistake = settings.get("mistake")
+if mistake == "models" and rank == 1:
+    model.last = nn.Linear(64, 4, bias=False)
+optimizer = {
+    "momentum": lambda: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+    "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=0.01),
+}[settings.get("optimizer", "adamw")]()
+
+
+class Scheduler(torch.optim.lr_scheduler.MultiStepLR):
+    def step(self, *arguments):
+        if self.last_epoch >= 0:
+            reach("scheduler")
+        super().step(*arguments)
+
+
+scheduler = Scheduler(optimizer, [5, 20, 40], gamma=0.7)
+average = torch.optim.swa_utils.AveragedModel(model)
+state = {"average": average}
+
+
+class Odd:
+    """Has a state that is not plain."""
+
+    def state_dict(self):
+        return {"odd": Odd}
+
+    def load_state_dict(self, state):
+        pass
+
+
+if mistake == "pickled":
+    state["odd"] = Odd()
+if mistake == "group":
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("unisono", store=store, rank=0, world_size=1)
+if mistake == "late" and rank == 1:
+    time.sleep(PATIENCE)
+step = unisono.torch.ElasticStep(
+    model,
+    optimizer,
+    shards=2 if mistake == "shards" else 8,
+    scheduler=scheduler,
+    state=state,
+    codec=settings.get("codec"),
+    checkpoint=settings.get("checkpoint"),
+    save_every=settings.get("save_every", 0),
+)
+
+
+class Entering:
+    """The job, with places."""
+
+    def __init__(self, job):
+        self._job = job
+
+    def __getattr__(self, name):
+        return getattr(self._job, name)
+
+    def enter(self):
+        threading.Timer(0.02, reach, ["entering"]).start()
+        reach("ready")
+        group = self._job.enter()
+        reach("formed")
+        return group
+
+    def finish(self, result):
+        reach("handing in")
+        self._job.finish(result)
+        reach("handed in")
+
+
+if step._job is not None:
+    step._job = Entering(step._job)
+optimizer.register_step_pre_hook(lambda *_: reach("optimizer"))
+before(step, "_regroup", "regrouping")
+before(step, "_end", "ending")
+before(handover, "write", "saving")
+last = model.last.weight
+last.register_hook(lambda gradient: reach("backward"))
+
+
+def loss(batch):
+    number, shard = batch
+    generator = torch.Generator().manual_seed(1000 * number + shard)
+    inputs = torch.randn(4, 16, generator=generator)
+    return nn.functional.mse_loss(model(inputs), inputs[:, :4].sin())
+
+
+def wait_for_faults(number: int) -> None:
+    """Until all have happened, or this group is at its end."""
+    while time.monotonic() < end and step._job is not None:
+        is_whole = step.workers == settings.get("workers", step.workers)
+        if len(proven()) >= settings.get("kills", len(settings.get("faults", []))) and is_whole:
+            return
+        if step._group.has_ended() or step._job.is_asked_to_regroup():
+            return
+        time.sleep(0.005)
+
+
+for number in step.until(settings.get("steps", 60)):
+    if number >= settings.get("hold", 1 << 30):
+        wait_for_faults(number)
+    if settings.get("pace"):
+        time.sleep(settings["pace"])
+    mean = step([(number, shard) for shard in step.shards], loss)
+    if mean is not None or mistake == "objects":
+        average.update_parameters(model)
+    if mistake == "twice":
+        step([(number, shard) for shard in step.shards], loss)
+
+everything = hashlib.sha256()
+for part in (model, average):
+    for tensor in part.state_dict().values():
+        everything.update(tensor.numpy().tobytes())
+for kept in optimizer.state.values():
+    for value in kept.values():
+        if isinstance(value, torch.Tensor):
+            everything.update(value.numpy().tobytes())
+everything.update(repr((step.steps, scheduler.get_last_lr())).encode())
+step.finish(f"weights {everything.hexdigest()}")
