@@ -120,8 +120,12 @@ def case_elastic_random_kills() -> None:
             while kills < KILLS and run.poll() is None:
                 time.sleep(chance.uniform(0.2, 1.5))
                 workers = _workers_of(run.pid)
-                number = min(len(workers), KILLS - kills, chance.choice((1, 1, 1, 2)))
-                for worker in chance.sample(workers, number):
+                members = [worker for worker in workers if _is_member(worker)]
+                if len(members) < 2:
+                    continue  # A busy machine starts workers more slowly than they are killed.
+                chosen = chance.choice((members, members, members, workers))
+                number = min(len(chosen), KILLS - kills, chance.choice((1, 1, 1, 2)))
+                for worker in chance.sample(chosen, number):
                     os.kill(worker, signal.SIGKILL)
                     kills += 1
                     with open(proof, "a") as file:
@@ -133,7 +137,7 @@ def case_elastic_random_kills() -> None:
     lost, joined = _lost_and_joined(ended)
     killed = err.count("was killed by signal 9")
     print(f"{kills} kills, of which {lost} of members; {joined} joined", flush=True)
-    assert kills == KILLS == killed and lost >= KILLS / 5 and joined >= KILLS / 5, (killed, err)
+    assert kills == KILLS == killed and lost >= KILLS / 2 and joined >= KILLS / 2, (killed, err)
     _expect_same("random kills", _hash(ended), _hash(_run([], steps=steps)))
 
 
@@ -146,7 +150,7 @@ def case_elastic_example() -> None:
     run = subprocess.Popen([*launcher, *command], env=_environment(), **pipes)
     try:
         # Until it trains.
-        while run.poll() is None and not _are_members(run.pid, 2):
+        while run.poll() is None and sum(map(_is_member, _workers_of(run.pid))) < 2:
             time.sleep(0.01)
         os.kill(_workers_of(run.pid)[0], signal.SIGKILL)
         out, err = run.communicate(timeout=HUNG)
@@ -156,10 +160,9 @@ def case_elastic_example() -> None:
     assert "was killed by signal 9" in err, err
 
 
-def _are_members(launcher: int, number: int) -> bool:
-    """Whether so many workers have formed a group: each has memory in common with the others."""
-    maps = [Path(f"/proc/{worker}/maps") for worker in _workers_of(launcher)]
-    return sum("/memfd:unisono" in _text(file) for file in maps) == number
+def _is_member(worker: int) -> bool:
+    """Whether a worker has formed a group: then it has memory in common with others."""
+    return "/memfd:unisono" in _text(Path(f"/proc/{worker}/maps"))
 
 
 def _text(file: Path) -> str:
@@ -194,16 +197,26 @@ def case_elastic_mistakes() -> None:
 
 
 def case_elastic_interrupted() -> None:
-    """Ctrl-C ends a worker that waits to be let in, and the run."""
+    """Ctrl-C ends workers in the middle of a step, and one that waits to be let in."""
     launcher = [_program(), "run", "--elastic", "2:2", "-n", "2"]
-    for mistake in ("", "late"):
-        run = _start(launcher, pace=0.05, steps=10_000, mistake=mistake)
-        time.sleep(12)
-        begin = time.monotonic()
-        run.send_signal(signal.SIGINT)
-        out, err = run.communicate(timeout=HUNG)
-        assert time.monotonic() - begin < 10, "it took too long"
+    for mistake, is_there in (("", _is_member), ("late", _waits_to_enter)):
+        run = _start(launcher, pace=0.05, steps=100_000, mistake=mistake)
+        try:
+            while run.poll() is None and not any(map(is_there, _workers_of(run.pid))):
+                time.sleep(0.05)
+            begin = time.monotonic()
+            run.send_signal(signal.SIGINT)
+            out, err = run.communicate(timeout=HUNG)
+        finally:
+            run.kill()
+        assert time.monotonic() - begin < 20, "it took too long"
         assert run.returncode == 130 and "KeyboardInterrupt" in err, (run.returncode, err)
+
+
+def _waits_to_enter(worker: int) -> bool:
+    """Whether a thread of a worker waits for its launcher."""
+    tasks = Path(f"/proc/{worker}/task").glob("*/comm")
+    return any(_text(task).strip() == "unisono-elastic" for task in tasks)
 
 
 def _start(launcher: list[str], **settings) -> subprocess.Popen:
