@@ -62,6 +62,8 @@ impl Starter<'_> {
             .envs(self.launch.vars.iter().map(|(name, value)| (name, value)))
             .envs(self.environment(member, life))
             .envs([self.mark.variable()])
+            // Only launchers talk to etcd.
+            .env_remove("UNISONO_ETCD_PASSWORD")
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
