@@ -468,6 +468,12 @@ impl Synchronizer {
         self.lock().queue.strategy().is_local()
     }
 
+    /// Whether weights and optimizer state are all of a run, because the strategy carries nothing from step to step:
+    /// then a worker that gets them from another can go on in its place.
+    pub fn remembers_nothing(&self) -> bool {
+        self.lock().queue.strategy().survives_regroup(u64::MAX)
+    }
+
     /// Calls `with` with the weights of a parameter that all workers with [local
     /// steps](crate::strategy::LocalSteps) have agreed on last; `false` if all weights are agreed.
     pub fn agreed(&self, parameter: usize, with: impl FnOnce(&[f32])) -> bool {

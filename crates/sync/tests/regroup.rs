@@ -361,3 +361,25 @@ fn what_workers_with_local_steps_have_agreed_on_is_lost() {
         assert_eq!(all, [true; 3], "{spec}");
     }
 }
+
+/// A worker that gets the weights of another beside the training must know before its first step whether that is
+/// all that it needs.
+#[test]
+fn a_worker_in_no_group_knows_whether_the_strategy_remembers_anything() {
+    let with_topk = Settings {
+        compression: compressed("topk:1%").compression.map(|it| Compression { warm_up: 9, ..it }),
+        ..settings()
+    };
+    let local = Settings { strategy: "local:3".parse().unwrap(), ..settings() };
+    for (settings, nothing) in [
+        (settings(), true),
+        (compressed("fp16"), true),
+        (compressed("bf16"), true),
+        (compressed("int8"), false),
+        (with_topk, false),
+        (local, false),
+    ] {
+        let sync = Synchronizer::new(None, parameters(), settings.clone()).unwrap();
+        assert_eq!(sync.remembers_nothing(), nothing, "{settings:?}");
+    }
+}

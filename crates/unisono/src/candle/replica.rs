@@ -91,12 +91,13 @@ impl<'a> Replica<'a> {
     }
 
     /// Enters the next epoch of a job, as [`ElasticJob::enter`]. A worker that joins gets the state of a member
-    /// first, and follows its steps, while the members go on: when it is let in, it is behind none of them.
+    /// first, and follows its steps, while the members go on: when it is let in, it is behind none of them. Where
+    /// the strategy [remembers](Synchronizer::remembers_nothing) more than that, all wait for the handover.
     pub fn enter(&mut self, job: &mut ElasticJob) -> Result<Option<Group>, ElasticError> {
         let mut frozen = self.weights.as_frozen();
         let number = frozen.len();
         match self.worker.as_agreeing_mut() {
-            Some(agreeing) if !agreeing.synchronizer().has_local_steps() => {
+            Some(agreeing) if agreeing.synchronizer().remembers_nothing() => {
                 let (weights, frozen) = (&mut self.weights, (&mut frozen as &mut _, number));
                 job.enter_with(&mut Joining { agreeing, weights, frozen })
             }
