@@ -176,8 +176,10 @@ struct Leading {
 struct Follower {
     machine: Machine,
     workers: BTreeSet<WorkerId>,
-    heard: Duration,
-    /// When it was asked whether it lives, and how long it has to answer.
+    /// When it was last asked whether it lives. It is asked now and then whatever it says meanwhile: so it hears
+    /// that its leader lives.
+    probed: Duration,
+    /// The same, and how long it has to answer, until it says anything.
     asked: Option<(Duration, Duration)>,
 }
 
@@ -573,7 +575,7 @@ impl Launcher {
                 let follower = Follower {
                     machine: machine.clone(),
                     workers: workers.iter().map(|(worker, _)| *worker).collect(),
-                    heard: now,
+                    probed: now,
                     asked: None,
                 };
                 leading.followers.insert(number, follower);
@@ -581,7 +583,7 @@ impl Launcher {
             }
             Message::Report(worker, report) => {
                 let Some(follower) = leading.followers.get_mut(&number) else { return };
-                (follower.heard, follower.asked) = (now, None);
+                follower.asked = None;
                 let is_allowed = !matches!(report, Report::Returned { .. } | Report::Vanished);
                 if !follower.machine.has(worker) || !is_allowed {
                     return;
@@ -595,7 +597,7 @@ impl Launcher {
             }
             Message::Alive => {
                 if let Some(follower) = leading.followers.get_mut(&number) {
-                    (follower.heard, follower.asked) = (now, None);
+                    follower.asked = None;
                 }
             }
             // No follower says that.
@@ -654,6 +656,7 @@ impl Launcher {
         };
         // If its machine is out of reach, there is nothing to wait for.
         let follower = leading.followers.get_mut(&number).expect("it is a follower's");
+        follower.probed = now;
         follower.asked = Some((now, LAST_CHANCE.min(self.settings.timeout)));
         self.commands.push(Command::ToMachine(number, Message::Kill(worker)));
         self.commands.push(Command::ToMachine(number, Message::Probe));
@@ -701,7 +704,8 @@ impl Launcher {
         for (number, follower) in &mut leading.followers {
             match follower.asked {
                 Some((at, limit)) if now >= at + limit => lost.push(*number),
-                None if now >= follower.heard + timeout / 4 => {
+                None if now >= follower.probed + timeout / 4 => {
+                    follower.probed = now;
                     follower.asked = Some((now, timeout));
                     self.commands.push(Command::ToMachine(*number, Message::Probe));
                 }
@@ -720,9 +724,7 @@ impl Launcher {
         match &mut self.role {
             Role::Following { heard } => *heard = now,
             Role::Leading(leading) => {
-                for follower in leading.followers.values_mut() {
-                    (follower.heard, follower.asked) = (now, None);
-                }
+                leading.followers.values_mut().for_each(|follower| follower.asked = None);
             }
             Role::Seeking(_) => {}
         }
@@ -745,7 +747,7 @@ impl Launcher {
             Role::Leading(leading) => {
                 let due = leading.followers.values().map(|follower| match follower.asked {
                     Some((at, limit)) => at + limit,
-                    None => follower.heard + timeout / 4,
+                    None => follower.probed + timeout / 4,
                 });
                 // A request that is under way ends the wait by itself.
                 let look = (!self.is_asking).then_some(leading.look_at.max(now));
