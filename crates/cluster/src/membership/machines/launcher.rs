@@ -417,6 +417,8 @@ impl Launcher {
             Role::Leading(_) => self.seek(now),
             Role::Following { .. } => {}
             Role::Seeking(_) if is_mine => self.lead(now),
+            // It has joined before, and the answer was lost: nothing else listens at its address.
+            Role::Seeking(_) if self.record.leader.address == self.me.address => self.take_over(),
             Role::Seeking(seeking) => {
                 seeking.stage = Stage::Linking;
                 self.commands.push(Command::Link(self.record.leader.clone()));
@@ -465,6 +467,11 @@ impl Launcher {
         if !is_gone && now < since + self.settings.timeout {
             return self.pause(now);
         }
+        self.take_over();
+    }
+
+    /// Makes itself the leader, if the record has not changed.
+    fn take_over(&mut self) {
         self.former = Some(self.record.leader.clone());
         let mut record = self.record.clone();
         record.leader = self.me.clone();
