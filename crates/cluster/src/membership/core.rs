@@ -409,14 +409,21 @@ impl Membership {
     /// If this process has been paused, what it has not heard may be on its way.
     fn excuse_silence_of_own(&mut self, now: Duration) {
         let late = self.idle_until.map_or(Duration::ZERO, |until| now.saturating_sub(until));
-        if late > PAUSED {
-            for worker in self.workers.values_mut() {
-                (worker.asked, worker.heard) = (None, now);
-            }
-            let patience = self.settings.patience;
-            let at_least = now.saturating_add(patience / PARTS).saturating_sub(patience);
-            self.short_since = self.short_since.map(|since| (since + late).max(at_least));
+        if late <= PAUSED {
+            return;
         }
+        let Settings { timeout, patience, .. } = self.settings;
+        for (id, worker) in &mut self.workers {
+            let limit = worker.limit(timeout);
+            match &mut worker.asked {
+                Some(asked) => {
+                    *asked = excused(*asked, limit, late, now);
+                    self.decisions.push(Decision::Probe(*id));
+                }
+                None => worker.heard = now,
+            }
+        }
+        self.short_since = self.short_since.map(|since| excused(since, patience, late, now));
     }
 
     /// Whatever follows from the state.
@@ -575,6 +582,19 @@ impl Membership {
     fn is_in(&self, id: WorkerId) -> bool {
         self.workers.get(&id).is_some_and(|worker| worker.phase == Phase::In)
     }
+}
+
+/// From when on a wait counts that may last as long as the limit, after the waiting process was late by so much:
+/// that time does not count, and a part of the wait is left. No more, so that a process that is late again and
+/// again does not wait for ever.
+pub(in crate::membership) fn excused(
+    since: Duration,
+    limit: Duration,
+    late: Duration,
+    now: Duration,
+) -> Duration {
+    let left = late.min(limit / PARTS);
+    since.saturating_add(late).max(now.saturating_add(left).saturating_sub(limit))
 }
 
 impl Worker {

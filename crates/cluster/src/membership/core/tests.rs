@@ -171,6 +171,28 @@ fn patience_may_be_without_end() {
     assert_eq!(core.tick(Duration::from_secs(3)), []);
 }
 
+#[test]
+fn a_coordinator_that_is_late_again_and_again_finds_a_silent_worker() {
+    let mut job = Job::of(3, 1);
+    job.begin();
+    job.hear(1, job.ready(0, 1, &[]));
+    job.hear(1, job.ready(2, 1, &[]));
+    let mut killed = Vec::new();
+    for late in [0, 60].into_iter().cycle().take(100) {
+        let at = job.core.deadline().expect("all are watched").as_millis() as u64;
+        for decision in job.tick(at + late) {
+            match decision {
+                Decision::Probe(id) if id != worker(1) => {
+                    job.hear(job.now, Input::Answered(id));
+                }
+                Decision::Kill(id) => killed.push((id, job.now < 5_000)),
+                _ => {}
+            }
+        }
+    }
+    assert_eq!(killed, [(worker(1), true)]);
+}
+
 struct Job {
     core: Membership,
     now: u64,

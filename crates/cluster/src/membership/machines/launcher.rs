@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use super::record::{Machine, Record};
 use crate::membership::coordinator::{Act, Change, Coordinator, History, Report};
-use crate::membership::core::{Settings, Stands, WorkerId};
+use crate::membership::core::{Settings, Stands, WorkerId, excused};
 use crate::membership::{FirstStep, ToWorker};
 
 /// What launchers say to each other.
@@ -729,9 +729,10 @@ impl Launcher {
             return;
         }
         match &mut self.role {
-            Role::Following { heard } => *heard = now,
+            Role::Following { heard } => *heard = excused(*heard, self.settings.timeout, late, now),
             Role::Leading(leading) => {
-                leading.followers.values_mut().for_each(|follower| follower.asked = None);
+                let asked = leading.followers.values_mut().filter_map(|it| it.asked.as_mut());
+                asked.for_each(|(at, limit)| *at = excused(*at, *limit, late, now));
             }
             Role::Seeking(_) => {}
         }
