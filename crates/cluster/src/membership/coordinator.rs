@@ -33,8 +33,6 @@ pub(super) enum Report {
     },
     Closed,
     Ended,
-    /// Its machine cannot be reached any more.
-    Vanished,
     Leaving,
     /// Another coordinator has known it.
     Returned {
@@ -222,6 +220,15 @@ impl Coordinator {
         self.take_acts()
     }
 
+    /// The machine of these workers cannot be reached any more.
+    pub fn vanished(&mut self, now: Duration, workers: Vec<WorkerId>) -> Vec<Act> {
+        workers.iter().for_each(|worker| self.count_lost(now, *worker, Sign::Silent));
+        let decisions = self.membership.handle(now, Input::Vanished(workers));
+        self.carry_out(now, decisions, Sign::CutOff);
+        self.release_spares();
+        self.take_acts()
+    }
+
     /// Time has passed.
     pub fn tick(&mut self, now: Duration) -> Vec<Act> {
         let decisions = self.membership.tick(now);
@@ -295,14 +302,9 @@ impl Coordinator {
                 self.note_lost(now, worker, Sign::CutOff);
                 Input::Closed(worker)
             }
-            Report::Ended | Report::Vanished => {
-                self.addresses.remove(&worker);
-                if self.members.contains(&worker) && !self.is_complete {
-                    self.history.workers_lost += 1;
-                }
-                let is_seen = report == Report::Ended;
-                self.note_lost(now, worker, if is_seen { Sign::Ended } else { Sign::Silent });
-                if is_seen { Input::Ended(worker) } else { Input::Vanished(worker) }
+            Report::Ended => {
+                self.count_lost(now, worker, Sign::Ended);
+                Input::Ended(worker)
             }
             Report::Leaving => Input::Leaving(worker),
             Report::Returned { stands, address, finished } => {
@@ -410,6 +412,14 @@ impl Coordinator {
         let addresses = members.iter().map(address).collect();
         let message = ToWorker::Begin { epoch, members: members.to_vec(), addresses };
         members.iter().for_each(|worker| self.tell(*worker, message.clone()));
+    }
+
+    fn count_lost(&mut self, now: Duration, worker: WorkerId, sign: Sign) {
+        self.addresses.remove(&worker);
+        if self.members.contains(&worker) && !self.is_complete {
+            self.history.workers_lost += 1;
+        }
+        self.note_lost(now, worker, sign);
     }
 
     fn note_lost(&mut self, now: Duration, worker: WorkerId, sign: Sign) {

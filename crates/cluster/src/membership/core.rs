@@ -78,8 +78,8 @@ pub enum Input {
     Closed(WorkerId),
     /// The process of a worker has ended.
     Ended(WorkerId),
-    /// The machine of a worker cannot be reached any more. If that ever changes, the worker is too late.
-    Vanished(WorkerId),
+    /// The machine of these workers cannot be reached any more. If that ever changes, they are too late.
+    Vanished(Vec<WorkerId>),
     /// A worker is to leave the job, at the end of a step if it is in an epoch.
     Leaving(WorkerId),
     /// A worker that another coordinator has known.
@@ -277,7 +277,7 @@ impl Membership {
             Input::Finished { worker, epoch } => self.on_finished(worker, epoch),
             Input::Closed(id) => self.cut_off(id),
             Input::Ended(id) => self.on_ended(id),
-            Input::Vanished(id) => self.on_vanished(id),
+            Input::Vanished(ids) => ids.into_iter().for_each(|id| self.on_vanished(id)),
             Input::Leaving(id) => self.on_leaving(id),
             Input::Returned { worker, stands } => self.on_returned(now, worker, stands),
         }
@@ -345,9 +345,9 @@ impl Membership {
 
     fn on_vanished(&mut self, id: WorkerId) {
         let has_ended = self.ended.get(&id.number).is_some_and(|life| *life >= id.life);
-        let is_known = self.workers.contains_key(&id);
+        let may_live = self.workers.contains_key(&id) || self.unseen.contains(&id) || !has_ended;
         self.on_ended(id);
-        if self.members.contains(&id) && (is_known || !has_ended) {
+        if self.members.contains(&id) && may_live {
             self.unseen.insert(id);
         }
     }

@@ -193,6 +193,29 @@ fn a_coordinator_that_is_late_again_and_again_finds_a_silent_worker() {
     assert_eq!(killed, [(worker(1), true)]);
 }
 
+#[test]
+fn a_member_that_vanishes_twice_may_still_be_in_its_epoch() {
+    let mut job = Job::of(1, 1);
+    job.begin();
+    job.hear(1, Input::Connected(worker(1)));
+    job.hear(1, Input::Ready { worker: worker(1), after: 0, silent: vec![] });
+    for now in [2, 3] {
+        assert_eq!(job.hear(now, Input::Vanished(vec![worker(0)])), []);
+    }
+    // No member of the last epoch has been seen to leave it.
+    assert_eq!(job.core.epoch(), 1);
+}
+
+#[test]
+fn no_epoch_begins_with_a_worker_that_vanishes_with_others() {
+    let mut job = Job::of(3, 1);
+    job.begin();
+    job.hear(1, job.ready(0, 1, &[]));
+    job.hear(1, job.ready(2, 1, &[]));
+    let vanished = Input::Vanished(vec![worker(1), worker(2)]);
+    assert_eq!(job.hear(2, vanished), [begin(2, &[worker(0)])]);
+}
+
 struct Job {
     core: Membership,
     now: u64,

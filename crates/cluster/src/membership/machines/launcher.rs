@@ -540,10 +540,8 @@ impl Launcher {
         self.role = Role::Leading(Box::new(leading));
         if let Some(former) = self.former.take() {
             // It could not be reached: whatever its workers do, they are too late.
-            let lost = members.into_iter().filter(|id| former.has(*id));
-            for worker in lost.collect::<Vec<_>>() {
-                self.report(now, worker, Report::Vanished);
-            }
+            let lost = members.into_iter().filter(|id| former.has(*id)).collect();
+            self.lose_workers(now, lost);
         }
         self.settle(now, self.me.clone(), self.standing());
         if self.is_leaving {
@@ -591,7 +589,7 @@ impl Launcher {
             Message::Report(worker, report) => {
                 let Some(follower) = leading.followers.get_mut(&number) else { return };
                 follower.asked = None;
-                let is_allowed = !matches!(report, Report::Returned { .. } | Report::Vanished);
+                let is_allowed = !matches!(report, Report::Returned { .. });
                 if !follower.machine.has(worker) || !is_allowed {
                     return;
                 }
@@ -619,11 +617,14 @@ impl Launcher {
         log::debug!("machine {}: lost machine {number}", self.me.number);
         let Follower { machine, mut workers, .. } = follower;
         workers.extend(self.record.members.iter().filter(|id| machine.has(**id)));
-        let mut acts = Vec::new();
-        for worker in workers {
-            acts.extend(leading.coordinator.report(now, worker, Report::Vanished));
+        self.lose_workers(now, workers.into_iter().collect());
+    }
+
+    fn lose_workers(&mut self, now: Duration, workers: Vec<WorkerId>) {
+        if let Role::Leading(leading) = &mut self.role {
+            let acts = leading.coordinator.vanished(now, workers);
+            self.carry_out(now, acts);
         }
-        self.carry_out(now, acts);
     }
 
     fn carry_out(&mut self, now: Duration, acts: Vec<Act>) {
@@ -658,8 +659,7 @@ impl Launcher {
         let Role::Leading(leading) = &mut self.role else { return };
         let Some(number) = leading.machine_of(worker) else {
             // Its machine has not come back in time.
-            let acts = leading.coordinator.report(now, worker, Report::Vanished);
-            return self.carry_out(now, acts);
+            return self.lose_workers(now, vec![worker]);
         };
         // If its machine is out of reach, there is nothing to wait for.
         let follower = leading.followers.get_mut(&number).expect("it is a follower's");
