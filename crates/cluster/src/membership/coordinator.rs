@@ -294,8 +294,9 @@ impl Coordinator {
             }
             Report::Alive => Input::Answered(worker),
             Report::Stepped(first) => {
+                let epoch = first.epoch;
                 self.on_stepped(now, first);
-                return Vec::new();
+                Input::Stepped { epoch }
             }
             Report::Finished { epoch } => Input::Finished { worker, epoch },
             Report::Closed => {

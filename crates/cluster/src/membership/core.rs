@@ -67,6 +67,11 @@ pub enum Input {
     },
     /// A worker has answered that it lives.
     Answered(WorkerId),
+    /// All members of an epoch have completed a step in it, or are about to.
+    Stepped {
+        /// Which epoch.
+        epoch: u64,
+    },
     /// A worker has handed in the result of the run.
     Finished {
         /// Which.
@@ -162,6 +167,8 @@ pub struct Membership {
     /// Those of them that have vanished: they may be alive, and in it.
     unseen: BTreeSet<WorkerId>,
     has_asked: bool,
+    /// Whether a step is known to be complete in this epoch: all its members have the state of the run then.
+    has_stepped: bool,
     /// Since when the next epoch has been waiting for more workers.
     short_since: Option<Duration>,
     state: State,
@@ -211,6 +218,7 @@ impl Membership {
             members: Vec::new(),
             unseen: BTreeSet::new(),
             has_asked: false,
+            has_stepped: false,
             short_since: Some(now),
             state: State::Running,
             idle_until: None,
@@ -274,6 +282,7 @@ impl Membership {
             Input::Connected(id) => self.on_connected(now, id),
             Input::Ready { worker, after, silent } => self.on_ready(now, worker, after, &silent),
             Input::Answered(id) => self.on_answered(now, id),
+            Input::Stepped { epoch } => self.has_stepped |= epoch == self.epoch,
             Input::Finished { worker, epoch } => self.on_finished(worker, epoch),
             Input::Closed(id) => self.cut_off(id),
             Input::Ended(id) => self.on_ended(id),
@@ -478,17 +487,18 @@ impl Membership {
         self.epoch += 1;
         self.members.clone_from(&members);
         self.unseen.clear();
-        (self.has_asked, self.short_since) = (false, None);
+        (self.has_asked, self.has_stepped, self.short_since) = (false, false, None);
         self.decisions.push(Decision::Begin { epoch: self.epoch, members });
     }
 
-    /// Lets workers go that are to leave, unless they are the only ones of several that have the state of the
-    /// run: those hand it over in one more epoch.
+    /// Lets workers go that are to leave, unless they may be the only ones of several that have the state of the
+    /// run: those hand it over in one more epoch. A member of an epoch that ended before its first step may not
+    /// have been handed anything.
     fn release_leaving(&mut self) {
         let is_staying = |worker: &Worker| !worker.is_leaving && worker.phase != Phase::Ending;
         let mut staying = self.workers.iter().filter(|(_, w)| is_staying(w)).peekable();
         let has_successors = staying.peek().is_some();
-        let has_state = |id: &WorkerId| self.members.contains(id);
+        let has_state = |id: &WorkerId| self.has_stepped && self.members.contains(id);
         if has_successors && self.epoch > 0 && !staying.any(|(id, _)| has_state(id)) {
             return;
         }
