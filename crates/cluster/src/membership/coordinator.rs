@@ -261,6 +261,12 @@ impl Coordinator {
         self.take_acts()
     }
 
+    /// Does what must not be done, to see that it is found.
+    #[cfg(test)]
+    pub fn forget_unseen(&mut self) {
+        self.membership.forget_unseen();
+    }
+
     fn take_acts(&mut self) -> Vec<Act> {
         std::mem::take(&mut self.acts)
     }

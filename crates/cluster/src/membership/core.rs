@@ -303,6 +303,12 @@ impl Membership {
         self.advance(now)
     }
 
+    /// Does what must not be done, to see that it is found.
+    #[cfg(test)]
+    pub(super) fn forget_unseen(&mut self) {
+        self.unseen.clear();
+    }
+
     fn on_connected(&mut self, now: Duration, id: WorkerId) {
         let has_ended = self.ended.get(&id.number).is_some_and(|life| *life >= id.life);
         let lives = self.workers.keys().filter(|other| other.number == id.number);

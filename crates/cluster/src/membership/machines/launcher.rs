@@ -821,3 +821,6 @@ fn apply(record: &mut Record, change: &Change) {
         Change::Finish { .. } => record.is_complete = true,
     }
 }
+
+#[cfg(test)]
+mod simulator;
