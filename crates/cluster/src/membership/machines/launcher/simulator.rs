@@ -125,14 +125,16 @@ fn an_old_leader_that_is_heard_is_found() {
 
 /// Runs so many histories and adds up what happened.
 fn survive(seeds: impl Iterator<Item = u64>) -> Tally {
-    let mut total = Tally::default();
+    let (mut total, mut failures) = (Tally::default(), 0);
     for seed in seeds {
         let mut world = World::new(seed, None);
         if let Err(wrong) = world.run() {
-            panic!("seed {seed}, at {} µs: {wrong}", world.now);
+            failures += 1;
+            println!("seed {seed}, at {} µs: {wrong}", world.now);
         }
         total.add(&world.tally);
     }
+    assert_eq!(failures, 0, "histories that went wrong");
     total
 }
 

@@ -143,10 +143,10 @@ impl World {
                 let teller = *begun.teller.get_or_insert(host);
                 check(teller == host, || format!("two launchers begin epoch {epoch}"))
             }
-            Message::Tell(worker, ToWorker::Finish) => match self.index(*worker) {
-                Some(index) => self.check_release(index),
-                None => Ok(()),
-            },
+            // What a leader says whose place another has taken may not arrive.
+            Message::Tell(worker, ToWorker::Finish) if self.leader() == Some(host) => {
+                self.index(*worker).map_or(Ok(()), |index| self.check_release(index))
+            }
             _ => Ok(()),
         }
     }
