@@ -35,8 +35,6 @@ pub(super) enum Report {
     },
     Closed,
     Ended,
-    /// Its machine cannot be reached any more.
-    Vanished,
     Leaving,
     /// Another coordinator has known it.
     Returned {
@@ -229,6 +227,15 @@ impl Coordinator {
         self.take_acts()
     }
 
+    /// The machine of these workers cannot be reached any more.
+    pub fn vanished(&mut self, now: Duration, workers: Vec<WorkerId>) -> Vec<Act> {
+        workers.iter().for_each(|worker| self.count_lost(now, *worker, Sign::Silent));
+        let decisions = self.membership.handle(now, Input::Vanished(workers));
+        self.carry_out(now, decisions, Sign::CutOff);
+        self.release_spares();
+        self.take_acts()
+    }
+
     /// Time has passed.
     pub fn tick(&mut self, now: Duration) -> Vec<Act> {
         let decisions = self.membership.tick(now);
@@ -259,6 +266,12 @@ impl Coordinator {
         self.is_ending = true;
         self.release_spares();
         self.take_acts()
+    }
+
+    /// Does what must not be done, to see that it is found.
+    #[cfg(test)]
+    pub fn forget_unseen(&mut self) {
+        self.membership.forget_unseen();
     }
 
     fn take_acts(&mut self) -> Vec<Act> {
@@ -294,22 +307,18 @@ impl Coordinator {
             }
             Report::Alive => Input::Answered(worker),
             Report::Stepped(first) => {
+                let epoch = first.epoch;
                 self.on_stepped(now, first);
-                return Vec::new();
+                Input::Stepped { epoch }
             }
             Report::Finished { epoch } => Input::Finished { worker, epoch },
             Report::Closed => {
                 self.note_lost(now, worker, Sign::CutOff);
                 Input::Closed(worker)
             }
-            Report::Ended | Report::Vanished => {
-                self.addresses.remove(&worker);
-                if self.members.contains(&worker) && !self.is_complete {
-                    self.history.workers_lost += 1;
-                }
-                let is_seen = report == Report::Ended;
-                self.note_lost(now, worker, if is_seen { Sign::Ended } else { Sign::Silent });
-                if is_seen { Input::Ended(worker) } else { Input::Vanished(worker) }
+            Report::Ended => {
+                self.count_lost(now, worker, Sign::Ended);
+                Input::Ended(worker)
             }
             Report::Leaving => Input::Leaving(worker),
             Report::Returned { stands, address, finished } => {
@@ -434,6 +443,14 @@ impl Coordinator {
         let addresses = members.iter().map(address).collect();
         let message = ToWorker::Begin { epoch, members: members.to_vec(), addresses };
         members.iter().for_each(|worker| self.tell(*worker, message.clone()));
+    }
+
+    fn count_lost(&mut self, now: Duration, worker: WorkerId, sign: Sign) {
+        self.addresses.remove(&worker);
+        if self.members.contains(&worker) && !self.is_complete {
+            self.history.workers_lost += 1;
+        }
+        self.note_lost(now, worker, sign);
     }
 
     fn note_lost(&mut self, now: Duration, worker: WorkerId, sign: Sign) {

@@ -67,6 +67,11 @@ pub enum Input {
     },
     /// A worker has answered that it lives.
     Answered(WorkerId),
+    /// All members of an epoch have completed a step in it, or are about to.
+    Stepped {
+        /// Which epoch.
+        epoch: u64,
+    },
     /// A worker has handed in the result of the run.
     Finished {
         /// Which.
@@ -78,8 +83,8 @@ pub enum Input {
     Closed(WorkerId),
     /// The process of a worker has ended.
     Ended(WorkerId),
-    /// The machine of a worker cannot be reached any more. If that ever changes, the worker is too late.
-    Vanished(WorkerId),
+    /// The machine of these workers cannot be reached any more. If that ever changes, they are too late.
+    Vanished(Vec<WorkerId>),
     /// A worker is to leave the job, at the end of a step if it is in an epoch.
     Leaving(WorkerId),
     /// A worker that another coordinator has known.
@@ -162,6 +167,8 @@ pub struct Membership {
     /// Those of them that have vanished: they may be alive, and in it.
     unseen: BTreeSet<WorkerId>,
     has_asked: bool,
+    /// Whether a step is known to be complete in this epoch: all its members have the state of the run then.
+    has_stepped: bool,
     /// Since when the next epoch has been waiting for more workers.
     short_since: Option<Duration>,
     state: State,
@@ -211,6 +218,7 @@ impl Membership {
             members: Vec::new(),
             unseen: BTreeSet::new(),
             has_asked: false,
+            has_stepped: false,
             short_since: Some(now),
             state: State::Running,
             idle_until: None,
@@ -274,10 +282,11 @@ impl Membership {
             Input::Connected(id) => self.on_connected(now, id),
             Input::Ready { worker, after, silent } => self.on_ready(now, worker, after, &silent),
             Input::Answered(id) => self.on_answered(now, id),
+            Input::Stepped { epoch } => self.has_stepped |= epoch == self.epoch,
             Input::Finished { worker, epoch } => self.on_finished(worker, epoch),
             Input::Closed(id) => self.cut_off(id),
             Input::Ended(id) => self.on_ended(id),
-            Input::Vanished(id) => self.on_vanished(id),
+            Input::Vanished(ids) => ids.into_iter().for_each(|id| self.on_vanished(id)),
             Input::Leaving(id) => self.on_leaving(id),
             Input::Returned { worker, stands } => self.on_returned(now, worker, stands),
         }
@@ -292,6 +301,12 @@ impl Membership {
             self.give_up_in_time(now);
         }
         self.advance(now)
+    }
+
+    /// Does what must not be done, to see that it is found.
+    #[cfg(test)]
+    pub(super) fn forget_unseen(&mut self) {
+        self.unseen.clear();
     }
 
     fn on_connected(&mut self, now: Duration, id: WorkerId) {
@@ -345,9 +360,9 @@ impl Membership {
 
     fn on_vanished(&mut self, id: WorkerId) {
         let has_ended = self.ended.get(&id.number).is_some_and(|life| *life >= id.life);
-        let is_known = self.workers.contains_key(&id);
+        let may_live = self.workers.contains_key(&id) || self.unseen.contains(&id) || !has_ended;
         self.on_ended(id);
-        if self.members.contains(&id) && (is_known || !has_ended) {
+        if self.members.contains(&id) && may_live {
             self.unseen.insert(id);
         }
     }
@@ -409,14 +424,21 @@ impl Membership {
     /// If this process has been paused, what it has not heard may be on its way.
     fn excuse_silence_of_own(&mut self, now: Duration) {
         let late = self.idle_until.map_or(Duration::ZERO, |until| now.saturating_sub(until));
-        if late > PAUSED {
-            for worker in self.workers.values_mut() {
-                (worker.asked, worker.heard) = (None, now);
-            }
-            let patience = self.settings.patience;
-            let at_least = now.saturating_add(patience / PARTS).saturating_sub(patience);
-            self.short_since = self.short_since.map(|since| (since + late).max(at_least));
+        if late <= PAUSED {
+            return;
         }
+        let Settings { timeout, patience, .. } = self.settings;
+        for (id, worker) in &mut self.workers {
+            let limit = worker.limit(timeout);
+            match &mut worker.asked {
+                Some(asked) => {
+                    *asked = excused(*asked, limit, late, now);
+                    self.decisions.push(Decision::Probe(*id));
+                }
+                None => worker.heard = now,
+            }
+        }
+        self.short_since = self.short_since.map(|since| excused(since, patience, late, now));
     }
 
     /// Whatever follows from the state.
@@ -471,17 +493,18 @@ impl Membership {
         self.epoch += 1;
         self.members.clone_from(&members);
         self.unseen.clear();
-        (self.has_asked, self.short_since) = (false, None);
+        (self.has_asked, self.has_stepped, self.short_since) = (false, false, None);
         self.decisions.push(Decision::Begin { epoch: self.epoch, members });
     }
 
-    /// Lets workers go that are to leave, unless they are the only ones of several that have the state of the
-    /// run: those hand it over in one more epoch.
+    /// Lets workers go that are to leave, unless they may be the only ones of several that have the state of the
+    /// run: those hand it over in one more epoch. A member of an epoch that ended before its first step may not
+    /// have been handed anything.
     fn release_leaving(&mut self) {
         let is_staying = |worker: &Worker| !worker.is_leaving && worker.phase != Phase::Ending;
         let mut staying = self.workers.iter().filter(|(_, w)| is_staying(w)).peekable();
         let has_successors = staying.peek().is_some();
-        let has_state = |id: &WorkerId| self.members.contains(id);
+        let has_state = |id: &WorkerId| self.has_stepped && self.members.contains(id);
         if has_successors && self.epoch > 0 && !staying.any(|(id, _)| has_state(id)) {
             return;
         }
@@ -575,6 +598,19 @@ impl Membership {
     fn is_in(&self, id: WorkerId) -> bool {
         self.workers.get(&id).is_some_and(|worker| worker.phase == Phase::In)
     }
+}
+
+/// From when on a wait counts that may last as long as the limit, after the waiting process was late by so much:
+/// that time does not count, and a part of the wait is left. No more, so that a process that is late again and
+/// again does not wait for ever.
+pub(in crate::membership) fn excused(
+    since: Duration,
+    limit: Duration,
+    late: Duration,
+    now: Duration,
+) -> Duration {
+    let left = late.min(limit / PARTS);
+    since.saturating_add(late).max(now.saturating_add(left).saturating_sub(limit))
 }
 
 impl Worker {

@@ -21,6 +21,8 @@ pub mod core;
 mod embedded;
 mod events;
 pub mod machines;
+#[cfg(test)]
+mod model;
 
 pub use client::{Client, MembershipError, Next, Seen, View};
 pub use coordinator::{FirstStep, History, Recovery};

@@ -46,11 +46,12 @@ fn equal_seeds_have_equal_histories() {
 }
 
 /// What must have happened in the histories of one run of the tests.
-const REQUIRED: [&str; 36] = [
+const REQUIRED: [&str; 38] = [
     "answers in a pause",
     "asked to regroup",
     "checkpoints loaded",
     "coordinator pauses",
+    "departures",
     "end after the end",
     "end in a bucket",
     "end in the barrier",
@@ -82,6 +83,7 @@ const REQUIRED: [&str; 36] = [
     "stops that end before the timeout",
     "stops that end after the timeout",
     "undisturbed",
+    "workers released",
     "wrong suspicions",
 ];
 

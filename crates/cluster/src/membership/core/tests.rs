@@ -171,6 +171,70 @@ fn patience_may_be_without_end() {
     assert_eq!(core.tick(Duration::from_secs(3)), []);
 }
 
+#[test]
+fn a_member_that_vanishes_twice_may_still_be_in_its_epoch() {
+    let mut job = Job::of(1, 1);
+    job.begin();
+    job.hear(1, Input::Connected(worker(1)));
+    job.hear(1, Input::Ready { worker: worker(1), after: 0, silent: vec![] });
+    for now in [2, 3] {
+        assert_eq!(job.hear(now, Input::Vanished(vec![worker(0)])), []);
+    }
+    // No member of the last epoch has been seen to leave it.
+    assert_eq!(job.core.epoch(), 1);
+}
+
+#[test]
+fn no_epoch_begins_with_a_worker_that_vanishes_with_others() {
+    let mut job = Job::of(3, 1);
+    job.begin();
+    job.hear(1, job.ready(0, 1, &[]));
+    job.hear(1, job.ready(2, 1, &[]));
+    let vanished = Input::Vanished(vec![worker(1), worker(2)]);
+    assert_eq!(job.hear(2, vanished), [begin(2, &[worker(0)])]);
+}
+
+#[test]
+fn workers_that_leave_stay_for_one_more_epoch_if_the_others_may_lack_the_state() {
+    let mut job = Job::of(1, 1);
+    job.begin();
+    job.hear(1, Input::Connected(worker(1)));
+    let asked = job.hear(1, Input::Ready { worker: worker(1), after: 0, silent: vec![] });
+    assert_eq!(asked, [Decision::AskToRegroup]);
+    let both = [worker(0), worker(1)];
+    assert_eq!(job.hear(2, job.ready(0, 1, &[])), [begin(2, &both)]);
+    // That epoch ends before anything is handed over.
+    assert_eq!(job.hear(3, Input::Leaving(worker(0))), [Decision::AskToRegroup]);
+    job.hear(4, job.ready(1, 2, &[]));
+    assert_eq!(job.hear(4, job.ready(0, 2, &[])), [begin(3, &both)]);
+    assert_eq!(job.hear(5, Input::Stepped { epoch: 3 }), [Decision::AskToRegroup]);
+    job.hear(6, job.ready(1, 3, &[]));
+    let decisions = job.hear(6, job.ready(0, 3, &[]));
+    assert_eq!(decisions, [Decision::Release(worker(0)), begin(4, &[worker(1)])]);
+}
+
+#[test]
+fn a_coordinator_that_is_late_again_and_again_finds_a_silent_worker() {
+    let mut job = Job::of(3, 1);
+    job.begin();
+    job.hear(1, job.ready(0, 1, &[]));
+    job.hear(1, job.ready(2, 1, &[]));
+    let mut killed = Vec::new();
+    for late in [0, 60].into_iter().cycle().take(100) {
+        let at = job.core.deadline().expect("all are watched").as_millis() as u64;
+        for decision in job.tick(at + late) {
+            match decision {
+                Decision::Probe(id) if id != worker(1) => {
+                    job.hear(job.now, Input::Answered(id));
+                }
+                Decision::Kill(id) => killed.push((id, job.now < 5_000)),
+                _ => {}
+            }
+        }
+    }
+    assert_eq!(killed, [(worker(1), true)]);
+}
+
 struct Job {
     core: Membership,
     now: u64,

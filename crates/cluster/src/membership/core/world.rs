@@ -14,9 +14,11 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use super::{Decision, Input, Membership, Settings, WorkerId};
+pub use crate::membership::model::{Checked, Tally, check, mix};
+use crate::membership::model::{State, reference};
 pub use process::{At, Down, Process, Up};
 pub use sabotage::Sabotage;
-use training::{Group, Leave, State, reference};
+use training::{Group, Leave};
 
 /// What a job is to do.
 #[derive(Clone, Debug)]
@@ -30,9 +32,6 @@ pub struct Job {
     /// Whether messages are quick enough that a worker which is not stopped answers in time.
     pub is_fair: bool,
 }
-
-/// What went wrong.
-pub type Checked = Result<(), String>;
 
 #[derive(Clone)]
 pub struct World {
@@ -50,13 +49,6 @@ pub struct World {
     pub tally: Tally,
     /// The states of an undisturbed run.
     references: Rc<[State]>,
-}
-
-/// What has happened, counted so that a test can require it.
-#[derive(Clone, Debug, Default)]
-pub struct Tally {
-    pub counts: BTreeMap<&'static str, u64>,
-    pub is_off: bool,
 }
 
 impl World {
@@ -167,6 +159,7 @@ impl World {
             Up::Connected => Input::Connected(worker),
             Up::Ready { after, silent } => Input::Ready { worker, after, silent },
             Up::Answered => Input::Answered(worker),
+            Up::Stepped { epoch } => Input::Stepped { epoch },
             Up::Finished { epoch } => Input::Finished { worker, epoch },
             Up::Closed => Input::Closed(worker),
         })
@@ -228,7 +221,7 @@ impl World {
                     self.send(id, Down::Probe);
                 }
                 Decision::Kill(id) => self.kill(id)?,
-                Decision::Release(id) => self.send(id, Down::Finish),
+                Decision::Release(id) => self.release(id)?,
                 Decision::Finish => {
                     check(!self.is_finished, || "the result is handed in twice".into())?;
                     check(may_finish, || "the result of an old epoch counts".into())?;
@@ -245,6 +238,31 @@ impl World {
                 }
             }
         }
+        Ok(())
+    }
+
+    /// The launcher is told that a worker is to leave; whether the coordinator knows it.
+    pub fn depart(&mut self, index: usize) -> Result<bool, String> {
+        let id = self.processes[index].id;
+        let is_known = self.core.workers.contains_key(&id);
+        self.tell(Input::Leaving(id))?;
+        Ok(is_known)
+    }
+
+    /// The state of the run must not leave with the last worker that has it, if others wait for it.
+    fn release(&mut self, id: WorkerId) -> Checked {
+        self.tally.count("workers released");
+        // The coordinator may have yet to hear of the end of one.
+        let stays = |process: &Process| {
+            let worker = self.core.workers.get(&process.id);
+            process.state.is_some() && worker.is_some_and(|worker| !worker.is_leaving)
+        };
+        let is_holder = self.index(id).is_some_and(|index| self.processes[index].state.is_some());
+        let is_lost = is_holder && !self.processes.iter().any(stays);
+        check(!is_lost || self.core.spares().next().is_none(), || {
+            format!("the state of {id:?} is lost")
+        })?;
+        self.send(id, Down::Finish);
         Ok(())
     }
 
@@ -295,6 +313,7 @@ impl World {
             has_arrived: vec![false; count],
             left,
             is_faulty,
+            has_stepped: false,
             asked_at: None,
             steps: vec![None; count],
             given: None,
@@ -398,31 +417,4 @@ impl World {
             }
         }
     }
-}
-
-impl Tally {
-    pub fn count(&mut self, what: &'static str) {
-        if self.is_off {
-            return;
-        }
-        *self.counts.entry(what).or_default() += 1;
-    }
-
-    pub fn add(&mut self, other: &Tally) {
-        for (what, count) in &other.counts {
-            *self.counts.entry(what).or_default() += count;
-        }
-    }
-}
-
-/// The last part of SplitMix64.
-pub fn mix(value: u64) -> u64 {
-    let z = value.wrapping_add(0x9E37_79B9_7F4A_7C15);
-    let z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-    z ^ (z >> 31)
-}
-
-pub fn check(is_right: bool, wrong: impl FnOnce() -> String) -> Checked {
-    if is_right { Ok(()) } else { Err(wrong()) }
 }

@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use super::record::{Machine, Record};
 use crate::membership::coordinator::{Act, Change, Coordinator, History, Report};
-use crate::membership::core::{Settings, Stands, WorkerId};
+use crate::membership::core::{Settings, Stands, WorkerId, excused};
 use crate::membership::{FirstStep, ToWorker};
 
 /// What launchers say to each other.
@@ -176,8 +176,10 @@ struct Leading {
 struct Follower {
     machine: Machine,
     workers: BTreeSet<WorkerId>,
-    heard: Duration,
-    /// When it was asked whether it lives, and how long it has to answer.
+    /// When it was last asked whether it lives. It is asked now and then whatever it says meanwhile: so it hears
+    /// that its leader lives.
+    probed: Duration,
+    /// The same, and how long it has to answer, until it says anything.
     asked: Option<(Duration, Duration)>,
 }
 
@@ -415,6 +417,8 @@ impl Launcher {
             Role::Leading(_) => self.seek(now),
             Role::Following { .. } => {}
             Role::Seeking(_) if is_mine => self.lead(now),
+            // It has joined before, and the answer was lost: nothing else listens at its address.
+            Role::Seeking(_) if self.record.leader.address == self.me.address => self.take_over(),
             Role::Seeking(seeking) => {
                 seeking.stage = Stage::Linking;
                 self.commands.push(Command::Link(self.record.leader.clone()));
@@ -463,6 +467,11 @@ impl Launcher {
         if !is_gone && now < since + self.settings.timeout {
             return self.pause(now);
         }
+        self.take_over();
+    }
+
+    /// Makes itself the leader, if the record has not changed.
+    fn take_over(&mut self) {
         self.former = Some(self.record.leader.clone());
         let mut record = self.record.clone();
         record.leader = self.me.clone();
@@ -531,10 +540,8 @@ impl Launcher {
         self.role = Role::Leading(Box::new(leading));
         if let Some(former) = self.former.take() {
             // It could not be reached: whatever its workers do, they are too late.
-            let lost = members.into_iter().filter(|id| former.has(*id));
-            for worker in lost.collect::<Vec<_>>() {
-                self.report(now, worker, Report::Vanished);
-            }
+            let lost = members.into_iter().filter(|id| former.has(*id)).collect();
+            self.lose_workers(now, lost);
         }
         self.settle(now, self.me.clone(), self.standing());
         if self.is_leaving {
@@ -573,7 +580,7 @@ impl Launcher {
                 let follower = Follower {
                     machine: machine.clone(),
                     workers: workers.iter().map(|(worker, _)| *worker).collect(),
-                    heard: now,
+                    probed: now,
                     asked: None,
                 };
                 leading.followers.insert(number, follower);
@@ -581,8 +588,8 @@ impl Launcher {
             }
             Message::Report(worker, report) => {
                 let Some(follower) = leading.followers.get_mut(&number) else { return };
-                (follower.heard, follower.asked) = (now, None);
-                let is_allowed = !matches!(report, Report::Returned { .. } | Report::Vanished);
+                follower.asked = None;
+                let is_allowed = !matches!(report, Report::Returned { .. });
                 if !follower.machine.has(worker) || !is_allowed {
                     return;
                 }
@@ -595,7 +602,7 @@ impl Launcher {
             }
             Message::Alive => {
                 if let Some(follower) = leading.followers.get_mut(&number) {
-                    (follower.heard, follower.asked) = (now, None);
+                    follower.asked = None;
                 }
             }
             // No follower says that.
@@ -610,11 +617,14 @@ impl Launcher {
         log::debug!("machine {}: lost machine {number}", self.me.number);
         let Follower { machine, mut workers, .. } = follower;
         workers.extend(self.record.members.iter().filter(|id| machine.has(**id)));
-        let mut acts = Vec::new();
-        for worker in workers {
-            acts.extend(leading.coordinator.report(now, worker, Report::Vanished));
+        self.lose_workers(now, workers.into_iter().collect());
+    }
+
+    fn lose_workers(&mut self, now: Duration, workers: Vec<WorkerId>) {
+        if let Role::Leading(leading) = &mut self.role {
+            let acts = leading.coordinator.vanished(now, workers);
+            self.carry_out(now, acts);
         }
-        self.carry_out(now, acts);
     }
 
     fn carry_out(&mut self, now: Duration, acts: Vec<Act>) {
@@ -649,11 +659,11 @@ impl Launcher {
         let Role::Leading(leading) = &mut self.role else { return };
         let Some(number) = leading.machine_of(worker) else {
             // Its machine has not come back in time.
-            let acts = leading.coordinator.report(now, worker, Report::Vanished);
-            return self.carry_out(now, acts);
+            return self.lose_workers(now, vec![worker]);
         };
         // If its machine is out of reach, there is nothing to wait for.
         let follower = leading.followers.get_mut(&number).expect("it is a follower's");
+        follower.probed = now;
         follower.asked = Some((now, LAST_CHANCE.min(self.settings.timeout)));
         self.commands.push(Command::ToMachine(number, Message::Kill(worker)));
         self.commands.push(Command::ToMachine(number, Message::Probe));
@@ -701,7 +711,8 @@ impl Launcher {
         for (number, follower) in &mut leading.followers {
             match follower.asked {
                 Some((at, limit)) if now >= at + limit => lost.push(*number),
-                None if now >= follower.heard + timeout / 4 => {
+                None if now >= follower.probed + timeout / 4 => {
+                    follower.probed = now;
                     follower.asked = Some((now, timeout));
                     self.commands.push(Command::ToMachine(*number, Message::Probe));
                 }
@@ -718,11 +729,10 @@ impl Launcher {
             return;
         }
         match &mut self.role {
-            Role::Following { heard } => *heard = now,
+            Role::Following { heard } => *heard = excused(*heard, self.settings.timeout, late, now),
             Role::Leading(leading) => {
-                for follower in leading.followers.values_mut() {
-                    (follower.heard, follower.asked) = (now, None);
-                }
+                let asked = leading.followers.values_mut().filter_map(|it| it.asked.as_mut());
+                asked.for_each(|(at, limit)| *at = excused(*at, *limit, late, now));
             }
             Role::Seeking(_) => {}
         }
@@ -745,7 +755,7 @@ impl Launcher {
             Role::Leading(leading) => {
                 let due = leading.followers.values().map(|follower| match follower.asked {
                     Some((at, limit)) => at + limit,
-                    None => follower.heard + timeout / 4,
+                    None => follower.probed + timeout / 4,
                 });
                 // A request that is under way ends the wait by itself.
                 let look = (!self.is_asking).then_some(leading.look_at.max(now));
@@ -811,3 +821,6 @@ fn apply(record: &mut Record, change: &Change) {
         Change::Finish { .. } => record.is_complete = true,
     }
 }
+
+#[cfg(test)]
+mod simulator;

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use super::super::world::{At, Checked, Job, Process, Sabotage, World, check, mix};
 use super::super::{Settings, WorkerId};
+use crate::membership::model::Random;
 
 /// In microseconds.
 type Time = u64;
@@ -60,6 +61,8 @@ enum Event {
     Resume(WorkerId),
     /// A worker that leaves and is not started again.
     Leave(u32),
+    /// A worker that is to leave in an orderly way, and comes back at the end.
+    Depart(u32),
     Fault(Fault, u32),
     Several(u32),
     Suspicion(u32, u32),
@@ -103,7 +106,7 @@ struct Plan {
 
 impl History {
     pub fn new(seed: u64, sabotage: Option<Sabotage>) -> History {
-        let mut random = Random(mix(seed));
+        let mut random = Random::new(seed);
         let workers = random.between(1, 6);
         let extra = if random.one_in(3) { random.between(1, 2) } else { 0 };
         let most = random.between(1, workers + extra);
@@ -151,6 +154,7 @@ impl History {
             random,
         };
         history.plan_history(workers as u32, extra as u32);
+        history.plan_departures(seed, workers as u32 + extra as u32);
         history
     }
 
@@ -212,6 +216,21 @@ impl History {
         self.plan(self.healed, Event::Heal);
     }
 
+    /// Some workers, or all, are to leave.
+    fn plan_departures(&mut self, seed: u64, all: u32) {
+        let mut random = Random::new(!seed);
+        if !self.is_disturbed || !random.one_in(4) {
+            return;
+        }
+        let window = self.healed - 10_000 * MS;
+        let (first, is_common) = (random.below(u64::from(all)) as u32, random.one_in(3));
+        let count = if is_common { all } else { random.between(1, u64::from(all)) as u32 };
+        for number in first..first + count {
+            let at = random.below(window);
+            self.plan(at, Event::Depart(number % all));
+        }
+    }
+
     fn stop(&mut self) -> Fault {
         Fault::Stop(match self.random.below(4) {
             0 => 5_000 * MS,
@@ -236,7 +255,7 @@ impl History {
 
     /// What differs if anything went another way.
     pub fn fingerprint(&self) -> (u64, u64, u64) {
-        (self.now, self.next, self.random.0)
+        (self.now, self.next, self.random.state())
     }
 
     pub fn run(&mut self) -> Checked {
@@ -272,8 +291,10 @@ impl History {
     fn check_epochs(&self) -> Checked {
         let count = |what| self.world.tally.counts.get(what).copied().unwrap_or(0);
         let starts = self.plans.len() as u64;
-        let faults =
-            count("stops") + count("wrong suspicions") + count("orderly ends taken for losses");
+        let faults = count("stops")
+            + count("departures")
+            + count("wrong suspicions")
+            + count("orderly ends taken for losses");
         let epochs = count("epochs");
         check(epochs <= 1 + 2 * (starts + faults), || format!("{epochs} epochs, {starts} starts"))
     }
@@ -316,7 +337,10 @@ impl History {
         }
         match event {
             Event::Start(id) => {
-                if !self.world.is_finished {
+                if self.living(id.number).is_some() {
+                    // It was to leave, and has yet to.
+                    self.plan(self.now + 10 * MS, event);
+                } else if !self.world.is_finished {
                     self.world.start(id);
                     self.plans.push(Plan::new(id));
                 }
@@ -383,6 +407,7 @@ impl History {
                     self.world.end(index);
                 }
             }
+            Event::Depart(number) => self.depart(number)?,
             Event::Fault(fault, number) => self.strike(fault, number),
             Event::Several(number) => {
                 self.world.tally.count("several at once");
@@ -438,6 +463,20 @@ impl History {
             let at = self.now + self.random.below(self.restart);
             self.plan(at, Event::Start(WorkerId { life: id.life + 1, ..id }));
         }
+    }
+
+    fn depart(&mut self, number: u32) -> Checked {
+        let Some(index) = self.living(number) else { return Ok(()) };
+        let id = self.world.processes[index].id;
+        if self.paused_until.is_some() || !self.world.depart(index)? {
+            self.plan(self.now + 10 * MS, Event::Depart(number));
+            return Ok(());
+        }
+        self.world.tally.count("departures");
+        self.plan_of(id).leaves = true;
+        let at = self.now.max(self.healed);
+        self.plan(at, Event::Start(WorkerId { life: id.life + 1, ..id }));
+        Ok(())
     }
 
     fn on_silence(&mut self, id: WorkerId) -> Checked {
@@ -656,23 +695,5 @@ fn point(at: At) -> u8 {
         At::Handing => 11,
         At::Over => 12,
         At::Gone => 13,
-    }
-}
-
-/// SplitMix64.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        mix(self.0) % limit
-    }
-
-    fn between(&mut self, least: u64, most: u64) -> u64 {
-        least + self.below(most - least + 1)
-    }
-
-    fn one_in(&mut self, limit: u64) -> bool {
-        self.below(limit) == 0
     }
 }

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::hash::{Hash, Hasher};
 
 use super::super::WorkerId;
-use super::training::State;
+use crate::membership::model::State;
 
 #[derive(Clone, Debug)]
 pub struct Process {
@@ -110,6 +110,7 @@ pub enum Up {
     Connected,
     Ready { after: u64, silent: Vec<usize> },
     Answered,
+    Stepped { epoch: u64 },
     Finished { epoch: u64 },
     Closed,
 }

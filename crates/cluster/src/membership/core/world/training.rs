@@ -3,17 +3,8 @@
 use std::collections::BTreeMap;
 
 use super::super::WorkerId;
-use super::{At, Checked, Process, Sabotage, Up, World, check, mix};
-
-/// The global batch has so many shards: the sum over all of them does not depend on their division.
-const SHARDS: u64 = 12;
-
-/// Weights after so many steps.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct State {
-    pub steps: u64,
-    pub weights: u64,
-}
+use super::{At, Checked, Process, Sabotage, Up, World, check};
+use crate::membership::model::{State, part, update};
 
 /// The members of an epoch, and what they have told each other.
 #[derive(Clone, Debug, Hash)]
@@ -23,6 +14,8 @@ pub struct Group {
     pub left: Vec<Option<Leave>>,
     /// A member was disturbed, so that the group may fail.
     pub is_faulty: bool,
+    /// Rank 0 has said that a step is complete.
+    pub has_stepped: bool,
     /// After how many steps the first member was asked to let others in.
     pub asked_at: Option<u64>,
     pub steps: Vec<Option<Option<u64>>>,
@@ -220,9 +213,7 @@ impl World {
     }
 
     fn part(&self, epoch: u64, rank: usize, state: State, bucket: usize) -> u64 {
-        let (rank, world) = (rank as u64, self.groups[&epoch].members.len() as u64);
-        let mine = rank * SHARDS / world..(rank + 1) * SHARDS / world;
-        mine.map(|shard| gradient(state, bucket, shard)).fold(0, u64::wrapping_add)
+        part(state, bucket, rank, self.groups[&epoch].members.len())
     }
 
     fn contribute(&mut self, epoch: u64, rank: usize, at: (u64, usize), part: (u64, bool)) {
@@ -246,8 +237,19 @@ impl World {
         let is_right = new == self.reference(new.steps);
         check(is_right, || format!("wrong weights of {id:?} after {} steps", new.steps))?;
         self.processes[index].state = Some(new);
+        self.say_stepped(index);
         let asked_at = self.groups[&epoch].asked_at.unwrap_or(new.steps);
         check(new.steps <= asked_at + 2, || "a spare is not let in".into())
+    }
+
+    /// It matters to workers that are to leave, which only the simulator has.
+    fn say_stepped(&mut self, index: usize) {
+        let Process { epoch, rank, .. } = self.processes[index];
+        let is_first = self.job.is_fair && rank == 0 && !self.group(epoch).has_stepped;
+        if is_first {
+            self.group(epoch).has_stepped = true;
+            self.processes[index].to_coordinator.push_back(Up::Stepped { epoch });
+        }
     }
 
     fn check_newest(&self, epoch: u64, what: &str) -> Checked {
@@ -333,25 +335,4 @@ impl World {
         };
         is_unseen && self.can_act(index)
     }
-}
-
-pub fn reference(steps: u64, buckets: usize) -> State {
-    let mut state = State { steps: 0, weights: 7 };
-    while state.steps < steps {
-        let sum = |bucket| {
-            let all = (0..SHARDS).map(|shard| gradient(state, bucket, shard));
-            all.fold(0, u64::wrapping_add)
-        };
-        let weights = update(state.weights, (0..buckets).map(sum));
-        state = State { steps: state.steps + 1, weights };
-    }
-    state
-}
-
-fn gradient(state: State, bucket: usize, shard: u64) -> u64 {
-    mix(mix(state.weights ^ mix(state.steps)) ^ mix(bucket as u64 * SHARDS + shard))
-}
-
-fn update(weights: u64, means: impl Iterator<Item = u64>) -> u64 {
-    means.fold(weights, |weights, mean| mix(weights ^ mean))
 }
