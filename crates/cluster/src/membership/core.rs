@@ -83,7 +83,8 @@ pub enum Input {
     Closed(WorkerId),
     /// The process of a worker has ended.
     Ended(WorkerId),
-    /// The machine of these workers cannot be reached any more. If that ever changes, they are too late.
+    /// The machine of these workers cannot be reached any more. They may [return](Input::Returned) before the next
+    /// epoch begins; after that they are too late.
     Vanished(Vec<WorkerId>),
     /// A worker is to leave the job, at the end of a step if it is in an epoch.
     Leaving(WorkerId),
@@ -360,9 +361,8 @@ impl Membership {
 
     fn on_vanished(&mut self, id: WorkerId) {
         let has_ended = self.ended.get(&id.number).is_some_and(|life| *life >= id.life);
-        let may_live = self.workers.contains_key(&id) || self.unseen.contains(&id) || !has_ended;
-        self.on_ended(id);
-        if self.members.contains(&id) && may_live {
+        let is_known = self.workers.remove(&id).is_some();
+        if self.members.contains(&id) && (is_known || !has_ended) {
             self.unseen.insert(id);
         }
     }
@@ -377,6 +377,15 @@ impl Membership {
     }
 
     fn on_returned(&mut self, now: Duration, id: WorkerId, stands: Stands) {
+        // One that has not heard of the present epoch may be about to.
+        let has_heard = match stands {
+            Stands::In(epoch) | Stands::Ready { after: epoch, .. } => epoch == self.epoch,
+            Stands::Starting => false,
+        };
+        if has_heard && self.unseen.remove(&id) {
+            // It is where it would be if it had never vanished.
+            self.workers.insert(id, Worker { phase: Phase::In, ..Worker::new(now) });
+        }
         let phase = self.workers.get(&id).map(|worker| worker.phase);
         match (phase, stands) {
             (Some(Phase::In), Stands::In(epoch)) if epoch == self.epoch => {
@@ -387,7 +396,7 @@ impl Membership {
                 self.on_ready(now, id, self.epoch, &silent);
             }
             (None, Stands::Starting) => self.on_connected(now, id),
-            (None, Stands::Ready { after: 0, silent }) => {
+            (None, Stands::Ready { after: 0, silent }) if !self.unseen.contains(&id) => {
                 self.on_connected(now, id);
                 self.on_ready(now, id, 0, &silent);
             }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{Decision, Input, Membership, Settings, WorkerId};
+use super::{Decision, Input, Membership, Settings, Stands, WorkerId};
 
 #[test]
 fn the_next_epoch_waits_for_the_end_of_a_member_that_is_killed() {
@@ -182,6 +182,30 @@ fn a_member_that_vanishes_twice_may_still_be_in_its_epoch() {
     }
     // No member of the last epoch has been seen to leave it.
     assert_eq!(job.core.epoch(), 1);
+}
+
+#[test]
+fn a_member_that_returns_before_the_next_epoch_is_where_it_was() {
+    let mut job = Job::of(2, 1);
+    job.begin();
+    job.hear(1, Input::Connected(worker(2)));
+    job.hear(1, Input::Ready { worker: worker(2), after: 0, silent: vec![] });
+    assert_eq!(job.hear(2, Input::Vanished(vec![worker(0), worker(1), worker(2)])), []);
+    let stands = Stands::Ready { after: 0, silent: vec![] };
+    assert_eq!(job.hear(3, Input::Returned { worker: worker(2), stands }), []);
+    let returned = |number, stands| Input::Returned { worker: worker(number), stands };
+    assert_eq!(job.hear(4, returned(0, Stands::In(1))), []);
+    let stands = Stands::Ready { after: 1, silent: vec![] };
+    assert_eq!(job.hear(5, returned(1, stands)), []);
+    let members = [worker(0), worker(1), worker(2)];
+    assert_eq!(job.hear(6, job.ready(0, 1, &[])), [begin(2, &members)]);
+    // That one has begun without it.
+    job.hear(7, Input::Vanished(vec![worker(2)]));
+    job.hear(8, job.ready(0, 2, &[]));
+    let members = [worker(0), worker(1)];
+    assert_eq!(job.hear(9, job.ready(1, 2, &[])), [begin(3, &members)]);
+    let killed = job.hear(10, returned(2, Stands::In(2)));
+    assert_eq!(killed, [Decision::Kill(worker(2))]);
 }
 
 #[test]

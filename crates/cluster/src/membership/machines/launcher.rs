@@ -539,7 +539,7 @@ impl Launcher {
         let leading = Leading { coordinator, followers, change: None, look_at };
         self.role = Role::Leading(Box::new(leading));
         if let Some(former) = self.former.take() {
-            // It could not be reached: whatever its workers do, they are too late.
+            // It could not be reached: the others do not wait for its workers.
             let lost = members.into_iter().filter(|id| former.has(*id)).collect();
             self.lose_workers(now, lost);
         }

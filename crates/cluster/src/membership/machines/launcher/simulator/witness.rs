@@ -190,7 +190,7 @@ impl World {
         // The leader may have yet to hear of the end of one.
         let has_state = |other: &Process| {
             let is_there = other.is_alive || self.now < other.ended + 3 * self.timeout;
-            other.state.is_some() && is_there && !other.is_released && !other.is_doomed
+            other.state.is_some() && is_there && !other.is_released
         };
         let is_last = !self.processes.iter().any(has_state);
         // A machine that the present leader does not know finds no heirs.
