@@ -290,6 +290,11 @@ fn start(launch: &Launch) -> anyhow::Result<ExitCode> {
             if history.epochs > 1 && !launch.quiet {
                 say!("unisono: {}", told(&history));
             }
+            if let (Outcome::NoProgress { .. }, Some(shard)) = (&outcome, history.poison()) {
+                say!(
+                    "unisono: each rank that was lost was computing shard {shard}: look at its data"
+                );
+            }
             let is_complete = matches!(outcome, Outcome::Success | Outcome::Interrupted { .. });
             let Some(result) = result.filter(|_| is_complete) else {
                 return Ok(ExitCode::from(outcome.exit_code()));

@@ -58,6 +58,8 @@ pub struct ElasticJob {
     silent: Vec<usize>,
     /// What was measured when the group of that epoch formed.
     costs: Option<Costs>,
+    /// Whether it is to say which shard it computes.
+    is_careful: bool,
     /// Where workers that join get this one's state, if it has a model.
     server: Option<StateServer>,
 }
@@ -117,8 +119,8 @@ impl ElasticJob {
             return Ok(None);
         };
         let ip = own_address(client.ip())?;
-        let (epoch, silent, costs, server) = (0, Vec::new(), None, None);
-        Ok(Some(ElasticJob { client, options, ip, epoch, silent, costs, server }))
+        let (silent, costs, is_careful, server) = (Vec::new(), None, false, None);
+        Ok(Some(ElasticJob { client, options, ip, epoch: 0, silent, costs, is_careful, server }))
     }
 
     /// Waits until this worker is in an epoch, and forms its group. `None` when the run is complete.
@@ -178,7 +180,7 @@ impl ElasticJob {
                 Next::Epoch(view) => view,
                 Next::Over => return Ok(None),
             };
-            self.epoch = view.epoch;
+            (self.epoch, self.is_careful) = (view.epoch, view.is_careful);
             if let Some(donor) = self.donor() {
                 donor.enter_epoch(&view.members);
             }
@@ -216,6 +218,15 @@ impl ElasticJob {
             }
             Error::EpochEnded { .. } | Error::Aborted { .. } => Ok(()),
             error => Err(error.clone().into()),
+        }
+    }
+
+    /// Notes which shard this worker begins to compute, or that it has computed all of a step. After several epochs
+    /// without a step the launcher is told: it may be that a shard kills its workers.
+    pub fn note_shard(&self, shard: Option<usize>) -> Result<(), ElasticError> {
+        match self.is_careful {
+            true => Ok(self.client.computing(shard)?),
+            false => Ok(()),
         }
     }
 

@@ -118,9 +118,12 @@ pub fn lead(args: &TrainArgs) -> anyhow::Result<ExitCode> {
 
 /// The shards that all workers had which were lost: one of them may be too much for any worker.
 fn suspects(history: &History, plan: &RunPlan) -> String {
+    if let Some(shard) = history.poison() {
+        return format!("; each of them was computing shard {shard}: look at its data");
+    }
     let Ok(shards) = Shards::new(plan.shards, 1) else { return String::new() };
     let is_common = |shard: &usize| {
-        history.lost_since.iter().all(|(rank, world)| shards.of(*rank, *world).contains(shard))
+        history.lost_since.iter().all(|lost| shards.of(lost.rank, lost.world).contains(shard))
     };
     let common: Vec<String> = (0..plan.shards).filter(is_common).map(|s| s.to_string()).collect();
     match &common[..] {
@@ -274,7 +277,8 @@ fn epoch(
             from_checkpoint: has_gone_back,
         })?)
     };
-    if part.train(group, || job.is_asked_to_regroup(), stepped)? == Until::Regroup {
+    let computing = |shard| Ok(job.note_shard(shard)?);
+    if part.train(group, || job.is_asked_to_regroup(), computing, stepped)? == Until::Regroup {
         // What a codec remembers is with the worker of each shard, and that changes.
         if plan.compression.is_some() {
             *kept = part.computation.keep(group)?;

@@ -51,11 +51,12 @@ impl<'a> Part<'a> {
     }
 
     /// Trains until the run is over, or until all workers agree to leave the group, which a worker votes for
-    /// when `wants_regroup`. Calls `stepped` after each step.
+    /// when `wants_regroup`. Calls `computing` before each shard, and after the last, and `stepped` after each step.
     pub fn train(
         &mut self,
         group: &Group,
         wants_regroup: impl Fn() -> bool,
+        computing: impl Fn(Option<usize>) -> anyhow::Result<()>,
         mut stepped: impl FnMut(u64, &unisono::sync::StepOutcome) -> anyhow::Result<()>,
     ) -> anyhow::Result<Until> {
         let Part { plan, computation, rank_zero, recorder, .. } = self;
@@ -70,7 +71,10 @@ impl<'a> Part<'a> {
                 computation.synchronizer().vote_to_regroup();
             }
             crash::point("step");
+            let mut own = computation.synchronizer().shards();
+            computing(own.next())?;
             while computation.shard(step, slowness)? {
+                computing(own.next())?;
                 crash::point("shard");
                 // What is computed for a group that has failed is in vain.
                 if let Some(error) = group.failure() {

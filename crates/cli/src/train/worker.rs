@@ -77,7 +77,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         (recorder, _) => recorder?,
     };
     let mut part = Part::new(&plan, computation, rank_zero, recorder, stop);
-    part.train(group, || false, |_, _| Ok(()))?;
+    part.train(group, || false, |_| Ok(()), |_, _| Ok(()))?;
     let told = part.sum_up(scaling, args.json).and_then(|text| match text {
         Some(text) => Ok(output::text_out(&text)?),
         None => Ok(()),

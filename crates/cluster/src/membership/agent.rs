@@ -112,6 +112,7 @@ impl Agent {
             }
             ToCoordinator::Alive => Report::Alive,
             ToCoordinator::Stepped(first) => Report::Stepped(first),
+            ToCoordinator::Computing(shard) => Report::Computing(shard.map(|shard| shard as usize)),
             ToCoordinator::Look => Report::Look,
             ToCoordinator::Finished { epoch, result } => {
                 self.result = Some((epoch, result));

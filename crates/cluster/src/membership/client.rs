@@ -75,6 +75,8 @@ pub struct View {
     pub members: Vec<WorkerId>,
     /// Where they can be reached, by rank.
     pub addresses: Vec<Vec<u8>>,
+    /// Whether this worker is to say which shard it [computes](Client::computing).
+    pub is_careful: bool,
     /// What its connections prove.
     pub token: Token,
 }
@@ -227,6 +229,11 @@ impl Client {
         }
     }
 
+    /// Tells which shard this worker begins to compute, or that it has computed all of a step.
+    pub fn computing(&self, shard: Option<usize>) -> Result<(), MembershipError> {
+        self.say(&ToCoordinator::Computing(shard.map(|shard| shard as u64)))
+    }
+
     /// Tells that the first step of an epoch is complete.
     pub fn stepped(&self, first: FirstStep) -> Result<(), MembershipError> {
         self.say(&ToCoordinator::Stepped(first))
@@ -309,12 +316,12 @@ impl Listener {
                 return Ok(());
             }
             ToWorker::Finish => Next::Over,
-            ToWorker::Begin { epoch, members, addresses } => {
+            ToWorker::Begin { epoch, members, addresses, is_careful } => {
                 let rank = members.iter().position(|id| *id == self.id);
                 let rank = rank.filter(|_| members.len() == addresses.len());
                 let rank = rank.ok_or(FrameError::Malformed)?;
                 let token = epoch_token(&self.token, epoch);
-                Next::Epoch(View { epoch, rank, members, addresses, token })
+                Next::Epoch(View { epoch, rank, members, addresses, is_careful, token })
             }
         };
         self.shared.lock().next = Some(next);

@@ -15,6 +15,11 @@ use super::events::{Happened, Observer, Occurrence, Sign};
 /// accident end the run.
 const FRUITLESS: u32 = 30;
 
+/// Epochs in a row that may end before a step is complete until members are asked to say which shard they compute.
+/// More: a shard that kills its workers is named by fewer losses. Fewer: messages for workers that were lost by
+/// accident.
+const CAREFUL: u32 = 3;
+
 /// What a machine reports of one of its workers.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) enum Report {
@@ -27,6 +32,8 @@ pub(super) enum Report {
     },
     Alive,
     Stepped(FirstStep),
+    /// It begins to compute this shard, or has computed all.
+    Computing(Option<usize>),
     /// It wants to know where the members are.
     Look,
     /// It has handed in the result of the run.
@@ -110,8 +117,30 @@ pub struct History {
     pub workers_joined: u64,
     /// How the run went on each time.
     pub recoveries: Vec<Recovery>,
-    /// The members that were lost since a step was last complete: their ranks, and of how many.
-    pub lost_since: Vec<(usize, usize)>,
+    /// The members that were lost since a step was last complete.
+    pub lost_since: Vec<LostMember>,
+}
+
+/// A member that was lost before its epoch had completed a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LostMember {
+    /// Its rank.
+    pub rank: usize,
+    /// The members of the epoch.
+    pub world: usize,
+    /// The shard that it had said to compute, if it was asked to say so.
+    pub shard: Option<usize>,
+}
+
+impl History {
+    /// The shard that most members were computing when they were lost, again and again: of those that had said
+    /// which.
+    pub fn poison(&self) -> Option<usize> {
+        let shards: Vec<usize> = self.lost_since.iter().filter_map(|lost| lost.shard).collect();
+        let count = |shard: &usize| shards.iter().filter(|other| *other == shard).count();
+        let most = shards.iter().copied().max_by_key(count)?;
+        (shards.len() > 1 && 2 * count(&most) > shards.len()).then_some(most)
+    }
 }
 
 /// The coordinator of a job.
@@ -133,6 +162,8 @@ pub(super) struct Coordinator {
     told_over: bool,
     /// The first step of the newest epoch that has completed one.
     first_step: Option<FirstStep>,
+    /// The shard that each member computes, as far as it was asked to say so.
+    computing: HashMap<WorkerId, usize>,
     /// Whether a step is complete in this epoch, and how many before it have ended without.
     has_stepped: bool,
     fruitless: u32,
@@ -182,6 +213,7 @@ impl Coordinator {
             is_broken: false,
             told_over: false,
             first_step: None,
+            computing: HashMap::new(),
             has_stepped: false,
             fruitless: 0,
             is_ending: false,
@@ -334,6 +366,21 @@ impl Coordinator {
                 let finished = finished.map(|epoch| Input::Finished { worker, epoch });
                 return [Input::Returned { worker, stands }].into_iter().chain(finished).collect();
             }
+            Report::Computing(shard) => {
+                match shard {
+                    Some(shard) => drop(self.computing.insert(worker, shard)),
+                    None => drop(self.computing.remove(&worker)),
+                }
+                // Its end may have been seen before its last words were read.
+                let rank = self.members.iter().position(|member| *member == worker);
+                let mut lost = self.history.lost_since.iter_mut().rev();
+                if let Some(rank) = rank.filter(|_| self.lost.contains(&worker))
+                    && let Some(lost) = lost.find(|lost| lost.rank == rank)
+                {
+                    lost.shard = shard;
+                }
+                return Vec::new();
+            }
             Report::Look => {
                 let seen = self.seen();
                 self.tell(worker, seen);
@@ -441,7 +488,10 @@ impl Coordinator {
         self.note(now, Occurrence::Epoch { epoch, members: members.to_vec() });
         let address = |worker| self.addresses.get(worker).cloned().unwrap_or_default();
         let addresses = members.iter().map(address).collect();
-        let message = ToWorker::Begin { epoch, members: members.to_vec(), addresses };
+        self.computing.clear();
+        let is_careful = self.fruitless >= CAREFUL;
+        let members_too = members.to_vec();
+        let message = ToWorker::Begin { epoch, members: members_too, addresses, is_careful };
         members.iter().for_each(|worker| self.tell(*worker, message.clone()));
     }
 
@@ -456,9 +506,11 @@ impl Coordinator {
     fn note_lost(&mut self, now: Duration, worker: WorkerId, sign: Sign) {
         let rank = self.members.iter().position(|member| *member == worker);
         if let Some(rank) = rank {
-            let lost = (rank, self.members.len());
+            let shard = self.computing.get(&worker).copied();
+            let lost = LostMember { rank, world: self.members.len(), shard };
             // Its connection closes, and its process ends.
-            if !self.has_stepped && self.history.lost_since.last() != Some(&lost) {
+            let is_known = self.lost.contains(&worker);
+            if !self.has_stepped && !is_known {
                 self.history.lost_since.push(lost);
             }
             self.is_broken = true;

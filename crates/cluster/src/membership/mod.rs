@@ -25,7 +25,7 @@ pub mod machines;
 mod model;
 
 pub use client::{Client, MembershipError, Next, Seen, View};
-pub use coordinator::{FirstStep, History, Recovery};
+pub use coordinator::{FirstStep, History, LostMember, Recovery};
 pub use core::{Membership, Settings, WorkerId};
 pub use embedded::Embedded;
 pub use events::{Happened, Observer, Occurrence, Sign};
@@ -122,6 +122,8 @@ enum ToCoordinator {
     Finished { epoch: u64, result: Vec<u8> },
     /// It is in no epoch yet, and asks where the members of the present one are.
     Look,
+    /// It begins to compute this shard, or has computed all.
+    Computing(Option<u64>),
 }
 
 /// What the coordinator says.
@@ -131,6 +133,8 @@ enum ToWorker {
         epoch: u64,
         members: Vec<WorkerId>,
         addresses: Vec<Vec<u8>>,
+        /// Whether members are to say which shard they compute.
+        is_careful: bool,
     },
     AskToRegroup {
         epoch: u64,

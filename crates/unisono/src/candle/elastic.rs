@@ -216,7 +216,14 @@ impl<'a> ElasticReplica<'a> {
             return None;
         }
         crash::point("shard");
-        self.replica.next_shard()
+        let shard = self.replica.next_shard();
+        if let Home::Elastic { job, .. } = &self.home
+            && let Err(error) = job.note_shard(shard)
+        {
+            // A launcher that is gone is noticed soon enough.
+            log::debug!("{error}");
+        }
+        shard
     }
 
     /// As [`Replica::backward`].

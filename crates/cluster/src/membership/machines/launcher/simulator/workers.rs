@@ -338,6 +338,8 @@ impl World {
             ToWorker::Over { epoch } => process.over = epoch.max(process.over),
             ToWorker::Probe => self.say(index, Up::Alive),
             ToWorker::Finish => process.next = Some(Next::Over),
+            // Workers of the simulator do not look for the state before they are ready.
+            ToWorker::Seen { .. } => {}
         }
         Ok(())
     }
