@@ -330,6 +330,48 @@ fn codecs_go_back_to_the_last_checkpoint_by_themselves() {
     }
 }
 
+/// With an optimizer that remembers nothing, and as many workers in every round, the round that is computed again
+/// gives what the one that was lost would have given.
+#[test]
+fn workers_with_local_steps_compute_the_round_again() {
+    for strategy in ["local:5", "diloco:5"] {
+        let desk = Desk::new();
+        let arguments =
+            format!("{SMALL} --steps {STEPS} --strategy {strategy} --optimizer sgd --workers 2");
+        let whole = desk.train(&arguments);
+        let mut lost = 0;
+        for plan in [
+            "shard,1,3,kill",
+            "computed,0,8,kill",
+            "computed,1,10,kill",
+            "applied,0,10,kill",
+            "applied,1,7,kill",
+            "trained,1,1,kill",
+            "computed,0,3,stop",
+        ] {
+            let ended = with_crashes(&desk, &format!("{arguments} --min-workers 2"), plan);
+            lost += assert_survived(&ended, plan, &whole).count("workers_lost");
+        }
+        assert_eq!(lost, 7, "{strategy}");
+    }
+}
+
+/// Replicas that differ would end the run: they are compared all the time.
+#[test]
+fn workers_with_local_steps_survive_random_kills() {
+    for strategy in ["local:4", "diloco:6"] {
+        let desk = Desk::new();
+        let arguments = format!("{SMALL} --steps 1500 --strategy {strategy} --workers 3");
+        let mut victim = Victim::start(&desk, &arguments, 17);
+        (0..6).for_each(|_| victim.kill());
+        let kills = victim.kills;
+        let summary = victim.job.wait().summary();
+        assert_eq!(summary.count("step"), 1500);
+        assert!(kills > 0 && summary.count("workers_lost") > 0, "{}", summary.object);
+        assert!(summary.object["final_loss"].as_f64().unwrap() < 1.0, "{}", summary.object);
+    }
+}
+
 #[test]
 fn when_all_are_lost_at_once_the_run_goes_on_from_its_checkpoint_or_its_beginning() {
     for kept in ["--checkpoint-dir kept --checkpoint-every 50", ""] {
@@ -422,7 +464,8 @@ fn a_run_that_is_told_to_stop_saves_and_can_be_resumed() {
 fn what_makes_no_sense_with_it_is_refused() {
     let desk = Desk::new();
     for (arguments, about) in [
-        ("--elastic --strategy local:4", "--strategy all-reduce"),
+        ("--elastic --strategy diloco:4,delay=1", "without streams and delay"),
+        ("--elastic --strategy local:4 --codec int8", "--codec: leave it out"),
         ("--elastic --strategy ssp:3", "--elastic"),
         ("--elastic --model replay:resnet50", "replayed"),
         ("--elastic --min-workers 3 --workers 2", "--min-workers 3: use 1 to 2"),

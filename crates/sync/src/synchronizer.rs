@@ -198,7 +198,13 @@ impl Synchronizer {
     /// [restored](Synchronizer::restore). After any other error it belongs to no group: steps fail with
     /// [`SyncError::NoGroup`], and this can be called again, with the next one.
     pub fn regroup(&self, group: Option<&Group>) -> Result<(), SyncError> {
-        let survives = self.lock().leave();
+        self.regroup_from(group, false)
+    }
+
+    /// As [`Synchronizer::regroup`]. A caller that has kept what the strategy remembered when the workers agreed last
+    /// loses nothing: it goes back there, and puts back what is [shared](Synchronizer::each_shared).
+    pub fn regroup_from(&self, group: Option<&Group>, is_kept: bool) -> Result<(), SyncError> {
+        let survives = self.lock().leave() || is_kept;
         // No lock is held while ranks wait for each other.
         let formed = Step::new(group, &self.parameters, &self.settings, survives);
         let mut guard = self.lock();
@@ -466,6 +472,18 @@ impl Synchronizer {
     /// Whether the workers step by themselves.
     pub fn has_local_steps(&self) -> bool {
         self.lock().queue.strategy().is_local()
+    }
+
+    /// Whether workers that agree now and then can go back to where they have agreed last: weights, optimizer state
+    /// and what is [shared](Synchronizer::each_shared) are all that is needed for it. Only where updates are
+    /// [withheld](Settings::withhold), so that a run that does not want it does not pay for it.
+    pub fn has_rounds(&self) -> bool {
+        self.settings.withhold && self.lock().queue.strategy().has_rounds()
+    }
+
+    /// Calls `each` with what workers have in common besides the weights after they have agreed.
+    pub fn each_shared(&self, each: &mut dyn FnMut(&mut [f32])) {
+        self.lock().queue.strategy().each_shared(each);
     }
 
     /// Whether weights and optimizer state are all of a run, because the strategy carries nothing from step to step:

@@ -272,7 +272,7 @@ fn epoch(
             epoch: job.epoch(),
             step,
             compute: outcome.times.compute.as_secs_f64(),
-            redone: before == Some(steps),
+            redone: before.is_some_and(|before| before >= steps),
             behind: regrouped.behind as u64,
             from_checkpoint: has_gone_back,
         })?)

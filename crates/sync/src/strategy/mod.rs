@@ -137,6 +137,19 @@ pub trait Strategy: Send {
         true
     }
 
+    /// Whether the weights, and the [shared](Strategy::each_shared) vectors, as they are right after the workers have
+    /// agreed, are all that a worker needs to go on from there in another group, besides the state of its
+    /// optimizer. By default it has no use for that.
+    fn has_rounds(&self) -> bool {
+        false
+    }
+
+    /// Calls `each` with every vector, besides the weights, that is equal on all ranks after they have agreed, and
+    /// that a rank needs to go on.
+    fn each_shared(&mut self, each: &mut dyn FnMut(&mut [f32])) {
+        let _ = each;
+    }
+
     /// Calls `each` at rank 0 with every vector that must be remembered from step to step, by its
     /// name. All ranks must call it, between steps.
     fn save(&mut self, group: &Group, each: &mut Save<'_>) -> Result<(), SyncError> {

@@ -368,7 +368,8 @@ impl<'a> ElasticReplica<'a> {
         if let Some(synchronizer) = replica.synchronizer() {
             synchronizer.begin_step();
         }
-        let is_redone = self.failed_after.take() == Some(self.replica.steps());
+        let steps = self.replica.steps();
+        let is_redone = self.failed_after.take().is_some_and(|failed_after| failed_after >= steps);
         self.first = match &self.home {
             Home::Elastic { job, group: Some(group) } if group.rank() == 0 => Some(FirstStep {
                 epoch: job.epoch(),

@@ -30,6 +30,16 @@ pub struct Agreeing {
     has_state: bool,
     /// Where workers that join get the state from.
     pub(super) handing: Option<Handing>,
+    /// Where workers that agree now and then go back to in another group.
+    round: Option<Round>,
+}
+
+/// What a worker had when all had agreed last.
+struct Round {
+    steps: u64,
+    weights: Vec<Vec<f32>>,
+    optimizer: Vec<Vec<f32>>,
+    shared: Vec<Vec<f32>>,
 }
 
 /// What happened when workers went on in another group.
@@ -85,8 +95,8 @@ impl Agreeing {
     ) -> Result<Agreeing, WorkerError> {
         let optimizer = spec.build(&lengths(&parameters))?;
         let synchronizer = Arc::new(Synchronizer::new(group, parameters, settings)?);
-        let (spec, steps, has_state, handing) = (*spec, 0, false, None);
-        Ok(Agreeing { synchronizer, spec, optimizer, steps, has_state, handing })
+        let (spec, steps, has_state, handing, round) = (*spec, 0, false, None, None);
+        Ok(Agreeing { synchronizer, spec, optimizer, steps, has_state, handing, round })
     }
 
     /// What takes the gradients.
@@ -128,6 +138,7 @@ impl Agreeing {
         self.broadcast(group, weights)?;
         self.synchronizer.go_on_from(0);
         self.synchronizer.begin(weights);
+        self.keep_round(weights);
         Ok(())
     }
 
@@ -153,9 +164,11 @@ impl Agreeing {
         weights: &mut dyn Weights,
         (frozen, number): (&mut dyn Weights, usize),
     ) -> Result<Regrouped, WorkerError> {
-        let regrouped = self.synchronizer.regroup(Some(group));
+        let is_kept = self.go_back(weights);
+        let regrouped = self.synchronizer.regroup_from(Some(group), is_kept);
         if let Err(SyncError::StateLost { .. }) = regrouped {
             self.lose_state();
+            self.round = None;
         }
         regrouped?;
         let own = if self.has_state { self.steps as i64 } else { -1 };
@@ -168,6 +181,7 @@ impl Agreeing {
         };
         let behind = all.iter().filter(|steps| **steps != all[donor]).count();
         let mut transfer = Transfer::new(group, donor, all[group.rank()] == all[donor]);
+        self.put_back_shared();
         if behind > 0 {
             if !transfer.holds {
                 self.lose_state();
@@ -175,11 +189,19 @@ impl Agreeing {
             transfer.weights(weights, self.parameters().len())?;
             transfer.weights(frozen, number)?;
             self.transfer_optimizer(&mut transfer)?;
+            let mut outcome = Ok(());
+            self.synchronizer.each_shared(&mut |values| {
+                if outcome.is_ok() {
+                    outcome = transfer.values(values);
+                }
+            });
+            outcome?;
         }
         self.steps = all[donor].expect("a donor has state");
         self.has_state = true;
         self.synchronizer.go_on_from(self.steps);
         self.synchronizer.begin(weights);
+        self.keep_round(weights);
         Ok(Regrouped { steps: self.steps, donor: Some(donor), behind, bytes: transfer.bytes })
     }
 
@@ -188,6 +210,44 @@ impl Agreeing {
     /// update or of a transfer.
     pub fn has_state(&self) -> bool {
         self.has_state
+    }
+
+    /// The workers have agreed: from here they go on in another group, if this one fails.
+    fn keep_round(&mut self, weights: &dyn Weights) {
+        if !self.synchronizer.has_rounds() {
+            return;
+        }
+        let count = self.parameters().len();
+        let states = (0..count).flat_map(|parameter| self.optimizer.state(parameter));
+        let optimizer = states.map(<[f32]>::to_vec).collect();
+        let mut shared = Vec::new();
+        self.synchronizer.each_shared(&mut |values| shared.push(values.to_vec()));
+        let (steps, weights) = (self.steps, weights.to_vecs(count));
+        self.round = Some(Round { steps, weights, optimizer, shared });
+    }
+
+    /// Goes back to where the workers have agreed last; whether they agree now and then.
+    fn go_back(&mut self, weights: &mut dyn Weights) -> bool {
+        let Some(round) = &self.round else { return false };
+        weights.set_all(&round.weights);
+        let mut saved = round.optimizer.iter();
+        for parameter in 0..self.synchronizer.parameters().len() {
+            for (state, saved) in self.optimizer.state_mut(parameter).into_iter().zip(&mut saved) {
+                state.copy_from_slice(saved);
+            }
+        }
+        (self.steps, self.has_state) = (round.steps, true);
+        true
+    }
+
+    /// Gives the strategy of a new group what was shared when the workers agreed last.
+    fn put_back_shared(&self) {
+        let mut saved = self.round.iter().flat_map(|round| &round.shared);
+        self.synchronizer.each_shared(&mut |values| {
+            if let Some(saved) = saved.next() {
+                values.copy_from_slice(saved);
+            }
+        });
     }
 
     /// The weights and the optimizer's state are about to become those of no step.
@@ -228,6 +288,9 @@ impl Agreeing {
         }
         self.synchronizer.agree(weights, &mut outcome)?;
         self.has_state = had_state;
+        if outcome.agreed {
+            self.keep_round(weights);
+        }
         Ok(outcome)
     }
 
@@ -301,6 +364,7 @@ impl Agreeing {
         find: &Find<'_>,
     ) -> Result<(), WorkerError> {
         self.lose_state();
+        self.round = None;
         if group.rank() == 0 {
             let missing = |name: String| WorkerError::Missing { name };
             for (number, parameter) in self.parameters().iter().enumerate() {

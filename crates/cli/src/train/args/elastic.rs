@@ -2,6 +2,8 @@
 
 use anyhow::ensure;
 use unisono::insight::units::counted;
+use unisono::sync::strategy::StrategySpec;
+use unisono::worker::Consistency;
 
 use super::{ElasticPlan, TrainArgs};
 
@@ -15,15 +17,31 @@ impl TrainArgs {
         self.elastic
     }
 
+    /// Whether workers agree now and then, on all weights at once.
+    fn has_rounds(&self) -> bool {
+        match self.strategy {
+            Consistency::Agreeing(StrategySpec::Local(_)) => true,
+            Consistency::Agreeing(StrategySpec::Diloco(diloco)) => {
+                diloco.streams() == 1 && diloco.delay() == 0
+            }
+            _ => false,
+        }
+    }
+
     /// What makes the run elastic, if it is; and refuses what makes no sense then.
     pub(super) fn elastic(&self) -> anyhow::Result<Option<ElasticPlan>> {
         if !self.elastic {
             return Ok(None);
         }
         ensure!(
-            self.agrees_always(),
-            "--elastic is for workers that agree in every step; leave it out, or use --strategy \
-             all-reduce instead of {}",
+            self.agrees_always() || self.has_rounds(),
+            "--elastic is for workers that agree in every step, or on all weights at once; leave it out, or use \
+             --strategy all-reduce, local or diloco without streams and delay instead of {}",
+            self.strategy
+        );
+        ensure!(
+            self.agrees_always() || !self.encodes(),
+            "--codec: leave it out with --elastic --strategy {}",
             self.strategy
         );
         ensure!(

@@ -334,6 +334,19 @@ impl Strategy for LocalSteps {
         step == 0
     }
 
+    /// With streams or a delay, some of the weights are always under way.
+    fn has_rounds(&self) -> bool {
+        let is_whole = self.schedule.groups() == 1 && self.schedule.delay() == 0;
+        is_whole && self.travel.strategy().survives_regroup(u64::MAX)
+    }
+
+    /// The momentum of the outer optimizer.
+    fn each_shared(&mut self, each: &mut dyn FnMut(&mut [f32])) {
+        for parameter in 0..self.agreed.len() {
+            self.outer.state_mut(parameter).into_iter().for_each(&mut *each);
+        }
+    }
+
     fn agreed(&self, parameter: usize) -> Option<&[f32]> {
         Some(&self.agreed[parameter])
     }
