@@ -4,7 +4,10 @@
 //! [the witness](witness) forbids; when they are over, every run must come to its end, and all launchers must
 //! learn of it. `UNISONO_TEST_SEED` repeats one history.
 
+mod faults;
 mod hosts;
+mod links;
+mod store;
 mod witness;
 mod workers;
 mod world;
