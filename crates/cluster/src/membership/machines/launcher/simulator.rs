@@ -136,6 +136,9 @@ fn survive(seeds: impl Iterator<Item = u64>) -> Tally {
             println!("seed {seed}, at {} µs: {wrong}", world.now);
         }
         total.add(&world.tally);
+        if seed % 10_000 == 9_999 {
+            println!("histories up to {seed}: {failures} went wrong");
+        }
     }
     assert_eq!(failures, 0, "histories that went wrong");
     total
