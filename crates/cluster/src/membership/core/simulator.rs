@@ -161,6 +161,9 @@ fn survive(seeds: impl Iterator<Item = u64>) -> Tally {
             panic!("seed {seed}, at {:?}: {wrong}", history.world().now);
         }
         total.add(&history.world().tally);
+        if seed % 10_000 == 9_999 {
+            println!("histories up to {seed} ended well");
+        }
     }
     total
 }

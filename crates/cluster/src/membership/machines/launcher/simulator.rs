@@ -4,7 +4,10 @@
 //! [the witness](witness) forbids; when they are over, every run must come to its end, and all launchers must
 //! learn of it. `UNISONO_TEST_SEED` repeats one history.
 
+mod faults;
 mod hosts;
+mod links;
+mod store;
 mod witness;
 mod workers;
 mod world;
@@ -133,6 +136,9 @@ fn survive(seeds: impl Iterator<Item = u64>) -> Tally {
             println!("seed {seed}, at {} µs: {wrong}", world.now);
         }
         total.add(&world.tally);
+        if seed % 10_000 == 9_999 {
+            println!("histories up to {seed}: {failures} went wrong");
+        }
     }
     assert_eq!(failures, 0, "histories that went wrong");
     total

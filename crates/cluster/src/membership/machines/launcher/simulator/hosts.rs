@@ -1,23 +1,17 @@
-//! Machines: the launcher of each, which is the real one, and what is around it: connections between launchers,
-//! the record, and the processes that it starts.
+//! Machines: the launcher of each, which is the real one, and what comes to it and from it.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
+use super::store::{Answer, Request};
 use super::workers::Up;
 use super::world::{Event, MS, Sabotage, Time, World};
 use crate::membership::ToWorker;
 use crate::membership::coordinator::Report;
 use crate::membership::core::{Stands, WorkerId};
 use crate::membership::machines::launcher::{Command, Input, Launcher, Message, Role};
-use crate::membership::machines::record::{Applicant, Machine, Record};
+use crate::membership::machines::record::Machine;
 use crate::membership::model::{Checked, check};
-
-/// How long a launcher tries to open a connection, and to have an answer of the store, and how long it pauses
-/// before it asks the store again.
-const DIALING: Time = 2_000 * MS;
-const ANSWER: Time = 200 * MS;
-const PAUSE: Time = 100 * MS;
 
 /// More commands of one launcher in a second mean that it spins.
 const SPINNING: u32 = 1_500;
@@ -47,18 +41,6 @@ pub struct Host {
     commands: (Time, u32),
 }
 
-#[derive(Clone, Debug)]
-pub enum Request {
-    Read,
-    Write(Box<Record>, u64),
-}
-
-#[derive(Clone, Debug)]
-pub enum Answer {
-    Read(Box<Record>, u64),
-    Written(u64),
-}
-
 /// What comes to a launcher.
 #[derive(Clone, Debug)]
 pub enum Brought {
@@ -73,28 +55,6 @@ pub enum Brought {
     Worker(WorkerId, Up),
     Ended(WorkerId),
     Leave,
-}
-
-/// A connection from one launcher to another, or an attempt.
-pub struct Link {
-    pub from: usize,
-    pub to: usize,
-    pub is_open: bool,
-    pub up: VecDeque<Option<Message>>,
-    pub down: VecDeque<Option<Message>>,
-    pub last_up: Time,
-    pub last_down: Time,
-    pub closed_up: bool,
-    pub closed_down: bool,
-}
-
-/// The one key.
-#[derive(Default)]
-pub struct Store {
-    pub record: Option<(Record, u64)>,
-    pub away_until: Time,
-    /// Until then answers get lost, now and then.
-    pub flaky_until: Time,
 }
 
 impl Host {
@@ -142,314 +102,14 @@ impl World {
         Duration::from_micros(self.now)
     }
 
+    pub fn number(&self, host: usize) -> u32 {
+        self.hosts[host].me.as_ref().map_or(u32::MAX, |me| me.number)
+    }
+
     pub fn are_cut(&self, one: usize, other: usize) -> bool {
         let pair = (one.min(other), one.max(other));
         self.cuts.get(&pair).is_some_and(|until| *until > self.now)
     }
-
-    fn has_store(&self, host: usize) -> bool {
-        self.now >= self.store.away_until.max(self.hosts[host].no_store_until)
-    }
-
-    // Joining.
-
-    /// A launcher on a new machine reads the record, and will write itself into it.
-    pub fn apply_to_join(&mut self, host: usize) {
-        if !self.hosts[host].is_alive {
-            return;
-        }
-        if !self.has_store(host) {
-            return self.plan(self.now + PAUSE, Event::Apply(host));
-        }
-        let revision = self.store.record.as_ref().map_or(0, |(_, revision)| *revision);
-        let found = self.store.record.as_ref().map(|(record, _)| record.clone());
-        let settings = &self.settings;
-        let applicant = Applicant {
-            workers: self.hosts[host].workers,
-            address: ([10, 0, (host >> 8) as u8, host as u8], 4_000).into(),
-            host: format!("host {host}"),
-            least: settings.least as u32,
-            most: settings.most as u32,
-            token: Some("t".into()),
-        };
-        match Record::join(found, applicant) {
-            // The job is over.
-            Err(_) => self.hosts[host].is_alive = false,
-            Ok((me, record)) => {
-                let at = self.now + self.random.below(self.answer);
-                self.plan(at, Event::Enroll(host, Box::new((me, record)), revision));
-            }
-        }
-    }
-
-    pub fn enroll(&mut self, host: usize, me: Machine, record: Record, revision: u64) -> Checked {
-        if !self.hosts[host].is_alive {
-            return Ok(());
-        }
-        if !self.has_store(host) {
-            self.plan(self.now + PAUSE, Event::Apply(host));
-            return Ok(());
-        }
-        let written = self.replace(host, revision, &record)?;
-        if self.loses_answer() {
-            // It asks once more, or gives up and begins anew.
-            let event = match self.random.one_in(2) {
-                true => Event::Enroll(host, Box::new((me, record)), revision),
-                false => Event::Apply(host),
-            };
-            self.plan(self.now + PAUSE, event);
-            return Ok(());
-        }
-        let Some(revision) = written else {
-            self.plan(self.now, Event::Apply(host));
-            return Ok(());
-        };
-        self.tally.count("machines that join");
-        let is_late = self.has_begun();
-        self.tally.count(if is_late { "machines that join later" } else { "first machines" });
-        let settings = self.settings.clone();
-        let (launcher, commands) =
-            Launcher::new(settings, me.clone(), record, revision, self.time());
-        self.hosts[host].launcher = Some(launcher);
-        for local in 0..me.workers {
-            let at = self.now + self.random.below(20 * MS);
-            self.plan(at, Event::Start(host, WorkerId { number: me.first + local, life: 0 }));
-        }
-        self.hosts[host].me = Some(me);
-        self.carry_out(host, commands)
-    }
-
-    // The store.
-
-    fn loses_answer(&mut self) -> bool {
-        let loses = self.now < self.store.flaky_until && self.random.one_in(3);
-        if loses {
-            self.tally.count("lost answers of the store");
-        }
-        loses
-    }
-
-    /// Compare-and-set; the new revision, if it was done.
-    fn replace(
-        &mut self,
-        host: usize,
-        revision: u64,
-        record: &Record,
-    ) -> Result<Option<u64>, String> {
-        let present = self.store.record.as_ref().map_or(0, |(_, revision)| *revision);
-        let is_takeover = self
-            .store
-            .record
-            .as_ref()
-            .is_some_and(|(old, _)| old.leader != record.leader && old.epoch == record.epoch);
-        let is_forced = is_takeover && self.sabotage == Some(Sabotage::TakeOverBlindly);
-        if present != revision && !is_forced {
-            // What this launcher has written before, though the answer was lost, counts as done.
-            let is_kept = self.store.record.as_ref().is_some_and(|(kept, _)| kept == record);
-            return Ok((is_kept && present > revision).then_some(present));
-        }
-        self.check_record(host, record)?;
-        self.store.record = Some((record.clone(), present + 1));
-        if is_takeover {
-            self.tally.count("takeovers");
-            self.spring("takeover", host);
-        }
-        Ok(Some(present + 1))
-    }
-
-    fn ask_store(&mut self, host: usize, request: Request) -> Checked {
-        check(self.hosts[host].request.is_none(), || "two requests at once".into())?;
-        if let Request::Write(record, _) = &request {
-            if self.now < self.store.away_until {
-                self.tally.count("changes while the store is away");
-            }
-            self.check_decision(host, record)?;
-            let is_early = match self.sabotage {
-                Some(Sabotage::BeginEarly) => !record.is_complete,
-                Some(Sabotage::CompleteEarly) => record.is_complete,
-                _ => false,
-            };
-            if is_early {
-                let answer =
-                    Answer::Written(self.store.record.as_ref().map_or(1, |(_, at)| at + 1));
-                self.plan(self.now, Event::Deliver(host, Brought::Store(answer)));
-            }
-            self.spring("write", host);
-        }
-        self.hosts[host].request = Some(request);
-        let at = self.now + self.random.below(self.answer);
-        self.plan(at, Event::Request(host));
-        Ok(())
-    }
-
-    pub fn serve(&mut self, host: usize) -> Checked {
-        let Some(request) = self.hosts[host].request.clone() else { return Ok(()) };
-        if self.hosts[host].is_lost || (!self.hosts[host].is_alive && self.random.one_in(2)) {
-            return Ok(());
-        }
-        if !self.has_store(host) {
-            let at = self.now + ANSWER + PAUSE;
-            self.plan(at, Event::Request(host));
-            return Ok(());
-        }
-        let answer = match request {
-            Request::Read => None,
-            Request::Write(record, revision) => self.replace(host, revision, &record)?,
-        };
-        let is_write = matches!(self.hosts[host].request, Some(Request::Write(..)));
-        if self.loses_answer() {
-            let at = self.now + ANSWER + PAUSE;
-            self.plan(at, Event::Request(host));
-            return Ok(());
-        }
-        let (record, revision) = self.store.record.clone().expect("there is a record");
-        let launcher = self.hosts[host].launcher.as_ref();
-        let is_overtaken = launcher.is_some_and(|launcher| launcher.record.leader != record.leader);
-        if is_write && answer.is_none() && is_overtaken {
-            let is_leading = self.hosts[host].is_leading();
-            self.tally.count(match is_leading {
-                true => "writes of a deposed leader",
-                false => "takeovers by two",
-            });
-        }
-        let answer = match answer {
-            Some(revision) => Answer::Written(revision),
-            None if is_write && self.sabotage == Some(Sabotage::IgnoreConflicts) => {
-                Answer::Written(revision)
-            }
-            None => Answer::Read(Box::new(record), revision),
-        };
-        self.spring("answer", host);
-        let at = self.now + self.random.below(self.answer);
-        self.plan(at, Event::Deliver(host, Brought::Store(answer)));
-        Ok(())
-    }
-
-    fn number(&self, host: usize) -> u32 {
-        self.hosts[host].me.as_ref().map_or(u32::MAX, |me| me.number)
-    }
-
-    // Links.
-
-    fn open(&mut self, host: usize, leader: &Machine) {
-        self.unlink(host);
-        let std::net::IpAddr::V4(ip) = leader.address.ip() else { unreachable!("they are V4") };
-        let [_, _, high, low] = ip.octets();
-        let to = usize::from(high) << 8 | usize::from(low);
-        self.links.push(Link {
-            from: host,
-            to,
-            is_open: false,
-            up: VecDeque::new(),
-            down: VecDeque::new(),
-            last_up: 0,
-            last_down: 0,
-            closed_up: false,
-            closed_down: false,
-        });
-        let link = self.links.len() - 1;
-        self.hosts[host].attempt = Some(link);
-        let at = self.now + self.random.below(self.message);
-        self.plan(at, Event::Dial(link));
-    }
-
-    pub fn dial(&mut self, link: usize) {
-        let Link { from, to, .. } = self.links[link];
-        let target = &self.hosts[to];
-        let at = self.now + self.random.below(self.message);
-        if target.is_lost || (target.is_alive && target.is_stopped) || self.are_cut(from, to) {
-            let at = self.now + DIALING;
-            return self.plan(at, Event::Deliver(from, Brought::Unreachable(link, false)));
-        }
-        if !target.is_alive {
-            return self.plan(at, Event::Deliver(from, Brought::Unreachable(link, true)));
-        }
-        let open = &mut self.links[link];
-        open.is_open = true;
-        (open.last_up, open.last_down) = (at, at);
-        self.plan(at, Event::Deliver(to, Brought::Arrived(link)));
-        self.plan(at, Event::Deliver(from, Brought::Linked(link)));
-    }
-
-    fn send_up(&mut self, link: usize, message: Option<Message>) {
-        let delay = self.random.below(self.message);
-        let Link { closed_up, last_up, up, .. } = &mut self.links[link];
-        if !*closed_up {
-            *closed_up = message.is_none();
-            up.push_back(message);
-            *last_up = (*last_up).max(self.now + delay);
-            let at = *last_up;
-            self.plan(at, Event::Up(link));
-        }
-    }
-
-    fn send_down(&mut self, link: usize, message: Option<Message>) {
-        let delay = self.random.below(self.message);
-        let Link { closed_down, last_down, down, .. } = &mut self.links[link];
-        if !*closed_down {
-            *closed_down = message.is_none();
-            down.push_back(message);
-            *last_down = (*last_down).max(self.now + delay);
-            let at = *last_down;
-            self.plan(at, Event::Down(link));
-        }
-    }
-
-    /// The next message of a link arrives, or waits until the network is there again.
-    pub fn arrive(&mut self, link: usize, is_up: bool) {
-        let Link { from, to, .. } = self.links[link];
-        if self.are_cut(from, to) {
-            let until = self.cuts[&(from.min(to), from.max(to))];
-            let open = &mut self.links[link];
-            let last = if is_up { &mut open.last_up } else { &mut open.last_down };
-            *last = (*last).max(until);
-            let event = if is_up { Event::Up(link) } else { Event::Down(link) };
-            return self.plan(until, event);
-        }
-        let open = &mut self.links[link];
-        let brought = match is_up {
-            true => match open.up.pop_front().expect("it was sent") {
-                Some(message) => Brought::Said(link, message),
-                None => Brought::Closed(link),
-            },
-            false => match open.down.pop_front().expect("it was sent") {
-                Some(message) => Brought::LeaderSaid(link, message),
-                None => Brought::LeaderClosed(link),
-            },
-        };
-        self.plan(self.now, Event::Deliver(if is_up { to } else { from }, brought));
-    }
-
-    /// The follower's end closes.
-    fn unlink(&mut self, host: usize) {
-        self.hosts[host].is_linked = false;
-        if let Some(link) = self.hosts[host].attempt.take()
-            && self.links[link].is_open
-        {
-            self.links[link].closed_down = true;
-            self.send_up(link, None);
-        }
-    }
-
-    /// The leader's end closes.
-    fn close(&mut self, host: usize, number: u32) {
-        if let Some(link) = self.hosts[host].followers.remove(&number) {
-            self.links[link].closed_up = true;
-            self.send_down(link, None);
-        }
-    }
-
-    /// The network closes the connection of a machine with its leader.
-    pub fn blip(&mut self, host: usize) {
-        let link = self.hosts[host].attempt.filter(|_| self.hosts[host].is_linked);
-        if let Some(link) = link {
-            self.tally.count("blips");
-            self.send_up(link, None);
-            self.send_down(link, None);
-        }
-    }
-
-    // Launchers.
 
     pub fn deliver(&mut self, host: usize, brought: Brought) -> Checked {
         if !self.hosts[host].is_alive {
@@ -585,7 +245,7 @@ impl World {
         }
     }
 
-    fn carry_out(&mut self, host: usize, commands: Vec<Command>) -> Checked {
+    pub fn carry_out(&mut self, host: usize, commands: Vec<Command>) -> Checked {
         let second = self.now / (1_000 * MS);
         let counted = &mut self.hosts[host].commands;
         *counted = match counted.0 == second {
