@@ -228,7 +228,7 @@ fn a_worker_that_says_what_makes_no_sense_is_killed() {
         // It was never in epoch 5.
         let waiting = scope.spawn(|| clients[1].enter(5, &[], vec![1]));
         let order = job.orders.recv_timeout(DEADLINE).unwrap();
-        assert_eq!(order, Order::Kill(WorkerId { number: 1, life: 0 }));
+        assert_eq!(order, Order::Kill(WorkerId { number: 1, life: 0 }, Sign::CutOff));
         job.close();
         assert!(waiting.join().unwrap().is_err(), "the coordinator is gone");
     });

@@ -11,7 +11,7 @@ use super::nodes::{JobNode, Message};
 use super::output::lock;
 use super::supervisor::{Decision, Settings, Supervisor};
 use super::{Completion, Ending, Event, Launch, Member, Outcome};
-use crate::membership::{Happened, History, Home, Occurrence, Order, WorkerId};
+use crate::membership::{Happened, History, Home, Occurrence, Order, Sign, WorkerId};
 
 pub(super) struct Driver<'a> {
     launch: &'a Launch,
@@ -127,9 +127,12 @@ impl<'a> Driver<'a> {
 
     fn obey(&mut self, supervisor: &mut Supervisor, order: Order) {
         let event = match order {
-            Order::Kill(WorkerId { number, life }) => {
+            Order::Kill(WorkerId { number, life }, sign) => {
                 let local = number.wrapping_sub(self.job.place.first_rank);
                 if self.lives.get(local as usize) == Some(&life) {
+                    if sign == Sign::Silent && !self.launch.quiet {
+                        self.say(&format!("rank {number} does not answer; ending it"));
+                    }
                     self.members.clear(Member::Rank(local));
                 }
                 return;

@@ -55,7 +55,7 @@ pub(super) enum Report {
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Act {
     Tell(WorkerId, ToWorker),
-    Kill(WorkerId),
+    Kill(WorkerId, Sign),
     /// Make this last, and then say that it is [committed](Coordinator::committed).
     Commit(Change),
     /// The run is complete, with the result that rank 0 of this epoch has handed in: let all workers go.
@@ -433,7 +433,7 @@ impl Coordinator {
                 Decision::Kill(worker) => {
                     self.tell_lost(now, worker, sign);
                     self.note(now, Occurrence::Killed { worker, sign });
-                    self.acts.push(Act::Kill(worker));
+                    self.acts.push(Act::Kill(worker, sign));
                 }
                 Decision::Finish => self.commit(Change::Finish { epoch: self.membership.epoch() }),
                 Decision::GiveUp { ready } => {

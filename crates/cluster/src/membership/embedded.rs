@@ -56,7 +56,7 @@ impl Embedded {
                     self.agent.finish();
                     orders.push(Order::Finished(Some(result)));
                 }
-                Act::Kill(worker) => orders.push(Order::Kill(worker)),
+                Act::Kill(worker, sign) => orders.push(Order::Kill(worker, sign)),
                 Act::GiveUp { ready } => orders.push(Order::GiveUp { ready }),
                 Act::NoProgress { epochs } => orders.push(Order::NoProgress { epochs }),
             }

@@ -76,8 +76,8 @@ enum Brought {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Order {
-    /// Kill the process of a worker.
-    Kill(WorkerId),
+    /// Kill the process of a worker, for this reason.
+    Kill(WorkerId, Sign),
     /// The run is complete: no worker is needed any more. With the result, if a worker of this machine has
     /// handed it in.
     Finished(Option<Vec<u8>>),

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use super::record::{Machine, Record};
 use crate::membership::coordinator::{Act, Change, Coordinator, History, Report};
 use crate::membership::core::{Settings, Stands, WorkerId, excused};
-use crate::membership::{FirstStep, ToWorker};
+use crate::membership::{FirstStep, Sign, ToWorker};
 
 /// What launchers say to each other.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -35,8 +35,8 @@ pub enum Message {
     NotLeading,
     /// From the leader, for a worker.
     Tell(WorkerId, ToWorker),
-    /// From the leader: kill this worker.
-    Kill(WorkerId),
+    /// From the leader: kill this worker, for this reason.
+    Kill(WorkerId, Sign),
     /// From the leader: the run is complete.
     Complete { epoch: u64 },
     /// From the leader: there were too few workers for too long.
@@ -86,7 +86,7 @@ pub enum Command {
     /// Close the connection of another launcher.
     Close(u32),
     ToWorker(WorkerId, ToWorker),
-    Kill(WorkerId),
+    Kill(WorkerId, Sign),
     /// The run is complete, with the result that rank 0 of this epoch handed in: let all workers go.
     Complete {
         epoch: u64,
@@ -302,7 +302,7 @@ impl Launcher {
                 self.workers.remove(&worker);
                 if matches!(self.role, Role::Seeking(_)) && !self.is_leaving {
                     // One that cannot be told anything any more must not act, and no leader can say so.
-                    self.commands.push(Command::Kill(worker));
+                    self.commands.push(Command::Kill(worker, Sign::CutOff));
                 }
             }
             Report::Ready { after, silent, address } => {
@@ -494,7 +494,7 @@ impl Launcher {
                 self.role = Role::Seeking(Seeking { since: now, stage });
             }
             Message::Tell(worker, message) => self.tell_worker(worker, message),
-            Message::Kill(worker) => self.commands.push(Command::Kill(worker)),
+            Message::Kill(worker, sign) => self.commands.push(Command::Kill(worker, sign)),
             Message::Complete { epoch } => self.on_complete(epoch),
             Message::GiveUp { ready } => self.end(Command::GiveUp { ready }),
             Message::NoProgress { epochs } => self.end(Command::NoProgress { epochs }),
@@ -640,10 +640,10 @@ impl Launcher {
                         self.commands.push(Command::ToMachine(number, message));
                     }
                 }
-                Act::Kill(worker) if self.me.has(worker) => {
-                    self.commands.push(Command::Kill(worker));
+                Act::Kill(worker, sign) if self.me.has(worker) => {
+                    self.commands.push(Command::Kill(worker, sign));
                 }
-                Act::Kill(worker) => self.kill_elsewhere(now, worker),
+                Act::Kill(worker, sign) => self.kill_elsewhere(now, worker, sign),
                 Act::Commit(change) => {
                     leading.change = Some(change.clone());
                     self.write(&change);
@@ -655,7 +655,7 @@ impl Launcher {
         }
     }
 
-    fn kill_elsewhere(&mut self, now: Duration, worker: WorkerId) {
+    fn kill_elsewhere(&mut self, now: Duration, worker: WorkerId, sign: Sign) {
         let Role::Leading(leading) = &mut self.role else { return };
         let Some(number) = leading.machine_of(worker) else {
             // Its machine has not come back in time.
@@ -665,7 +665,7 @@ impl Launcher {
         let follower = leading.followers.get_mut(&number).expect("it is a follower's");
         follower.probed = now;
         follower.asked = Some((now, LAST_CHANCE.min(self.settings.timeout)));
-        self.commands.push(Command::ToMachine(number, Message::Kill(worker)));
+        self.commands.push(Command::ToMachine(number, Message::Kill(worker, sign)));
         self.commands.push(Command::ToMachine(number, Message::Probe));
     }
 

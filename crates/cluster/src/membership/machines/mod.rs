@@ -171,7 +171,7 @@ impl Machines {
                 Command::ToMachine(machine, message) => self.links.tell_machine(machine, &message),
                 Command::Close(machine) => self.links.close(machine),
                 Command::ToWorker(worker, message) => self.agent.tell(worker, &message),
-                Command::Kill(worker) => orders.push(Order::Kill(worker)),
+                Command::Kill(worker, sign) => orders.push(Order::Kill(worker, sign)),
                 Command::Complete { epoch } => {
                     self.agent.finish();
                     orders.push(Order::Finished(self.agent.result(epoch)));

@@ -255,7 +255,9 @@ impl World {
         check(counted.1 < SPINNING, || "a launcher spins".into())?;
         self.note_role(host);
         for command in &commands {
-            if let Command::Kill(worker) | Command::ToMachine(_, Message::Kill(worker)) = command {
+            if let Command::Kill(worker, _) | Command::ToMachine(_, Message::Kill(worker, _)) =
+                command
+            {
                 self.doom(*worker, false);
             }
         }
@@ -290,7 +292,7 @@ impl World {
                     }
                     self.tell_worker(worker, message)?;
                 }
-                Command::Kill(worker) => self.doom(worker, true),
+                Command::Kill(worker, _) => self.doom(worker, true),
                 Command::Complete { .. } => {
                     let is_complete =
                         self.store.record.as_ref().is_some_and(|(record, _)| record.is_complete);
