@@ -124,6 +124,8 @@ pub struct Launcher {
     /// The leader whose place this launcher is about to take.
     former: Option<Machine>,
     workers: BTreeMap<WorkerId, Local>,
+    /// By number, the last life of a worker of this machine that has ended.
+    ended: BTreeMap<u32, u32>,
     role: Role,
     /// Whether a request to etcd is under way.
     is_asking: bool,
@@ -200,6 +202,7 @@ impl Launcher {
             revision,
             former: None,
             workers: BTreeMap::new(),
+            ended: BTreeMap::new(),
             role: Role::Seeking(seeking),
             is_asking: false,
             is_leaving: false,
@@ -292,12 +295,20 @@ impl Launcher {
     // Workers of this machine.
 
     fn on_worker(&mut self, now: Duration, worker: WorkerId, report: Report) {
+        let has_ended = self.ended.get(&worker.number).is_some_and(|life| *life >= worker.life);
+        if has_ended && !matches!(report, Report::Finished { .. }) {
+            // What a process sent may arrive after its end, of which a leader to come will not hear.
+            return;
+        }
         match &report {
             Report::Connected => {
                 let (stands, address, finished) = (Stands::Starting, Vec::new(), None);
                 self.workers.insert(worker, Local { stands, address, finished });
             }
-            Report::Ended => drop(self.workers.remove(&worker)),
+            Report::Ended => {
+                self.workers.remove(&worker);
+                self.ended.insert(worker.number, worker.life);
+            }
             Report::Closed => {
                 self.workers.remove(&worker);
                 if matches!(self.role, Role::Seeking(_)) && !self.is_leaving {
