@@ -61,7 +61,7 @@ enum Event {
     Resume(WorkerId),
     /// A worker that leaves and is not started again.
     Leave(u32),
-    /// A worker that is to leave in an orderly way, and comes back at the end.
+    /// A worker that is to leave in an orderly way, and comes back after a while.
     Depart(u32),
     Fault(Fault, u32),
     Several(u32),
@@ -474,7 +474,7 @@ impl History {
         }
         self.world.tally.count("departures");
         self.plan_of(id).leaves = true;
-        let at = self.now.max(self.healed);
+        let at = self.now + 10_000 * MS;
         self.plan(at, Event::Start(WorkerId { life: id.life + 1, ..id }));
         Ok(())
     }
