@@ -2,14 +2,15 @@
 
 use std::fmt::Write;
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use serde::Serialize;
 use serde_json::json;
-use unisono::cluster::etcd::{Endpoints, Settings};
+use unisono::Options;
+use unisono::cluster::etcd::{Endpoints, EtcdError, Settings};
 use unisono::cluster::launch::{ShareError, SharedJob, record_in_etcd};
-use unisono::cluster::membership::machines::{Machine, Record, Status};
+use unisono::cluster::membership::machines::{Kept, Machine, Record, Status};
 use unisono::cluster::membership::{FirstStep, Recovery, WorkerId};
 use unisono::insight::units::counted;
 
@@ -20,10 +21,36 @@ use crate::output;
 /// start, or elects a leader, is given up.
 const PATIENCE: Duration = Duration::from_secs(15);
 
+/// After so many seconds without a word of any launcher a job is said to be silent. Longer: a job whose launchers are
+/// gone looks well. Shorter: one whose clocks differ does not.
+const SILENT: u64 = 60;
+
 /// The job of this name in the etcd at these URLs.
-pub fn share(urls: &str, job: &str) -> anyhow::Result<SharedJob> {
+pub fn share(urls: &str, job: &str, options: &Options) -> anyhow::Result<SharedJob> {
     let (endpoints, settings) = place(urls)?;
-    SharedJob::in_etcd(&endpoints, &settings, job, PATIENCE).or_else(told)
+    SharedJob::in_etcd(&endpoints, &settings, job, equal(options), PATIENCE).or_else(told)
+}
+
+/// The settings of groups, which would not form if they differed.
+fn equal(options: &Options) -> String {
+    let Options {
+        transport,
+        algorithm,
+        canonical,
+        timeout,
+        streams,
+        segment,
+        staging,
+        encrypt,
+        ..
+    } = options;
+    let algorithm = algorithm.map_or("auto".to_owned(), |algorithm| format!("{algorithm:?}"));
+    let segment = segment.map_or("auto".to_owned(), |bytes| bytes.to_string());
+    format!(
+        "transport {transport:?}, algorithm {algorithm}, canonical {canonical}, timeout {} s, streams {streams}, \
+         segment {segment}, staging {staging}, encrypt {encrypt}",
+        timeout.as_secs_f64(),
+    )
 }
 
 fn place(urls: &str) -> anyhow::Result<(Endpoints, Settings)> {
@@ -33,8 +60,9 @@ fn place(urls: &str) -> anyhow::Result<(Endpoints, Settings)> {
 
 fn told<T>(error: ShareError) -> anyhow::Result<T> {
     match error {
-        ShareError::Etcd(_) => Err(error.into()),
-        error => Err(error).wrong_call(),
+        ShareError::Name { .. } | ShareError::Interface(_) => Err(error).wrong_call(),
+        ShareError::Etcd(EtcdError::BadSetting { .. }) => Err(error).wrong_call(),
+        error => Err(error.into()),
     }
 }
 
@@ -42,13 +70,10 @@ fn told<T>(error: ShareError) -> anyhow::Result<T> {
 pub fn status(urls: &str, job: &str, json: bool) -> anyhow::Result<ExitCode> {
     let (endpoints, settings) = place(urls)?;
     let store = record_in_etcd(&endpoints, &settings, job, PATIENCE).or_else(told)?;
-    let (record, status) = store.look()?;
-    let Some(record) = record else {
-        anyhow::bail!(
-            "there is no job {job} in this etcd; `unisono run --elastic … --etcd {urls} --job {job}` starts it"
-        );
-    };
-    let shown = Shown::of(job, &record, status.as_ref());
+    let Kept { record, is_unreadable, status, result } = store.look()?;
+    anyhow::ensure!(!is_unreadable, "what etcd keeps of job {job} was not written by this Unisono");
+    let record = record.with_context(|| format!("there is no job {job} in this etcd"))?;
+    let shown = Shown::of(job, &record, status.as_ref(), result.as_deref());
     match json {
         true => result_line!("{}", serde_json::to_string(&shown)?)?,
         false => output::text_out(&shown.text())?,
@@ -59,7 +84,7 @@ pub fn status(urls: &str, job: &str, json: bool) -> anyhow::Result<ExitCode> {
 #[derive(Serialize)]
 struct Shown<'a> {
     job: &'a str,
-    /// `running`, `forming` before the first epoch, or `finished`.
+    /// `running`, `forming` before the first epoch, `finished`, or `silent` if no launcher says anything.
     state: &'static str,
     epoch: u64,
     /// The last step that the leader has heard of: the first of the newest epoch.
@@ -76,6 +101,10 @@ struct Shown<'a> {
     recovery_ms_p50: Option<f64>,
     recovery_ms_max: Option<f64>,
     past_recoveries: Vec<serde_json::Value>,
+    /// Seconds since a launcher was last heard of, by the clocks of both machines.
+    heard_s: Option<u64>,
+    /// What rank 0 handed in, as text.
+    result: Option<String>,
 }
 
 #[derive(Serialize)]
@@ -88,7 +117,15 @@ struct Member {
 }
 
 impl Shown<'_> {
-    fn of<'a>(job: &'a str, record: &Record, status: Option<&Status>) -> Shown<'a> {
+    fn of<'a>(
+        job: &'a str,
+        record: &Record,
+        status: Option<&Status>,
+        result: Option<&[u8]>,
+    ) -> Shown<'a> {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        let heard_s = status.map(|status| now.saturating_sub(status.at));
+        let is_silent = heard_s.is_none_or(|seconds| seconds > SILENT);
         let machines =
             status.map_or(std::slice::from_ref(&record.leader), |status| &status.machines);
         let member = |rank: Option<usize>, worker: &WorkerId| {
@@ -109,6 +146,7 @@ impl Shown<'_> {
             job,
             state: match record {
                 Record { is_complete: true, .. } => "finished",
+                _ if is_silent => "silent",
                 Record { epoch: 0, .. } => "forming",
                 _ => "running",
             },
@@ -132,6 +170,10 @@ impl Shown<'_> {
             recovery_ms_p50: times.get(times.len() / 2).copied(),
             recovery_ms_max: times.last().copied(),
             past_recoveries: history.recoveries.iter().map(recovery).collect(),
+            heard_s,
+            result: result
+                .filter(|_| record.is_complete)
+                .map(|it| String::from_utf8_lossy(it).into()),
         }
     }
 
@@ -165,6 +207,17 @@ impl Shown<'_> {
             text,
             "under this coordinator: {workers_lost} lost, {workers_joined} joined, went on {recoveries} times"
         );
+        if self.state == "silent" {
+            let seconds =
+                self.heard_s.map_or("a while".to_owned(), |seconds| format!("{seconds} s"));
+            let _ = writeln!(
+                text,
+                "no launcher has been heard of for {seconds}; start them again to go on from the last checkpoint"
+            );
+        }
+        if let Some(result) = &self.result {
+            let _ = writeln!(text, "result:\n{}", result.trim_end());
+        }
         text
     }
 }

@@ -13,6 +13,7 @@ use unisono::cluster::launch::{
     Completion, Elastic, Launch, LaunchError, Nodes, Outcome, Restarts, Servers,
 };
 use unisono::cluster::membership::History;
+use unisono::cluster::membership::machines::{JoinError, JoinRefused};
 use unisono::cluster::place::MAX_WORLD;
 use unisono::net::Token;
 
@@ -151,7 +152,7 @@ pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     let _lock = journal.map(crate::serve::lock_journal).transpose()?;
     let servers = args.servers.map(|count| servers(count, journal, run_dir)).transpose()?;
     let shared = match (&args.etcd, &args.job) {
-        (Some(urls), Some(job)) => Some(crate::etcd::share(urls, job)?),
+        (Some(urls), Some(job)) => Some(crate::etcd::share(urls, job, &options)?),
         _ => None,
     };
     let launch = Launch {
@@ -307,6 +308,11 @@ fn start(launch: &Launch) -> anyhow::Result<ExitCode> {
             say!("unisono: cannot start {command}: {cause}");
             let missing = cause.kind() == std::io::ErrorKind::NotFound;
             Ok(ExitCode::from(if missing { 127 } else { 126 }))
+        }
+        // A scheduler that starts a machine once more when all is done has nothing to repeat.
+        Err(LaunchError::Join(error @ JoinError::Refused(JoinRefused::Complete))) => {
+            say!("unisono: {error}");
+            Ok(ExitCode::SUCCESS)
         }
         Err(error) => Err(error.into()),
     }

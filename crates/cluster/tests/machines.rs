@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use unisono_cluster::membership::machines::{
-    Joining, Machine, Machines, Record, Replaced, Store, StoreError,
+    Joining, Machine, Machines, Record, Replaced, Status, Store, StoreError,
 };
 use unisono_cluster::membership::{Client, Heard, Home, Next, Order, Settings, View, WorkerId};
 use unisono_net::Token;
@@ -19,7 +19,8 @@ const DEADLINE: Duration = Duration::from_secs(30);
 #[derive(Default)]
 struct Memory {
     kept: Mutex<Option<(Vec<u8>, u64)>>,
-    status: Mutex<Vec<u8>>,
+    status: Mutex<Option<Status>>,
+    result: Mutex<Vec<u8>>,
     is_away: AtomicBool,
 }
 
@@ -52,8 +53,14 @@ impl Store for Memory {
         Ok(Replaced::Done(revision + 1))
     }
 
-    fn publish(&self, value: &[u8]) {
-        *self.status.lock().unwrap() = value.to_vec();
+    fn publish(&self, status: &Status) {
+        *self.status.lock().unwrap() = Some(status.clone());
+    }
+
+    fn keep_result(&self, result: &[u8]) -> Result<(), StoreError> {
+        self.check()?;
+        *self.result.lock().unwrap() = result.to_vec();
+        Ok(())
     }
 }
 
@@ -91,6 +98,7 @@ impl Launcher {
             host: "here".into(),
             token: None,
             encrypt: false,
+            equal: String::new(),
             settings,
             deadline: Instant::now() + DEADLINE,
         };
@@ -232,6 +240,9 @@ fn workers_of_three_machines_are_in_one_epoch_and_finish() {
         launcher.expect(&Order::Finished(result));
     }
     assert!(store.record().is_complete);
+    assert_eq!(*store.result.lock().unwrap(), b"weights");
+    let status = store.status.lock().unwrap().clone().expect("it was published");
+    assert_eq!((status.epoch, status.members.len()), (epoch, 3));
 }
 
 #[test]

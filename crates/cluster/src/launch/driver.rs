@@ -94,7 +94,9 @@ impl<'a> Driver<'a> {
         let outcome = supervisor.outcome().expect("nothing begins after the end").clone();
         self.job.links.close(&outcome);
         let history = self.home.as_ref().map_or_else(History::default, |home| home.history());
-        (outcome, Completion { result: self.result, history })
+        // Interrupted while it waits for etcd, a run that is done has a result all the same.
+        let result = self.result.or_else(|| self.home.as_mut()?.pending_result());
+        (outcome, Completion { result, history })
     }
 
     /// What the membership of an elastic job makes of what happened; and what is left for the supervisor.

@@ -383,6 +383,7 @@ impl Launch {
             host: shared.host.clone(),
             token: self.token.clone(),
             encrypt: self.encrypt,
+            equal: shared.equal.clone(),
             // How many machines will come is not known.
             settings: elastic.settings(elastic.least),
             deadline: self.deadline(),

@@ -18,6 +18,8 @@ pub struct SharedJob {
     pub ip: IpAddr,
     /// The name of this machine, for people.
     pub host: String,
+    /// Settings that must be equal on all machines, as text.
+    pub equal: String,
 }
 
 /// Why a job cannot be shared.
@@ -55,12 +57,13 @@ impl SharedJob {
         endpoints: &Endpoints,
         settings: &Settings,
         name: &str,
+        equal: String,
         patience: Duration,
     ) -> Result<SharedJob, ShareError> {
         let ip = own_address(toward(endpoints)?)?;
         let store = Arc::new(record_in_etcd(endpoints, settings, name, patience)?);
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-        Ok(SharedJob { store, ip, host })
+        Ok(SharedJob { store, ip, host, equal })
     }
 }
 

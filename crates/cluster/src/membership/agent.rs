@@ -126,6 +126,16 @@ impl Agent {
         self.links.remove(&worker);
     }
 
+    /// What a worker has handed in last.
+    pub fn handed_in(&self) -> Option<&[u8]> {
+        self.result.as_ref().map(|(_, result)| &**result)
+    }
+
+    /// The same, which is not needed here any more.
+    pub fn take_result(&mut self) -> Option<Vec<u8>> {
+        self.result.take().map(|(_, result)| result)
+    }
+
     /// The result that a worker has handed in as rank 0 of this epoch.
     pub fn result(&mut self, epoch: u64) -> Option<Vec<u8>> {
         self.result.take_if(|(of, _)| *of == epoch).map(|(_, result)| result)

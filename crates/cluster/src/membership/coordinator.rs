@@ -1,7 +1,7 @@
 //! Connects the [core](super::core) with what machines report of their workers, and keeps the history of the
 //! job. No I/O: what is to be done is returned, for the owner to do.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -157,6 +157,8 @@ pub(super) struct Coordinator {
     members: Vec<WorkerId>,
     /// Those of them of whose loss the observer was told.
     lost: Vec<WorkerId>,
+    /// Workers that were let go: their ends are no losses.
+    released: HashSet<WorkerId>,
     /// Whether one of them is lost, and whether the others have been told so.
     is_broken: bool,
     told_over: bool,
@@ -210,6 +212,7 @@ impl Coordinator {
             observer: None,
             members: Vec::new(),
             lost: Vec::new(),
+            released: HashSet::new(),
             is_broken: false,
             told_over: false,
             first_step: None,
@@ -429,7 +432,10 @@ impl Coordinator {
                     }
                 }
                 Decision::Probe(worker) => self.tell(worker, ToWorker::Probe),
-                Decision::Release(worker) => self.tell(worker, ToWorker::Finish),
+                Decision::Release(worker) => {
+                    self.released.insert(worker);
+                    self.tell(worker, ToWorker::Finish);
+                }
                 Decision::Kill(worker) => {
                     self.tell_lost(now, worker, sign);
                     self.note(now, Occurrence::Killed { worker, sign });
@@ -497,7 +503,8 @@ impl Coordinator {
 
     fn count_lost(&mut self, now: Duration, worker: WorkerId, sign: Sign) {
         self.addresses.remove(&worker);
-        if self.members.contains(&worker) && !self.is_complete {
+        let is_member = self.members.contains(&worker);
+        if is_member && !self.is_complete && !self.released.contains(&worker) {
             self.history.workers_lost += 1;
         }
         self.note_lost(now, worker, sign);
@@ -505,7 +512,7 @@ impl Coordinator {
 
     fn note_lost(&mut self, now: Duration, worker: WorkerId, sign: Sign) {
         let rank = self.members.iter().position(|member| *member == worker);
-        if let Some(rank) = rank {
+        if let Some(rank) = rank.filter(|_| !self.released.contains(&worker)) {
             let shard = self.computing.get(&worker).copied();
             let lost = LostMember { rank, world: self.members.len(), shard };
             // Its connection closes, and its process ends.

@@ -493,7 +493,13 @@ impl Membership {
         }
         let old = self.members.iter().filter(|id| ready.contains(id));
         let new = ready.iter().filter(|id| !self.members.contains(id));
-        let members: Vec<WorkerId> = old.chain(new).take(self.settings.most).copied().collect();
+        // Where workers that leave are the only ones with the state, one of them hands it over, and those that stay
+        // come before the rest: there may not be room for all.
+        let (leaving, staying): (Vec<WorkerId>, Vec<_>) =
+            old.chain(new).copied().partition(|id| self.is_leaving(*id));
+        let first = leaving.iter().take(1);
+        let members = first.chain(&staying).chain(leaving.iter().skip(1));
+        let members: Vec<WorkerId> = members.take(self.settings.most).copied().collect();
         for id in &members {
             let worker = self.workers.get_mut(id).expect("it is ready");
             worker.phase = Phase::In;

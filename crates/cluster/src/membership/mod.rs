@@ -56,6 +56,11 @@ pub trait Home {
     /// Time has passed, and nothing waits to be handled.
     fn tick(&mut self, now: Duration) -> Vec<Order>;
 
+    /// The result that a worker of this machine has handed in, if the run could not be completed with it.
+    fn pending_result(&mut self) -> Option<Vec<u8>> {
+        None
+    }
+
     /// The job is to end: lets workers go that wait for an epoch, now and from now on.
     fn release(&mut self, now: Duration);
 

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
+use super::launcher::Status;
 use super::record::Record;
 
 /// Where a record is kept.
@@ -17,8 +18,11 @@ pub trait Store: Send + Sync + 'static {
     /// known, and shows when it is tried again.
     fn replace(&self, revision: u64, value: &[u8]) -> Result<Replaced, StoreError>;
 
-    /// Keeps something for people to read, whatever was kept before.
-    fn publish(&self, value: &[u8]);
+    /// Keeps the status of the job for people to read, unless a newer one is kept.
+    fn publish(&self, status: &Status);
+
+    /// Keeps the result of the job, whatever was kept before.
+    fn keep_result(&self, result: &[u8]) -> Result<(), StoreError>;
 }
 
 /// What came of replacing a record.
@@ -48,12 +52,15 @@ pub enum Answer {
     Read(Box<Record>, u64),
     /// The record was replaced.
     Written(u64),
+    /// The result is kept.
+    Kept,
 }
 
 enum Request {
     Read,
     Write(Box<Record>, u64),
-    Publish(Vec<u8>),
+    Publish(Box<Status>),
+    Keep(Vec<u8>),
 }
 
 /// The clerk of a launcher.
@@ -70,6 +77,7 @@ impl Clerk {
     /// Begins to work; what it finds goes to `tell`.
     pub fn start(
         store: Arc<dyn Store>,
+        me: u32,
         tell: impl Fn(Answer) + Send + 'static,
     ) -> io::Result<Clerk> {
         let (requests, inbox) = channel();
@@ -77,7 +85,7 @@ impl Clerk {
         let closed = is_closed.clone();
         std::thread::Builder::new()
             .name("unisono-clerk".into())
-            .spawn(move || work(&*store, &inbox, &closed, &tell))?;
+            .spawn(move || work(&*store, me, &inbox, &closed, &tell))?;
         Ok(Clerk { requests, is_closed })
     }
 
@@ -91,9 +99,14 @@ impl Clerk {
         self.ask(Request::Write(record, revision));
     }
 
-    /// Publishes something, if that succeeds at once.
-    pub fn publish(&self, value: Vec<u8>) {
-        self.ask(Request::Publish(value));
+    /// Publishes the status of the job, if that succeeds at once.
+    pub fn publish(&self, status: Status) {
+        self.ask(Request::Publish(Box::new(status)));
+    }
+
+    /// Keeps the result of the job.
+    pub fn keep_result(&self, result: Vec<u8>) {
+        self.ask(Request::Keep(result));
     }
 
     fn ask(&self, request: Request) {
@@ -110,11 +123,13 @@ impl Drop for Clerk {
 
 fn work(
     store: &dyn Store,
+    me: u32,
     inbox: &Receiver<Request>,
     is_closed: &AtomicBool,
     tell: &impl Fn(Answer),
 ) {
     let mut is_away = false;
+    let mut last = None;
     for request in inbox {
         if let Request::Publish(value) = request {
             store.publish(&value);
@@ -126,6 +141,9 @@ fn work(
             }
             match attempt(store, &request) {
                 Ok(answer) => {
+                    if let Answer::Read(record, _) = &answer {
+                        last = Some(record.clone());
+                    }
                     if std::mem::take(&mut is_away) {
                         log::warn!("etcd can be reached again");
                     }
@@ -134,8 +152,12 @@ fn work(
                 }
                 Err(error) => {
                     if !std::mem::replace(&mut is_away, true) {
-                        log::warn!("workers can neither join nor be replaced meanwhile: {error}");
+                        log::warn!(
+                            "steps go on, but workers can neither join nor be replaced, and the run cannot end, \
+                             as long as this lasts: {error}"
+                        );
                     }
+                    restore(store, me, &request, last.as_deref());
                     std::thread::sleep(PAUSE);
                 }
             }
@@ -143,13 +165,30 @@ fn work(
     }
 }
 
+/// Writes the record again where it has been deleted, if this launcher leads.
+fn restore(store: &dyn Store, me: u32, request: &Request, last: Option<&Record>) {
+    let record = match request {
+        Request::Write(record, _) => Some(&**record),
+        _ => last,
+    };
+    if let (Ok(None), Some(record)) = (store.read(), record)
+        && record.leader.number == me
+        && let Ok(Replaced::Done(_)) = store.replace(0, &record.to_bytes())
+    {
+        log::warn!("the record of the job was deleted; this machine, which leads, wrote it again");
+    }
+}
+
 fn attempt(store: &dyn Store, request: &Request) -> Result<Answer, StoreError> {
+    if let Request::Keep(result) = request {
+        return store.keep_result(result).map(|()| Answer::Kept);
+    }
     let found = match request {
         Request::Write(record, revision) => match store.replace(*revision, &record.to_bytes())? {
             Replaced::Done(revision) => return Ok(Answer::Written(revision)),
             Replaced::Other(found) => found,
         },
-        Request::Read | Request::Publish(_) => store.read()?,
+        _ => store.read()?,
     };
     let unreadable = || {
         StoreError::Unavailable(

@@ -791,6 +791,7 @@ impl Launcher {
             step: leading.coordinator.first_step().cloned(),
             history: leading.coordinator.history().clone(),
             is_complete: self.is_over,
+            at: 0,
         })
     }
 }
@@ -814,6 +815,8 @@ pub struct Status {
     pub history: History,
     /// Whether the run is over.
     pub is_complete: bool,
+    /// When it was published, in seconds since 1970 by the clock of that machine.
+    pub at: u64,
 }
 
 impl Leading {

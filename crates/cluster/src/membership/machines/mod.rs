@@ -19,12 +19,12 @@ mod record;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use unisono_net::{Token, TokenError};
 
 pub use clerk::{Replaced, Store, StoreError};
-pub use etcd::EtcdRecord;
+pub use etcd::{EtcdRecord, Kept};
 pub use launcher::Status;
 pub use record::{JoinRefused, Machine, Record};
 
@@ -52,6 +52,8 @@ pub struct Joining {
     pub token: Option<Token>,
     /// Whether connections are encrypted.
     pub encrypt: bool,
+    /// Other settings that must be equal on all machines, as text: `timeout 10 s, streams 1`.
+    pub equal: String,
     /// With fewer workers the job waits, more wait as spares, and so on.
     pub settings: Settings,
     /// When to give up joining.
@@ -91,9 +93,15 @@ pub struct Machines {
     links: Links,
     clerk: Clerk,
     is_leaving: bool,
-    /// What was published last.
-    published: Option<Status>,
+    /// What was published last, and when.
+    published: Option<(Status, Instant)>,
+    /// What a worker said when it handed in the result, until that is kept.
+    finished: Option<(WorkerId, Report)>,
 }
+
+/// How often the leader publishes that nothing has changed. More often: more requests to etcd. Less often: it shows
+/// later that no launcher is left.
+const REFRESH: Duration = Duration::from_secs(10);
 
 /// How long to wait before the record is tried again while joining.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -123,7 +131,8 @@ impl Machines {
         let of_links = hear.clone();
         let from_link = Arc::new(move |from| of_links(Heard(Brought::Link(from))));
         let links = listener.start(me.number, &token, from_link)?;
-        let clerk = Clerk::start(store, move |answer| hear(Heard(Brought::Store(answer))))?;
+        let clerk =
+            Clerk::start(store, me.number, move |answer| hear(Heard(Brought::Store(answer))))?;
         let (launcher, commands) =
             Launcher::new(joining.settings, me.clone(), record, revision, now);
         let mut machines = Machines {
@@ -135,6 +144,7 @@ impl Machines {
             clerk,
             is_leaving: false,
             published: None,
+            finished: None,
         };
         machines.carry_out(commands);
         Ok(machines)
@@ -184,14 +194,28 @@ impl Machines {
         orders
     }
 
-    /// Publishes what has changed of the job, for people.
+    /// Publishes what has changed of the job, for people, and now and then that nothing has.
     fn publish(&mut self) {
-        let status = self.launcher.status();
-        if status.is_some() && status != self.published {
-            let bytes = serde_json::to_vec(&status).expect("a status is plain data");
-            self.clerk.publish(bytes);
-            self.published = status;
+        let Some(status) = self.launcher.status() else { return };
+        let is_old = |(published, when): &(Status, Instant)| {
+            *published != status || when.elapsed() >= REFRESH
+        };
+        if self.published.as_ref().is_none_or(is_old) {
+            let since = SystemTime::now().duration_since(UNIX_EPOCH);
+            let at = since.map_or(0, |since| since.as_secs());
+            self.clerk.publish(Status { at, ..status.clone() });
+            self.published = Some((status, Instant::now()));
         }
+    }
+
+    /// Has the result kept before the leader hears of it: the launcher that prints it may be lost.
+    fn on_worker(&mut self, now: Duration, worker: WorkerId, report: Report) -> Vec<Order> {
+        if let (Report::Finished { .. }, Some(result)) = (&report, self.agent.handed_in()) {
+            self.clerk.keep_result(result.to_vec());
+            self.finished = Some((worker, report));
+            return Vec::new();
+        }
+        self.handle(now, Input::Worker(worker, report))
     }
 
     fn on_link(&mut self, now: Duration, from: FromLink) -> Vec<Order> {
@@ -247,7 +271,7 @@ impl Home for Machines {
     fn heard(&mut self, now: Duration, heard: Heard) -> Vec<Order> {
         match heard.0 {
             Brought::Worker(from) => match self.agent.heard(from) {
-                Some((worker, report)) => self.handle(now, Input::Worker(worker, report)),
+                Some((worker, report)) => self.on_worker(now, worker, report),
                 None => Vec::new(),
             },
             Brought::Link(from) => self.on_link(now, from),
@@ -255,6 +279,10 @@ impl Home for Machines {
                 self.handle(now, Input::Read(*record, revision))
             }
             Brought::Store(Answer::Written(revision)) => self.handle(now, Input::Written(revision)),
+            Brought::Store(Answer::Kept) => match self.finished.take() {
+                Some((worker, report)) => self.handle(now, Input::Worker(worker, report)),
+                None => Vec::new(),
+            },
         }
     }
 
@@ -268,13 +296,19 @@ impl Home for Machines {
         self.carry_out(commands)
     }
 
+    fn pending_result(&mut self) -> Option<Vec<u8>> {
+        self.agent.take_result()
+    }
+
     fn release(&mut self, now: Duration) {
         let commands = self.launcher.release(now);
         self.carry_out(commands);
     }
 
     fn leave(&mut self, now: Duration) -> Option<Vec<Order>> {
-        if std::mem::replace(&mut self.is_leaving, true) || !self.launcher.has_others() {
+        // With the result at hand there is nothing to leave to others.
+        let is_done = self.agent.handed_in().is_some();
+        if std::mem::replace(&mut self.is_leaving, true) || !self.launcher.has_others() || is_done {
             return None;
         }
         Some(self.handle(now, Input::Leave))
@@ -298,6 +332,8 @@ fn enroll(
         least: joining.settings.least as u32,
         most: joining.settings.most as u32,
         token,
+        proof: joining.token.as_ref().map(|token| record::proof_of(&token.to_hex())),
+        settings: joining.equal.clone(),
     };
     loop {
         match apply(store, &applicant) {

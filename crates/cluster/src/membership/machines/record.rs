@@ -31,6 +31,10 @@ pub struct Record {
     pub most: u32,
     /// The job's token, unless the launchers were given one.
     pub token: Option<String>,
+    /// A hash of the token.
+    pub proof: String,
+    /// Settings that must be equal on all machines, as text.
+    pub settings: String,
     /// Whether the run is complete.
     pub is_complete: bool,
 }
@@ -67,6 +71,10 @@ pub struct Applicant {
     pub most: u32,
     /// A token, for a job that begins without one.
     pub token: Option<String>,
+    /// A hash of the token that this launcher was given.
+    pub proof: Option<String>,
+    /// Settings that must be equal on all machines, as text.
+    pub settings: String,
 }
 
 /// Why a launcher cannot take part in a job.
@@ -87,6 +95,17 @@ pub enum JoinRefused {
     /// Some launchers were given a token, others not.
     #[error("set UNISONO_TOKEN to the same on all machines of the job, or on none")]
     Token,
+    /// This launcher was given another token than the first.
+    #[error("UNISONO_TOKEN is not that of the job; set it to the same on all machines, or on none")]
+    OtherToken,
+    /// This machine has other settings than the first.
+    #[error("the job was started with {theirs}, and this machine has {ours}; make them equal")]
+    Settings {
+        /// Those of the job that differ.
+        theirs: String,
+        /// Those of this machine.
+        ours: String,
+    },
     /// No numbers are left.
     #[error("the job has used up all numbers of workers; choose another --job name")]
     Numbers,
@@ -109,7 +128,7 @@ impl Record {
         record: Option<Record>,
         applicant: Applicant,
     ) -> Result<(Machine, Record), JoinRefused> {
-        let Applicant { workers, address, host, least, most, token } = applicant;
+        let Applicant { workers, address, host, least, most, token, proof, settings } = applicant;
         let place = |number: u32, first: u32| Machine { number, first, workers, address, host };
         let Some(record) = record else {
             let leader = place(0, 0);
@@ -123,6 +142,8 @@ impl Record {
                 workers,
                 least,
                 most,
+                proof: proof.or(token.as_deref().map(proof_of)).unwrap_or_default(),
+                settings,
                 token,
                 is_complete: false,
             };
@@ -137,12 +158,36 @@ impl Record {
         if record.token.is_some() != token.is_some() {
             return Err(JoinRefused::Token);
         }
+        if proof.is_some_and(|proof| proof != record.proof) {
+            return Err(JoinRefused::OtherToken);
+        }
+        if let Some((theirs, ours)) = difference(&record.settings, &settings) {
+            return Err(JoinRefused::Settings { theirs, ours });
+        }
         let end = record.workers.checked_add(workers).ok_or(JoinRefused::Numbers)?;
         let place = place(record.machines, record.workers);
         let machines = record.machines.checked_add(1).ok_or(JoinRefused::Numbers)?;
         let newest = place.clone();
         Ok((place, Record { newest, machines, workers: end, ..record }))
     }
+}
+
+/// What tells one token from another, and does not give it away.
+pub fn proof_of(token: &str) -> String {
+    blake3::derive_key("unisono machines v1: proof of a token", token.as_bytes())
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect()
+}
+
+/// The words by which two texts differ.
+fn difference(theirs: &str, ours: &str) -> Option<(String, String)> {
+    let only = |of: &str, not: &str| {
+        let not: Vec<&str> = not.split(", ").collect();
+        let words: Vec<&str> = of.split(", ").filter(|word| !not.contains(word)).collect();
+        words.join(", ")
+    };
+    (theirs != ours).then(|| (only(theirs, ours), only(ours, theirs)))
 }
 
 #[cfg(test)]
@@ -157,6 +202,8 @@ mod tests {
             least: 1,
             most: 8,
             token: Some("t".into()),
+            proof: None,
+            settings: "timeout 2 s, streams 1".into(),
         }
     }
 
@@ -181,6 +228,14 @@ mod tests {
         assert_eq!(refused(&record, other), JoinRefused::Range { least: 1, most: 8 });
         let other = Applicant { token: None, ..applicant() };
         assert_eq!(refused(&record, other), JoinRefused::Token);
+        let other = Applicant { settings: "timeout 5 s, streams 1".into(), ..applicant() };
+        let (theirs, ours) = ("timeout 2 s".to_owned(), "timeout 5 s".to_owned());
+        assert_eq!(refused(&record, other), JoinRefused::Settings { theirs, ours });
+        let given = Applicant { token: None, proof: Some(proof_of("u")), ..applicant() };
+        let (_, of_token) = Record::join(None, given.clone()).unwrap();
+        assert!(Record::join(Some(of_token.clone()), given.clone()).is_ok());
+        let other = Applicant { proof: Some(proof_of("v")), ..given };
+        assert_eq!(refused(&of_token, other), JoinRefused::OtherToken);
         let full = Record { workers: u32::MAX - 1, ..record.clone() };
         assert_eq!(refused(&full, applicant()), JoinRefused::Numbers);
         let complete = Record { is_complete: true, ..record };

@@ -55,6 +55,8 @@ impl World {
             least: settings.least as u32,
             most: settings.most as u32,
             token: Some("t".into()),
+            proof: None,
+            settings: String::new(),
         };
         match Record::join(found, applicant) {
             // The job is over.
