@@ -167,12 +167,16 @@ fn survives_crashes_of_joins(ways: &[&str], joins: &[&[&str]]) -> usize {
     for (way, points) in ways.iter().flat_map(|way| joins.iter().map(move |join| (way, join))) {
         let plan: String = points.iter().map(|point| format!(";{point},{way}")).collect();
         let plan = format!("computed,1,3,kill{plan}");
-        let ended = with_crashes(&desk, &format!("{arguments} --workers 3"), &plan);
-        let summary = ended.summary();
-        summary.assert_same_weights(&whole);
         let name = points[0].split(',').next().unwrap();
-        assert!(ended.stderr.contains(&format!("point {name} ")), "{plan}: {}", ended.stderr);
-        crashes += ended.stderr.matches("crash point ").count();
+        // On a busy machine the worker may be back before the others have recovered: then it is in the next
+        // epoch without joining one.
+        let is_reached = (0..5).any(|_| {
+            let ended = with_crashes(&desk, &format!("{arguments} --workers 3"), &plan);
+            ended.summary().assert_same_weights(&whole);
+            crashes += ended.stderr.matches("crash point ").count();
+            ended.stderr.contains(&format!("point {name} "))
+        });
+        assert!(is_reached, "{plan}: it did not happen");
     }
     crashes
 }
