@@ -361,10 +361,11 @@ impl Launcher {
     }
 
     fn tell_worker(&mut self, worker: WorkerId, message: ToWorker) {
-        if let (ToWorker::Begin { epoch, .. }, Some(local)) =
-            (&message, self.workers.get_mut(&worker))
-        {
-            local.stands = Stands::In(*epoch);
+        match (&message, self.workers.get_mut(&worker)) {
+            (ToWorker::Begin { epoch, .. }, Some(local)) => local.stands = Stands::In(*epoch),
+            // It is let go: no leader to come can count on it.
+            (ToWorker::Finish, _) => drop(self.workers.remove(&worker)),
+            _ => {}
         }
         self.commands.push(Command::ToWorker(worker, message));
     }
