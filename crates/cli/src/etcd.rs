@@ -5,17 +5,18 @@ use std::process::ExitCode;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use serde_json::json;
 use unisono::Options;
 use unisono::cluster::etcd::{Endpoints, EtcdError, Settings};
 use unisono::cluster::launch::{ShareError, SharedJob, record_in_etcd};
 use unisono::cluster::membership::machines::{Kept, Machine, Record, Status};
 use unisono::cluster::membership::{FirstStep, Recovery, WorkerId};
-use unisono::insight::units::counted;
+use unisono::insight::units::{counted, duration};
 
 use crate::exit::Wrong;
 use crate::output;
+use crate::status::{RECOVERIES, Worker, shards_of, workers};
 
 /// How long etcd may take to answer at first. Longer: a wrong URL is told later. Shorter: an etcd that is about to
 /// start, or elects a leader, is given up.
@@ -28,29 +29,7 @@ const SILENT: u64 = 60;
 /// The job of this name in the etcd at these URLs.
 pub fn share(urls: &str, job: &str, options: &Options) -> anyhow::Result<SharedJob> {
     let (endpoints, settings) = place(urls)?;
-    SharedJob::in_etcd(&endpoints, &settings, job, equal(options), PATIENCE).or_else(told)
-}
-
-/// The settings of groups, which would not form if they differed.
-fn equal(options: &Options) -> String {
-    let Options {
-        transport,
-        algorithm,
-        canonical,
-        timeout,
-        streams,
-        segment,
-        staging,
-        encrypt,
-        ..
-    } = options;
-    let algorithm = algorithm.map_or("auto".to_owned(), |algorithm| format!("{algorithm:?}"));
-    let segment = segment.map_or("auto".to_owned(), |bytes| bytes.to_string());
-    format!(
-        "transport {transport:?}, algorithm {algorithm}, canonical {canonical}, timeout {} s, streams {streams}, \
-         segment {segment}, staging {staging}, encrypt {encrypt}",
-        timeout.as_secs_f64(),
-    )
+    SharedJob::in_etcd(&endpoints, &settings, job, options.agreed(), PATIENCE).or_else(told)
 }
 
 fn place(urls: &str) -> anyhow::Result<(Endpoints, Settings)> {
@@ -91,36 +70,28 @@ struct Shown<'a> {
     step: Option<u64>,
     leader: serde_json::Value,
     machines: Vec<serde_json::Value>,
-    members: Vec<Member>,
-    spares: Vec<Member>,
+    members: Vec<Worker<'a>>,
+    spares: Vec<Worker<'a>>,
     least: u32,
     most: u32,
     workers_lost: u64,
     workers_joined: u64,
-    recoveries: usize,
+    recoveries: u64,
     recovery_ms_p50: Option<f64>,
     recovery_ms_max: Option<f64>,
-    past_recoveries: Vec<serde_json::Value>,
+    #[serde(serialize_with = "in_words")]
+    past_recoveries: Vec<Recovery>,
     /// Seconds since a launcher was last heard of, by the clocks of both machines.
     heard_s: Option<u64>,
     /// What rank 0 handed in, as text.
     result: Option<String>,
 }
 
-#[derive(Serialize)]
-struct Member {
-    rank: Option<usize>,
-    worker: u32,
-    life: u32,
-    machine: Option<u32>,
-    host: Option<String>,
-}
-
 impl Shown<'_> {
     fn of<'a>(
         job: &'a str,
-        record: &Record,
-        status: Option<&Status>,
+        record: &'a Record,
+        status: Option<&'a Status>,
         result: Option<&[u8]>,
     ) -> Shown<'a> {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
@@ -128,20 +99,30 @@ impl Shown<'_> {
         let is_silent = heard_s.is_none_or(|seconds| seconds > SILENT);
         let machines =
             status.map_or(std::slice::from_ref(&record.leader), |status| &status.machines);
-        let member = |rank: Option<usize>, worker: &WorkerId| {
-            let machine = machines.iter().find(|machine| machine.has(*worker));
-            Member {
+        let worker = |rank: Option<usize>, id: &WorkerId| {
+            let machine = machines.iter().find(|machine| machine.has(*id));
+            let process = status.and_then(|it| it.processes.iter().find(|(of, _)| of == id));
+            let shards = status.and_then(|status| status.shards).zip(rank);
+            let state = match (machine, rank) {
+                (None, _) => "not connected",
+                (_, Some(_)) => "member",
+                (_, None) => "spare",
+            };
+            Worker {
                 rank,
-                worker: worker.number,
-                life: worker.life,
-                machine: machine.map(|machine| machine.number),
-                host: machine.map(|machine| machine.host.clone()),
+                worker: id.number,
+                life: id.life,
+                pid: process.map(|(_, pid)| *pid),
+                host: machine.map_or("", |machine| &machine.host),
+                state: state.into(),
+                shards: shards.and_then(|(shards, rank)| {
+                    shards_of(shards as usize, rank, record.members.len())
+                }),
             }
         };
         let members = record.members.iter().enumerate();
         let history = status.map(|status| status.history.clone()).unwrap_or_default();
-        let mut times: Vec<f64> = history.recoveries.iter().map(|r| r.seconds * 1e3).collect();
-        times.sort_by(f64::total_cmp);
+        let times = history.recovery_ms();
         Shown {
             job,
             state: match record {
@@ -156,20 +137,20 @@ impl Shown<'_> {
                 .map(|FirstStep { step, .. }| *step),
             leader: described(&record.leader),
             machines: machines.iter().map(described).collect(),
-            members: members.map(|(rank, worker)| member(Some(rank), worker)).collect(),
+            members: members.map(|(rank, id)| worker(Some(rank), id)).collect(),
             spares: status
                 .map_or(&[][..], |status| &status.spares)
                 .iter()
-                .map(|w| member(None, w))
+                .map(|id| worker(None, id))
                 .collect(),
             least: record.least,
             most: record.most,
             workers_lost: history.workers_lost,
             workers_joined: history.workers_joined,
-            recoveries: times.len(),
-            recovery_ms_p50: times.get(times.len() / 2).copied(),
-            recovery_ms_max: times.last().copied(),
-            past_recoveries: history.recoveries.iter().map(recovery).collect(),
+            recoveries: status.map_or(0, |status| status.recovered),
+            recovery_ms_p50: times.map(|(middle, _)| middle),
+            recovery_ms_max: times.map(|(_, longest)| longest),
+            past_recoveries: history.recoveries,
             heard_s,
             result: result
                 .filter(|_| record.is_complete)
@@ -192,21 +173,21 @@ impl Shown<'_> {
             self.least,
             self.most,
         );
-        let workers = self.members.iter().chain(&self.spares);
-        for Member { rank, worker, life, machine, host } in workers {
-            let rank = rank.map_or("spare".to_owned(), |rank| format!("rank {rank}"));
-            let number = machine.map_or("?".to_owned(), |number| number.to_string());
-            let host = host.as_deref().unwrap_or("not connected");
-            let _ = writeln!(
-                text,
-                "  {rank:<8} worker {worker}, life {life}, machine {number} ({host})"
-            );
-        }
+        workers(&mut text, "members", &self.members);
+        workers(&mut text, "spares", &self.spares);
         let Shown { workers_lost, workers_joined, recoveries, .. } = self;
         let _ = writeln!(
             text,
-            "under this coordinator: {workers_lost} lost, {workers_joined} joined, went on {recoveries} times"
+            "\nunder this coordinator: {workers_lost} lost, {workers_joined} joined, went on {recoveries} times"
         );
+        let skipped = self.past_recoveries.len().saturating_sub(RECOVERIES);
+        for Recovery { seconds, first } in &self.past_recoveries[skipped..] {
+            let FirstStep { epoch, step, redone, from_checkpoint, .. } = first;
+            let redone = if *redone { ", computed again" } else { "" };
+            let back = if *from_checkpoint { ", from a checkpoint" } else { "" };
+            let _ =
+                writeln!(text, "  in {:>8}: epoch {epoch}, step {step}{redone}{back}", duration(*seconds));
+        }
         if self.state == "silent" {
             let seconds =
                 self.heard_s.map_or("a while".to_owned(), |seconds| format!("{seconds} s"));
@@ -222,12 +203,14 @@ impl Shown<'_> {
     }
 }
 
-fn recovery(of: &Recovery) -> serde_json::Value {
-    let FirstStep { epoch, step, redone, behind, from_checkpoint, .. } = &of.first;
-    json!({
-        "epoch": epoch, "step": step, "ms": of.seconds * 1e3, "redone": redone, "behind": behind,
-        "from_checkpoint": from_checkpoint,
-    })
+fn in_words<S: Serializer>(recoveries: &[Recovery], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_seq(recoveries.iter().map(|Recovery { seconds, first }| {
+        let FirstStep { epoch, step, redone, behind, from_checkpoint, .. } = first;
+        json!({
+            "epoch": epoch, "step": step, "ms": seconds * 1e3, "redone": redone, "behind": behind,
+            "from_checkpoint": from_checkpoint,
+        })
+    }))
 }
 
 fn described(machine: &Machine) -> serde_json::Value {

@@ -36,7 +36,7 @@ pub struct StatusArgs {
 }
 
 /// Past recoveries shown; JSON has all.
-const RECOVERIES: usize = 8;
+pub const RECOVERIES: usize = 8;
 
 /// Workers shown; JSON has all.
 const WORKERS: usize = 32;
@@ -105,16 +105,17 @@ enum RunState {
     Elsewhere,
 }
 
+/// A worker, as it is shown.
 #[derive(Serialize)]
-struct Worker<'a> {
-    rank: Option<usize>,
-    worker: u32,
-    life: u32,
-    pid: Option<u32>,
-    host: &'a str,
-    state: String,
+pub struct Worker<'a> {
+    pub rank: Option<usize>,
+    pub worker: u32,
+    pub life: u32,
+    pub pid: Option<u32>,
+    pub host: &'a str,
+    pub state: String,
     /// The first that it computes, and the first that it does not.
-    shards: Option<(usize, usize)>,
+    pub shards: Option<(usize, usize)>,
 }
 
 impl Status<'_> {
@@ -127,7 +128,6 @@ impl Status<'_> {
         let state = RunState::of(timeline);
         let is_over = !matches!(state, RunState::Running | RunState::Elsewhere);
         let host = timeline.launcher.as_ref().map_or("", |launcher| &launcher.host);
-        let shards = Shards::new(info.shards, timeline.members.len()).ok();
         let latest = timeline.workers();
         let worker = |life: &Life, rank: Option<usize>| Worker {
             rank,
@@ -136,10 +136,7 @@ impl Status<'_> {
             pid: life.pid,
             host,
             state: described(life, is_over),
-            shards: shards.zip(rank).map(|(shards, rank)| {
-                let range = shards.of(rank, timeline.members.len());
-                (range.start, range.end)
-            }),
+            shards: rank.and_then(|rank| shards_of(info.shards, rank, timeline.members.len())),
         };
         let find = |(rank, id): (usize, &membership::WorkerId)| {
             let life = timeline.lives.iter().rev().find(|life| life.worker == *id)?;
@@ -301,7 +298,14 @@ fn described(life: &Life, is_over: bool) -> String {
     }
 }
 
-fn workers(out: &mut String, title: &str, workers: &[Worker<'_>]) {
+/// The first shard that a rank computes, and the first that it does not.
+pub fn shards_of(shards: usize, rank: usize, world: usize) -> Option<(usize, usize)> {
+    let range = Shards::new(shards, world).ok()?.of(rank, world);
+    Some((range.start, range.end))
+}
+
+/// A table of workers.
+pub fn workers(out: &mut String, title: &str, workers: &[Worker<'_>]) {
     if workers.is_empty() {
         return;
     }

@@ -70,6 +70,11 @@ fn three_machines_train_as_one() {
     let status = fleet.status(1);
     let members = status["members"].as_array().expect("the epoch has members");
     assert_eq!(members.len(), MACHINES * WORKERS, "{status}");
+    // Each has a process, and shards of its own: 8 of 6 workers.
+    let shards = members.iter().map(|member| member["shards"].as_array().expect("it has shards"));
+    let count: u64 = shards.map(|it| it[1].as_u64().unwrap() - it[0].as_u64().unwrap()).sum();
+    assert_eq!(count, 8, "{status}");
+    assert!(members.iter().all(|member| member["pid"].is_u64()), "{status}");
     assert!(fleet.leader(0) < MACHINES);
     for machine in 0..MACHINES {
         assert_eq!(fleet.workers(machine).len(), WORKERS);
@@ -230,6 +235,46 @@ fn without_etcd_steps_go_on_and_changes_wait() {
     fleet.finish();
 }
 
+/// Members that left their epoch to let it in would wait for one that cannot begin.
+#[test]
+fn a_worker_that_comes_back_while_etcd_is_away_is_let_in_later() {
+    let Some(lab) = hosts_or_skip() else { return };
+    let Some(mut fleet) = Fleet::new(&lab) else { return };
+    fleet.start_all(0..MACHINES, ANY);
+    let epoch = fleet.epoch(0);
+    fleet.kill_worker(1);
+    fleet.wait_for_epoch_after(0, epoch);
+    fleet.stop_etcd();
+    wait_until("it is started again", || fleet.workers(1).len() == WORKERS);
+    for _ in 0..4 {
+        fleet.wait_until_all_train(0..MACHINES);
+        thread::sleep(WHILE / 4);
+    }
+    fleet.cont_etcd();
+    let all = MACHINES * WORKERS;
+    wait_until("it is let in", || fleet.members(0) == all);
+    fleet.finish();
+}
+
+/// As when a batch system cancels a job, or all its pods are deleted.
+#[test]
+fn machines_that_are_all_told_to_leave_stop_and_say_so() {
+    let Some(lab) = hosts_or_skip() else { return };
+    let Some(mut fleet) = Fleet::new(&lab) else { return };
+    fleet.start_all(0..MACHINES, ANY);
+    (0..MACHINES).for_each(|machine| fleet.signal(machine, Signal::TERM));
+    for machine in 0..MACHINES {
+        let ended = fleet.expect_some_end(machine);
+        // The first may have left before the others were told.
+        let code = ended.status.code();
+        assert!(matches!(code, Some(0 | 143)), "m{machine}: {code:?}, {}", ended.stderr);
+        assert!(!ended.stdout.contains("weights"), "the run was not over: {}", ended.stdout);
+    }
+    // The same commands go on with the job.
+    fleet.start_all(0..MACHINES, ANY);
+    fleet.finish();
+}
+
 #[test]
 fn a_run_ends_when_etcd_comes_back_if_it_was_away_at_the_end() {
     let Some(lab) = hosts_or_skip() else { return };
@@ -347,9 +392,7 @@ fn one_worker_becomes_eight_and_then_three() {
     let Some(mut fleet) = Fleet::new(&lab) else { return };
     let range = "1:8";
     let await_members = |fleet: &Fleet<'_>, count: usize| {
-        wait_until(&format!("{count} workers train"), || {
-            fleet.status(1)["members"].as_array().is_some_and(|members| members.len() == count)
-        });
+        wait_until(&format!("{count} workers train"), || fleet.members(1) == count);
     };
     fleet.start_with(0, range, 1);
     fleet.wait_for_steps(0, 5);

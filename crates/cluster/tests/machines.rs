@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 use unisono_cluster::membership::machines::{
     Joining, Machine, Machines, Record, Replaced, Status, Store, StoreError,
 };
-use unisono_cluster::membership::{Client, Heard, Home, Next, Order, Settings, View, WorkerId};
+use unisono_cluster::membership::{
+    Client, FirstStep, Heard, Home, Next, Order, Settings, View, WorkerId,
+};
 use unisono_net::Token;
 
 const DEADLINE: Duration = Duration::from_secs(30);
@@ -307,9 +309,11 @@ fn another_launcher_takes_the_place_of_the_leader() {
     });
     assert_eq!((views[2].epoch, views[2].members.len()), (epoch + 1, 3));
 
-    // Its machine leaves again.
-    launchers[2].events.send(Event::Leave).unwrap();
+    // Its machine leaves again, once all are known to have the state of the run.
     let epoch = views[0].epoch;
+    let rank_0 = views.iter().position(|view| view.rank == 0).unwrap();
+    clients.iter().chain([&late]).nth(rank_0).unwrap().stepped(first_step(epoch)).unwrap();
+    launchers[2].events.send(Event::Leave).unwrap();
     std::thread::scope(|scope| {
         await_asked(clients.iter().chain([&late]), epoch);
         let leaving = scope.spawn(|| late.enter(epoch, &[], vec![7]).unwrap());
@@ -317,6 +321,10 @@ fn another_launcher_takes_the_place_of_the_leader() {
         assert_eq!(views[0].members.len(), 2);
         assert!(matches!(leaving.join().unwrap(), Next::Over));
     });
+}
+
+fn first_step(epoch: u64) -> FirstStep {
+    FirstStep { epoch, step: 1, compute: 0.0, redone: false, behind: 0, from_checkpoint: false }
 }
 
 #[test]

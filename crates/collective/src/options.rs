@@ -97,6 +97,30 @@ impl Options {
     /// The default of [`Options::staging`].
     pub(crate) const STAGING: usize = 8 << 20;
 
+    /// What must be equal on all ranks of a group, and the version of the protocol, as text: launchers that start
+    /// ranks of one job compare it, so that a difference is told before a group fails to form.
+    pub fn agreed(&self) -> String {
+        let Options {
+            transport,
+            algorithm,
+            canonical,
+            timeout,
+            stall_after: _,
+            streams,
+            segment,
+            staging,
+            encrypt,
+        } = self;
+        let algorithm = algorithm.map_or("auto".to_owned(), |algorithm| format!("{algorithm:?}"));
+        let segment = segment.map_or("auto".to_owned(), |bytes| bytes.to_string());
+        let (version, timeout) = (unisono_net::handshake::VERSION, timeout.as_secs_f64());
+        format!(
+            "version {version} of the protocol, transport {transport:?}, algorithm {algorithm}, canonical \
+             {canonical}, timeout {timeout} s, streams {streams}, segment {segment}, staging {staging}, encrypt \
+             {encrypt}"
+        )
+    }
+
     /// The defaults, changed by the environment: `UNISONO_TRANSPORT`, `UNISONO_ALGORITHM`,
     /// `UNISONO_CANONICAL`, `UNISONO_TIMEOUT` (seconds), `UNISONO_STREAMS`, `UNISONO_SEGMENT`
     /// and `UNISONO_STAGING` (bytes, as [`parse_size`] reads them), `UNISONO_ENCRYPT`.

@@ -1,6 +1,7 @@
 //! Which of the machine's addresses the ranks use among themselves.
 
-use std::net::IpAddr;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket};
 
 /// An interface that cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -27,6 +28,20 @@ pub fn own_address(usual: IpAddr) -> Result<IpAddr, InterfaceError> {
     }
 }
 
+/// An address on no machine's own network, and on no other: packets to it would take the default route.
+pub const ELSEWHERE: IpAddr = IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1));
+
+/// The address of this machine from which it would reach another. No packet is sent: the system looks up the route.
+pub fn address_toward(other: IpAddr) -> io::Result<IpAddr> {
+    let any: IpAddr = match other {
+        IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+        IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+    };
+    let socket = UdpSocket::bind((any, 0))?;
+    socket.connect((other, 9))?;
+    Ok(socket.local_addr()?.ip())
+}
+
 fn resolve(wanted: &str, like: IpAddr) -> Result<IpAddr, InterfaceError> {
     let all = if_addrs::get_if_addrs().map_err(|e| InterfaceError::Unlisted(e.to_string()))?;
     let all: Vec<(String, IpAddr)> = all.into_iter().map(|i| (i.name.clone(), i.ip())).collect();
@@ -50,7 +65,6 @@ fn choose(wanted: &str, like: IpAddr, all: &[(String, IpAddr)]) -> Result<IpAddr
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::net::{Ipv4Addr, Ipv6Addr};
 
     #[test]
     fn names_and_addresses_are_found() {

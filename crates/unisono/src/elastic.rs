@@ -149,6 +149,11 @@ impl ElasticJob {
         }
     }
 
+    /// From now on says that a batch is cut into so many shards: more workers than that wait as spares.
+    pub fn set_shards(&mut self, shards: usize) {
+        self.client.set_shards(shards);
+    }
+
     /// What gives this worker's state to workers that join, once it has [entered](ElasticJob::enter_with) an
     /// epoch.
     pub(crate) fn donor(&self) -> Option<&Arc<Donor>> {

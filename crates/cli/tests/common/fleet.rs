@@ -108,7 +108,16 @@ impl<'a> Fleet<'a> {
     /// Starts a launcher on each of some machines, and waits until all of them train together.
     pub fn start_all(&mut self, machines: Range<usize>, range: &str) {
         machines.clone().for_each(|machine| self.start(machine, range));
+        self.wait_until_all_train(machines.clone());
+        // On a busy machine a worker may come late, and be let in only then.
+        let (asked, count) = (machines.start, machines.len() * WORKERS);
+        wait_until(&format!("{count} workers train"), || self.members(asked) == count);
         self.wait_until_all_train(machines);
+    }
+
+    /// How many members the epoch has, asked on a machine that reaches etcd.
+    pub fn members(&self, machine: usize) -> usize {
+        self.status(machine)["members"].as_array().map_or(0, Vec::len)
     }
 
     /// Waits until each of these machines has made a few more steps.
@@ -257,6 +266,11 @@ impl<'a> Fleet<'a> {
         let found: Vec<usize> = (0..MACHINES).filter(is_at).collect();
         assert_eq!(found.len(), 1, "no address of a machine: {status}");
         found[0]
+    }
+
+    /// Waits until a launcher has ended, however.
+    pub fn expect_some_end(&mut self, machine: usize) -> Ended {
+        self.running.remove(&machine).expect("the machine has a launcher").wait()
     }
 
     /// Waits until a launcher has ended well.

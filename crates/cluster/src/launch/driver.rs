@@ -143,6 +143,9 @@ impl<'a> Driver<'a> {
                 self.result = result;
                 Event::Complete
             }
+            // As if there had never been other machines.
+            Order::Disband => Event::Signal(Signal::TERM.as_raw()),
+            Order::Superseded => Event::Superseded,
             Order::GiveUp { ready } => {
                 let least = self.launch.elastic.as_ref().map_or(1, |elastic| elastic.least);
                 Event::TooFewWorkers { ready, least }

@@ -495,6 +495,8 @@ enum Event {
     TooFewWorkers { ready: usize, least: u32 },
     /// An elastic job loses workers before it completes a step, again and again.
     NoProgress { epochs: u32 },
+    /// Another job has begun under the name of this one.
+    Superseded,
     /// What the members write cannot be passed on.
     OutputLost(io::Error),
     /// The guard with this number ended.

@@ -35,6 +35,8 @@ pub enum Outcome {
         /// How often in a row.
         epochs: u32,
     },
+    /// The record of a job of several machines was deleted, and another job has begun under its name.
+    Superseded,
     /// A server failed, and all others were ended.
     ServerFailed(ServerFailure),
     /// What the ranks wrote could not be passed on.
@@ -91,7 +93,8 @@ impl Outcome {
             Outcome::OutputLost { closed: false, .. }
             | Outcome::NodeLost { .. }
             | Outcome::TooFewWorkers { .. }
-            | Outcome::NoProgress { .. } => 1,
+            | Outcome::NoProgress { .. }
+            | Outcome::Superseded => 1,
         }
     }
 
@@ -150,6 +153,10 @@ impl fmt::Display for Outcome {
             Outcome::NoProgress { epochs } => {
                 write!(f, "workers were lost {epochs} times in a row before a step was complete")
             }
+            Outcome::Superseded => f.write_str(
+                "the record of this job in etcd was deleted, and another job has begun under its name; give each \
+                 job a name of its own",
+            ),
             Outcome::NodeLost { node } => write!(f, "lost the launcher of node {node}"),
             Outcome::OutputLost { closed: true, .. } => {
                 f.write_str("the reader of the output is gone")

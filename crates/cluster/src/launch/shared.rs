@@ -1,10 +1,10 @@
 //! An elastic job of several machines, whose launchers come and go, and meet by etcd.
 
-use std::net::{IpAddr, SocketAddr, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
 use std::time::Duration;
 
-use unisono_net::interface::{InterfaceError, own_address};
+use unisono_net::interface::{ELSEWHERE, InterfaceError, address_toward, own_address};
 
 use crate::etcd::{Endpoints, Etcd, EtcdError, Settings, Until};
 use crate::membership::machines::{EtcdRecord, Store};
@@ -82,18 +82,36 @@ pub fn record_in_etcd(
     Ok(EtcdRecord::new(etcd, name))
 }
 
-/// The address of this machine from which it reaches etcd: others that reach etcd as well can reach it there.
+/// The address of this machine from which it reaches etcd: others that reach etcd as well can reach it there. On the
+/// machine on which etcd runs, its name often stands for a loopback address, at which no other machine would find
+/// this one.
 fn toward(endpoints: &Endpoints) -> Result<IpAddr, ShareError> {
     let addresses = endpoints.hosts().filter_map(|host| host.to_socket_addrs().ok()).flatten();
-    let mut own = addresses.filter_map(|address: SocketAddr| {
-        let any: IpAddr = match address.is_ipv4() {
-            true => std::net::Ipv4Addr::UNSPECIFIED.into(),
-            false => std::net::Ipv6Addr::UNSPECIFIED.into(),
-        };
-        // No packet is sent: the system looks up the route.
-        let socket = UdpSocket::bind((any, 0)).ok()?;
-        socket.connect(address).ok()?;
-        socket.local_addr().ok().map(|own| own.ip())
-    });
-    own.next().ok_or_else(|| ShareError::NoAddress { endpoints: endpoints.to_string() })
+    let own = addresses.filter_map(|address: SocketAddr| address_toward(address.ip()).ok());
+    let own: Vec<IpAddr> = own.collect();
+    let mut hosts = endpoints.hosts();
+    let is_named = hosts.any(|(host, _)| host != "localhost" && host.parse::<IpAddr>().is_err());
+    let outward = is_named.then(|| address_toward(ELSEWHERE).ok()).flatten();
+    best(&own, outward).ok_or_else(|| ShareError::NoAddress { endpoints: endpoints.to_string() })
+}
+
+/// Of addresses of this machine, one that others can reach; `outward` is that of its default route.
+fn best(own: &[IpAddr], outward: Option<IpAddr>) -> Option<IpAddr> {
+    let reachable = own.iter().copied().find(|ip| !ip.is_loopback());
+    reachable.or(outward).or(own.first().copied())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_that_other_machines_can_reach_is_preferred() {
+        let [local, one, other]: [IpAddr; 3] =
+            ["127.0.0.1", "10.0.0.7", "192.168.0.7"].map(|ip| ip.parse().unwrap());
+        assert_eq!(best(&[local, one], Some(other)), Some(one));
+        assert_eq!(best(&[local], Some(other)), Some(other));
+        assert_eq!(best(&[local], None), Some(local));
+        assert_eq!(best(&[], None), None);
+    }
 }

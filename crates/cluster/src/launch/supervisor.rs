@@ -173,6 +173,7 @@ impl Supervisor {
             Event::TooFewWorkers { ready, least } => {
                 self.decide(now, Outcome::TooFewWorkers { ready: ready as u32, least });
             }
+            Event::Superseded => self.decide(now, Outcome::Superseded),
             Event::NoProgress { epochs } => self.decide(now, Outcome::NoProgress { epochs }),
             Event::Heard { .. } | Event::GuardEnded(_) | Event::Membership(_) => {}
             Event::Closed { node } => {

@@ -36,6 +36,7 @@ enum What {
 
 /// The workers of this machine.
 pub(super) struct Agent {
+    /// Until they are closed: a worker's last words may be read after its end was seen.
     links: HashMap<WorkerId, Link>,
     /// What a worker has handed in last, and in which epoch. The worker may have ended since.
     result: Option<(u64, Vec<u8>)>,
@@ -105,10 +106,12 @@ impl Agent {
     fn said(&mut self, worker: WorkerId, message: ToCoordinator) -> Option<Report> {
         self.links.get(&worker)?;
         Some(match message {
-            ToCoordinator::Ready { address, .. } if address.len() > MAX_ADDRESS => Report::Closed,
-            ToCoordinator::Ready { after, silent, address } => {
+            ToCoordinator::Ready { about, .. } if about.address.len() > MAX_ADDRESS => {
+                Report::Closed
+            }
+            ToCoordinator::Ready { after, silent, about } => {
                 let silent = silent.into_iter().map(|rank| rank as usize).collect();
-                Report::Ready { after, silent, address }
+                Report::Ready { after, silent, about }
             }
             ToCoordinator::Alive => Report::Alive,
             ToCoordinator::Stepped(first) => Report::Stepped(first),
@@ -119,11 +122,6 @@ impl Agent {
                 Report::Finished { epoch }
             }
         })
-    }
-
-    /// The process of a worker has ended.
-    pub fn ended(&mut self, worker: WorkerId) {
-        self.links.remove(&worker);
     }
 
     /// What a worker has handed in last.

@@ -9,7 +9,8 @@ use unisono_net::frame::{self, FrameError};
 use unisono_net::{Connection, Receiver, Sender, Token};
 
 use super::{
-    FirstStep, MAX_ADDRESS, ToCoordinator, ToWorker, VARIABLE, WorkerId, epoch_token, introduction,
+    About, FirstStep, MAX_ADDRESS, ToCoordinator, ToWorker, VARIABLE, WorkerId, epoch_token,
+    introduction,
 };
 use crate::place::{MAX_WORLD, Place, split_host_port};
 use crate::rendezvous::{RendezvousError, Sought};
@@ -27,6 +28,8 @@ pub struct Client {
     id: WorkerId,
     ip: IpAddr,
     token: Token,
+    /// Into how many shards this worker cuts a batch, if it does.
+    shards: Option<u32>,
     sender: Arc<Mutex<Sender>>,
     shared: Arc<Shared>,
 }
@@ -162,7 +165,7 @@ impl Client {
         std::thread::Builder::new()
             .name("unisono-member".into())
             .spawn(move || listener.listen(receiver))?;
-        Ok(Client { id, ip, token, sender, shared })
+        Ok(Client { id, ip, token, shards: None, sender, shared })
     }
 
     /// This worker.
@@ -175,6 +178,11 @@ impl Client {
         &self.token
     }
 
+    /// From now on says that a batch is cut into so many shards: no epoch gets more members.
+    pub fn set_shards(&mut self, shards: usize) {
+        self.shards = u32::try_from(shards).ok();
+    }
+
     /// Waits for the next epoch with this worker in it. It has left epoch `after`, which is 0 if it was in
     /// none; `silent` are the ranks that it lost there because they were silent, and `address` is where the
     /// other members of the next epoch can reach it.
@@ -185,7 +193,8 @@ impl Client {
         address: Vec<u8>,
     ) -> Result<Next, MembershipError> {
         let silent = silent.iter().map(|rank| *rank as u32).collect();
-        self.say(&ToCoordinator::Ready { after, silent, address })?;
+        let about = About { address, pid: std::process::id(), shards: self.shards };
+        self.say(&ToCoordinator::Ready { after, silent, about })?;
         self.wait()
     }
 

@@ -1,14 +1,14 @@
 //! Connects the [core](super::core) with what machines report of their workers, and keeps the history of the
 //! job. No I/O: what is to be done is returned, for the owner to do.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::ToWorker;
 use super::core::{Decision, Input, Membership, Settings, Stands, WorkerId};
 use super::events::{Happened, Observer, Occurrence, Sign};
+use super::{About, ToWorker};
 
 /// Epochs in a row that may end before a step is complete. More: a run that kills each of its workers, as one
 /// with a shard that none of them can compute, ends later. Fewer: workers that are killed one after the other by
@@ -28,7 +28,7 @@ pub(super) enum Report {
     Ready {
         after: u64,
         silent: Vec<usize>,
-        address: Vec<u8>,
+        about: About,
     },
     Alive,
     Stepped(FirstStep),
@@ -46,7 +46,7 @@ pub(super) enum Report {
     /// Another coordinator has known it.
     Returned {
         stands: Stands,
-        address: Vec<u8>,
+        about: About,
         finished: Option<u64>,
     },
 }
@@ -58,6 +58,14 @@ pub(super) enum Act {
     Kill(WorkerId, Sign),
     /// Make this last, and then say that it is [committed](Coordinator::committed).
     Commit(Change),
+    /// Make sure that a change could be made to last now, and then say that this is
+    /// [confirmed](Coordinator::confirmed): members that leave an epoch for another one that cannot begin would
+    /// stand still.
+    Confirm {
+        epoch: u64,
+    },
+    /// All machines are to leave.
+    Disband,
     /// The run is complete, with the result that rank 0 of this epoch has handed in: let all workers go.
     Complete {
         epoch: u64,
@@ -133,6 +141,13 @@ pub struct LostMember {
 }
 
 impl History {
+    /// The median and the longest time of the recoveries, in milliseconds.
+    pub fn recovery_ms(&self) -> Option<(f64, f64)> {
+        let mut times: Vec<f64> = self.recoveries.iter().map(|it| it.seconds * 1e3).collect();
+        times.sort_by(f64::total_cmp);
+        Some((*times.get(times.len() / 2)?, *times.last()?))
+    }
+
     /// The shard that most members were computing when they were lost, again and again: of those that had said
     /// which.
     pub fn poison(&self) -> Option<usize> {
@@ -146,8 +161,8 @@ impl History {
 /// The coordinator of a job.
 pub(super) struct Coordinator {
     membership: Membership,
-    /// Where the members of the next epoch can reach a worker.
-    addresses: HashMap<WorkerId, Vec<u8>>,
+    /// What workers have said of themselves.
+    about: HashMap<WorkerId, About>,
     history: History,
     /// Is told what happens.
     observer: Option<Observer>,
@@ -207,7 +222,7 @@ impl Coordinator {
         Coordinator {
             most,
             membership,
-            addresses: HashMap::new(),
+            about: HashMap::new(),
             history: History::default(),
             observer: None,
             members: Vec::new(),
@@ -235,6 +250,16 @@ impl Coordinator {
     /// What has happened so far.
     pub fn history(&self) -> &History {
         &self.history
+    }
+
+    /// The processes of workers, as far as they have said so.
+    pub fn processes(&self) -> BTreeMap<WorkerId, u32> {
+        self.about.iter().map(|(worker, about)| (*worker, about.pid)).collect()
+    }
+
+    /// Into how many shards a batch is cut, if the workers have said so.
+    pub fn shards(&self) -> Option<u32> {
+        self.about.values().find_map(|about| about.shards)
     }
 
     /// Workers that wait for an epoch.
@@ -296,6 +321,16 @@ impl Coordinator {
         self.take_acts()
     }
 
+    /// A change could be made to last now: asks the members of an epoch to leave it at the end of a step.
+    pub fn confirmed(&mut self, epoch: u64) -> Vec<Act> {
+        if epoch == self.membership.epoch() {
+            for worker in self.membership.members().to_vec() {
+                self.tell(worker, ToWorker::AskToRegroup { epoch });
+            }
+        }
+        self.take_acts()
+    }
+
     /// The job is to end: lets workers go that wait for an epoch, now and from now on.
     pub fn release(&mut self) -> Vec<Act> {
         self.is_ending = true;
@@ -327,13 +362,13 @@ impl Coordinator {
                 self.note(now, Occurrence::Connected(worker));
                 Input::Connected(worker)
             }
-            Report::Ready { after, silent, address } => {
+            Report::Ready { after, silent, about } => {
                 if self.is_complete {
                     // It has come too late to hear that it is not needed any more.
                     self.tell(worker, ToWorker::Finish);
                     return Vec::new();
                 }
-                self.addresses.insert(worker, address);
+                self.note_about(worker, about);
                 if !silent.is_empty() {
                     self.lost_at.get_or_insert(now);
                 }
@@ -356,8 +391,8 @@ impl Coordinator {
                 Input::Ended(worker)
             }
             Report::Leaving => Input::Leaving(worker),
-            Report::Returned { stands, address, finished } => {
-                self.addresses.insert(worker, address);
+            Report::Returned { stands, about, finished } => {
+                self.note_about(worker, about);
                 if matches!(stands, Stands::Ready { .. }) && self.members.contains(&worker) {
                     // It has left the epoch, or has not heard of it.
                     self.is_broken = true;
@@ -393,6 +428,14 @@ impl Coordinator {
         vec![input]
     }
 
+    fn note_about(&mut self, worker: WorkerId, about: About) {
+        if let Some(shards) = about.shards {
+            self.most = self.most.min(shards as usize);
+            self.membership.limit(self.most);
+        }
+        self.about.insert(worker, about);
+    }
+
     fn on_stepped(&mut self, now: Duration, first: FirstStep) {
         if first.epoch != self.history.epochs {
             return;
@@ -414,8 +457,8 @@ impl Coordinator {
         let (mut epoch, mut addresses) = (0, Vec::new());
         if is_open && self.members.len() < self.most {
             epoch = self.membership.epoch();
-            let known = self.members.iter().filter_map(|member| self.addresses.get(member));
-            addresses = known.cloned().collect();
+            let known = self.members.iter().filter_map(|member| self.about.get(member));
+            addresses = known.map(|about| about.address.clone()).collect();
         }
         ToWorker::Seen { epoch, addresses }
     }
@@ -426,11 +469,9 @@ impl Coordinator {
             match decision {
                 Decision::Begin { epoch, members } => self.commit(Change::Begin { epoch, members }),
                 Decision::AskToRegroup => {
-                    let epoch = self.membership.epoch();
-                    for worker in self.membership.members().to_vec() {
-                        self.tell(worker, ToWorker::AskToRegroup { epoch });
-                    }
+                    self.acts.push(Act::Confirm { epoch: self.membership.epoch() });
                 }
+                Decision::Disband => self.acts.push(Act::Disband),
                 Decision::Probe(worker) => self.tell(worker, ToWorker::Probe),
                 Decision::Release(worker) => {
                     self.released.insert(worker);
@@ -492,8 +533,8 @@ impl Coordinator {
             self.lost_at.get_or_insert(now);
         }
         self.note(now, Occurrence::Epoch { epoch, members: members.to_vec() });
-        let address = |worker| self.addresses.get(worker).cloned().unwrap_or_default();
-        let addresses = members.iter().map(address).collect();
+        let address = |worker| self.about.get(worker).map(|about| about.address.clone());
+        let addresses = members.iter().map(|worker| address(worker).unwrap_or_default()).collect();
         self.computing.clear();
         let is_careful = self.fruitless >= CAREFUL;
         let members_too = members.to_vec();
@@ -502,7 +543,7 @@ impl Coordinator {
     }
 
     fn count_lost(&mut self, now: Duration, worker: WorkerId, sign: Sign) {
-        self.addresses.remove(&worker);
+        self.about.remove(&worker);
         let is_member = self.members.contains(&worker);
         if is_member && !self.is_complete && !self.released.contains(&worker) {
             self.history.workers_lost += 1;

@@ -132,6 +132,9 @@ pub enum Decision {
     Kill(WorkerId),
     /// Let a worker go that was to leave.
     Release(WorkerId),
+    /// All workers are to leave, so that there is none to leave the run to: end them as the workers of a job
+    /// that is told to stop.
+    Disband,
     /// The run is complete: let all workers go.
     Finish,
     /// There are too few workers, for too long.
@@ -168,6 +171,7 @@ pub struct Membership {
     /// Those of them that have vanished: they may be alive, and in it.
     unseen: BTreeSet<WorkerId>,
     has_asked: bool,
+    has_disbanded: bool,
     /// Whether a step is known to be complete in this epoch: all its members have the state of the run then.
     has_stepped: bool,
     /// Since when the next epoch has been waiting for more workers.
@@ -219,6 +223,7 @@ impl Membership {
             members: Vec::new(),
             unseen: BTreeSet::new(),
             has_asked: false,
+            has_disbanded: false,
             has_stepped: false,
             short_since: Some(now),
             state: State::Running,
@@ -247,6 +252,11 @@ impl Membership {
         membership.short_since = (!membership.is_whole()).then_some(now);
         membership.idle_until = membership.next_deadline(now);
         membership
+    }
+
+    /// From now on no epoch begins with more members.
+    pub fn limit(&mut self, most: usize) {
+        self.settings.most = self.settings.most.min(most).max(1);
     }
 
     /// The present epoch; 0 before the first.
@@ -374,6 +384,11 @@ impl Membership {
         if matches!(worker.phase, Phase::Starting | Phase::Ready) && !is_member {
             self.release(id);
         }
+        let mut left = self.workers.values().filter(|worker| worker.phase != Phase::Ending);
+        let is_last = self.epoch > 0 && left.clone().next().is_some() && left.all(|w| w.is_leaving);
+        if is_last && !std::mem::replace(&mut self.has_disbanded, true) {
+            self.decisions.push(Decision::Disband);
+        }
     }
 
     fn on_returned(&mut self, now: Duration, id: WorkerId, stands: Stands) {
@@ -469,7 +484,10 @@ impl Membership {
     fn let_others_in(&mut self) {
         let has_room = self.members.len() < self.settings.most;
         let is_wanted = has_room && self.spares().next().is_some();
-        let is_left = self.members.iter().any(|id| self.is_leaving(*id));
+        // Those that leave stay until there is another to leave the run to.
+        let leaving = self.members.iter().filter(|id| self.is_leaving(**id)).count();
+        let has_successors = leaving < self.members.len() || self.spares().next().is_some();
+        let is_left = leaving > 0 && has_successors;
         if (is_wanted || is_left) && !self.has_asked {
             self.has_asked = true;
             self.decisions.push(Decision::AskToRegroup);
@@ -479,9 +497,7 @@ impl Membership {
     /// Begins the next epoch with all that are ready, those of the last epoch first, if they are enough and
     /// the processes of all other members of the last epoch have ended.
     fn begin_epoch(&mut self, now: Duration) {
-        let is_waited_for =
-            |id| self.workers.get(id).is_some_and(|worker: &Worker| worker.phase != Phase::Ready);
-        if self.members.iter().any(is_waited_for) {
+        if self.waits_for_members() {
             return;
         }
         self.release_leaving();
@@ -543,6 +559,12 @@ impl Membership {
         least.max(if is_first { workers } else { 1 })
     }
 
+    /// Whether members of the last epoch are neither ready for the next nor seen to have ended.
+    fn waits_for_members(&self) -> bool {
+        let mut members = self.members.iter().filter_map(|id| self.workers.get(id));
+        members.any(|worker| worker.phase != Phase::Ready)
+    }
+
     fn is_too_late(&self, now: Duration) -> bool {
         self.short_since.is_some_and(|since| now >= since.saturating_add(self.settings.patience))
     }
@@ -551,7 +573,7 @@ impl Membership {
         let ready = self.spares().count();
         // A later epoch with enough workers has begun already, unless a process that was killed does not end, or
         // no member of the last one can be seen.
-        let is_new = self.epoch == 0 || !self.unseen.is_empty();
+        let is_new = self.epoch == 0 || !(self.unseen.is_empty() || self.waits_for_members());
         let can_begin = ready >= self.enough(now) && is_new;
         if self.is_too_late(now) && !can_begin {
             self.state = State::GivenUp;

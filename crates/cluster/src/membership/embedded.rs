@@ -47,6 +47,11 @@ impl Embedded {
         for act in acts {
             match act {
                 Act::Tell(worker, message) => self.agent.tell(worker, &message),
+                Act::Confirm { epoch } => {
+                    let acts = self.coordinator.confirmed(epoch);
+                    orders.extend(self.carry_out(now, acts));
+                }
+                Act::Disband => orders.push(Order::Disband),
                 Act::Commit(change) => {
                     let acts = self.coordinator.committed(now, &change);
                     orders.extend(self.carry_out(now, acts));
@@ -94,7 +99,6 @@ impl Home for Embedded {
     }
 
     fn ended(&mut self, now: Duration, worker: WorkerId) -> Vec<Order> {
-        self.agent.ended(worker);
         self.report(now, worker, Report::Ended)
     }
 

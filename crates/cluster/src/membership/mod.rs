@@ -64,7 +64,8 @@ pub trait Home {
     /// The job is to end: lets workers go that wait for an epoch, now and from now on.
     fn release(&mut self, now: Duration);
 
-    /// This machine is to leave the job, and the others go on; `None` if there are no others.
+    /// This machine is to leave the job, and the others go on; `None` if there are no others. Where all of them
+    /// leave, [`Order::Disband`] follows.
     fn leave(&mut self, now: Duration) -> Option<Vec<Order>>;
 }
 
@@ -86,6 +87,10 @@ pub enum Order {
     /// The run is complete: no worker is needed any more. With the result, if a worker of this machine has
     /// handed it in.
     Finished(Option<Vec<u8>>),
+    /// This machine was to leave, and there are no others that would go on: the job is to stop.
+    Disband,
+    /// The record of the job was deleted, and another job has begun under its name.
+    Superseded,
     /// There were too few workers for too long.
     GiveUp {
         /// How many there are.
@@ -116,8 +121,7 @@ enum ToCoordinator {
         after: u64,
         /// Members of that epoch, by rank, that it lost because they were silent.
         silent: Vec<u32>,
-        /// Where the other members of the next epoch can reach it.
-        address: Vec<u8>,
+        about: About,
     },
     /// It has been asked whether it lives.
     Alive,
@@ -129,6 +133,17 @@ enum ToCoordinator {
     Look,
     /// It begins to compute this shard, or has computed all.
     Computing(Option<u64>),
+}
+
+/// What a worker that is ready says of itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct About {
+    /// Where the other members of the next epoch can reach it.
+    address: Vec<u8>,
+    /// Its process.
+    pid: u32,
+    /// Into how many shards it cuts a batch, if it does: more members would have nothing to compute.
+    shards: Option<u32>,
 }
 
 /// What the coordinator says.

@@ -28,12 +28,13 @@ pub(crate) use seek::{SILENCE, Sought};
 pub use server::Server;
 
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use socket2::Socket;
 use unisono_net::frame::{FrameError, receive, send};
+use unisono_net::interface::{ELSEWHERE, address_toward};
 use unisono_net::{Acceptor, Connection, HandshakeError, Introduction, Purpose, Token};
 
 use self::compact::Compact;
@@ -306,13 +307,8 @@ fn reachable_ip(socket: &Socket, place: &Place) -> io::Result<IpAddr> {
         return Ok(local);
     }
     // On its own machine a name often stands for a loopback address. The address of the default
-    // route is the best guess; connecting a datagram socket finds it and sends nothing.
-    let outward = || -> io::Result<IpAddr> {
-        let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
-        socket.connect((Ipv4Addr::new(192, 0, 2, 1), 9))?;
-        Ok(socket.local_addr()?.ip())
-    };
-    let guess = outward().unwrap_or(local);
+    // route is the best guess.
+    let guess = address_toward(ELSEWHERE).unwrap_or(local);
     log::warn!("reached the rendezvous by {local}, which other machines cannot; using {guess}");
     Ok(guess)
 }

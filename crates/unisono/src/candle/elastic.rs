@@ -166,7 +166,10 @@ impl<'a> ElasticReplica<'a> {
         optimizer: OptimizerSpec,
     ) -> Result<ElasticReplica<'a>, ElasticReplicaError> {
         let home = match ElasticJob::join(options.clone())? {
-            Some(job) => Home::Elastic { job: Box::new(job), group: None },
+            Some(mut job) => {
+                job.set_shards(settings.shards);
+                Home::Elastic { job: Box::new(job), group: None }
+            }
             None => Home::Fixed(Job::join_with(options)?),
         };
         let settings = Settings { withhold: true, ..settings };

@@ -488,6 +488,7 @@ fn kind(outcome: &Outcome) -> &'static str {
         Outcome::OutputLost { .. } => "OutputLost",
         Outcome::TooFewWorkers { .. } => "TooFewWorkers",
         Outcome::NoProgress { .. } => "NoProgress",
+        Outcome::Superseded => "Superseded",
     }
 }
 

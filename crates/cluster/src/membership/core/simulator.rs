@@ -46,7 +46,7 @@ fn equal_seeds_have_equal_histories() {
 }
 
 /// What must have happened in the histories of one run of the tests.
-const REQUIRED: [&str; 38] = [
+const REQUIRED: [&str; 39] = [
     "answers in a pause",
     "asked to regroup",
     "checkpoints loaded",
@@ -67,6 +67,7 @@ const REQUIRED: [&str; 38] = [
     "epochs",
     "failures",
     "failures by silence",
+    "jobs disbanded",
     "joins",
     "kills of the silent",
     "leaves to regroup",

@@ -222,6 +222,7 @@ impl World {
                 }
                 Decision::Kill(id) => self.kill(id)?,
                 Decision::Release(id) => self.release(id)?,
+                Decision::Disband => self.disband(),
                 Decision::Finish => {
                     check(!self.is_finished, || "the result is handed in twice".into())?;
                     check(may_finish, || "the result of an old epoch counts".into())?;
@@ -264,6 +265,15 @@ impl World {
         })?;
         self.send(id, Down::Finish);
         Ok(())
+    }
+
+    /// All workers are to leave: their launchers end them.
+    fn disband(&mut self) {
+        self.tally.count("jobs disbanded");
+        let leaving = |id| self.core.workers.get(&id).is_some_and(|worker| worker.is_leaving);
+        for process in self.processes.iter_mut().filter(|process| process.is_alive) {
+            process.is_doomed |= leaving(process.id);
+        }
     }
 
     fn kill(&mut self, id: WorkerId) -> Checked {

@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 use super::launcher::Status;
-use super::record::Record;
+use super::record::{Machine, Record};
 
 /// Where a record is kept.
 pub trait Store: Send + Sync + 'static {
@@ -74,10 +74,11 @@ pub struct Clerk {
 const PAUSE: Duration = Duration::from_millis(100);
 
 impl Clerk {
-    /// Begins to work; what it finds goes to `tell`.
+    /// Begins to work for a launcher that has joined as `me`, by writing this record; what it finds goes to `tell`.
     pub fn start(
         store: Arc<dyn Store>,
-        me: u32,
+        record: Record,
+        me: Machine,
         tell: impl Fn(Answer) + Send + 'static,
     ) -> io::Result<Clerk> {
         let (requests, inbox) = channel();
@@ -85,7 +86,7 @@ impl Clerk {
         let closed = is_closed.clone();
         std::thread::Builder::new()
             .name("unisono-clerk".into())
-            .spawn(move || work(&*store, me, &inbox, &closed, &tell))?;
+            .spawn(move || work(&*store, record, &me, &inbox, &closed, &tell))?;
         Ok(Clerk { requests, is_closed })
     }
 
@@ -123,13 +124,13 @@ impl Drop for Clerk {
 
 fn work(
     store: &dyn Store,
-    me: u32,
+    mut last: Record,
+    me: &Machine,
     inbox: &Receiver<Request>,
     is_closed: &AtomicBool,
     tell: &impl Fn(Answer),
 ) {
     let mut is_away = false;
-    let mut last = None;
     for request in inbox {
         if let Request::Publish(value) = request {
             store.publish(&value);
@@ -141,13 +142,22 @@ fn work(
             }
             match attempt(store, &request) {
                 Ok(answer) => {
-                    if let Answer::Read(record, _) = &answer {
-                        last = Some(record.clone());
+                    match (&answer, &request) {
+                        (Answer::Read(record, _), _)
+                        | (Answer::Written(_), Request::Write(record, _)) => {
+                            last.clone_from(record);
+                        }
+                        _ => {}
                     }
                     if std::mem::take(&mut is_away) {
                         log::warn!("etcd can be reached again");
                     }
                     tell(answer);
+                    break;
+                }
+                Err(StoreError::Refused(error)) if matches!(request, Request::Keep(_)) => {
+                    log::warn!("the result is only printed, and not kept: {error}");
+                    tell(Answer::Kept);
                     break;
                 }
                 Err(error) => {
@@ -157,7 +167,7 @@ fn work(
                              as long as this lasts: {error}"
                         );
                     }
-                    restore(store, me, &request, last.as_deref());
+                    restore(store, me, &request, &last);
                     std::thread::sleep(PAUSE);
                 }
             }
@@ -166,13 +176,13 @@ fn work(
 }
 
 /// Writes the record again where it has been deleted, if this launcher leads.
-fn restore(store: &dyn Store, me: u32, request: &Request, last: Option<&Record>) {
+fn restore(store: &dyn Store, me: &Machine, request: &Request, last: &Record) {
     let record = match request {
-        Request::Write(record, _) => Some(&**record),
+        Request::Write(record, _) => record,
         _ => last,
     };
-    if let (Ok(None), Some(record)) = (store.read(), record)
-        && record.leader.number == me
+    if let Ok(None) = store.read()
+        && record.leader == *me
         && let Ok(Replaced::Done(_)) = store.replace(0, &record.to_bytes())
     {
         log::warn!("the record of the job was deleted; this machine, which leads, wrote it again");

@@ -156,11 +156,11 @@ impl Links {
     }
 
     /// Opens a connection to the leader, on another thread.
-    pub fn open(&mut self, leader: &Machine) -> io::Result<()> {
+    pub fn open(&mut self, leader: &Machine) {
         self.unlink();
         let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
         self.attempt = number;
-        let (token, hear) = (self.token.clone(), self.hear.clone());
+        let (token, hear, told) = (self.token.clone(), self.hear.clone(), self.hear.clone());
         let introduction = Introduction::new(MACHINES, self.me, leader.number);
         let address = leader.address;
         let dial = move || {
@@ -182,7 +182,10 @@ impl Links {
                 hear(FromLink::Unreachable(number, is_gone));
             }
         };
-        std::thread::Builder::new().name("unisono-seek".into()).spawn(dial).map(drop)
+        if let Err(error) = std::thread::Builder::new().name("unisono-seek".into()).spawn(dial) {
+            log::warn!("cannot connect to the launcher that coordinates: {error}");
+            told(FromLink::Unreachable(number, false));
+        }
     }
 
     /// Closes the connection to the leader.
@@ -219,16 +222,12 @@ impl Drop for Links {
     }
 }
 
-/// Whether nothing of this job listens there, rather than that nothing answers.
+/// Whether the leader does not listen there any more, rather than that it does not answer: it may have too many
+/// others to answer, and closes a connection then.
 fn is_gone(error: &HandshakeError) -> bool {
-    match error {
-        HandshakeError::TimedOut => false,
-        HandshakeError::Io(error) => matches!(
-            error.kind(),
-            io::ErrorKind::ConnectionRefused | io::ErrorKind::ConnectionReset
-        ),
-        _ => true,
-    }
+    let is_refused = matches!(error, HandshakeError::Io(error) if error.kind() == io::ErrorKind::ConnectionRefused);
+    // Something else may have taken its port.
+    is_refused || error.is_final()
 }
 
 fn split(connection: Connection) -> io::Result<(Link, Receiver)> {

@@ -131,8 +131,9 @@ impl Machines {
         let of_links = hear.clone();
         let from_link = Arc::new(move |from| of_links(Heard(Brought::Link(from))));
         let links = listener.start(me.number, &token, from_link)?;
-        let clerk =
-            Clerk::start(store, me.number, move |answer| hear(Heard(Brought::Store(answer))))?;
+        let clerk = Clerk::start(store, record.clone(), me.clone(), move |answer| {
+            hear(Heard(Brought::Store(answer)));
+        })?;
         let (launcher, commands) =
             Launcher::new(joining.settings, me.clone(), record, revision, now);
         let mut machines = Machines {
@@ -171,11 +172,7 @@ impl Machines {
             match command {
                 Command::Read => self.clerk.read(),
                 Command::Write(record, revision) => self.clerk.write(record, revision),
-                Command::Link(leader) => {
-                    if let Err(error) = self.links.open(&leader) {
-                        log::warn!("cannot look for the leader: {error}");
-                    }
-                }
+                Command::Link(leader) => self.links.open(&leader),
                 Command::Unlink => self.links.unlink(),
                 Command::ToLeader(message) => self.links.tell_leader(&message),
                 Command::ToMachine(machine, message) => self.links.tell_machine(machine, &message),
@@ -184,8 +181,13 @@ impl Machines {
                 Command::Kill(worker, sign) => orders.push(Order::Kill(worker, sign)),
                 Command::Complete { epoch } => {
                     self.agent.finish();
-                    orders.push(Order::Finished(self.agent.result(epoch)));
+                    let result = self.agent.result(epoch);
+                    // What was handed in in another epoch is not what the run came to.
+                    self.agent.take_result();
+                    orders.push(Order::Finished(result));
                 }
+                Command::Disband => orders.push(Order::Disband),
+                Command::Superseded => orders.push(Order::Superseded),
                 Command::GiveUp { ready } => orders.push(Order::GiveUp { ready }),
                 Command::NoProgress { epochs } => orders.push(Order::NoProgress { epochs }),
             }
@@ -287,7 +289,6 @@ impl Home for Machines {
     }
 
     fn ended(&mut self, now: Duration, worker: WorkerId) -> Vec<Order> {
-        self.agent.ended(worker);
         self.handle(now, Input::Worker(worker, Report::Ended))
     }
 
@@ -325,7 +326,10 @@ fn enroll(
         Some(_) => None,
         None => Some(Token::random()?.to_hex()),
     };
+    let mut id = [0; 16];
+    getrandom::fill(&mut id).map_err(io::Error::from)?;
     let applicant = Applicant {
+        id: id.iter().map(|byte| format!("{byte:02x}")).collect(),
         workers: joining.workers,
         address,
         host: joining.host.clone(),

@@ -1,10 +1,11 @@
 //! What is kept in etcd: the one fact that must outlast every launcher, and changes by compare-and-set.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 
 use serde::{Deserialize, Serialize};
 
 use crate::membership::core::WorkerId;
+use crate::place::MAX_WORLD;
 
 /// The version of [`Record`]. Launchers of another one are refused.
 const VERSION: u32 = 1;
@@ -13,6 +14,8 @@ const VERSION: u32 = 1;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     version: u32,
+    /// Which job this is: another one may have been kept under the same name before.
+    pub id: String,
     /// The present epoch; 0 before the first.
     pub epoch: u64,
     /// Its members, by rank.
@@ -64,6 +67,8 @@ impl Machine {
 /// A launcher that wants to take part in a job.
 #[derive(Clone, Debug)]
 pub struct Applicant {
+    /// Of a job that begins with it.
+    pub id: String,
     pub workers: u32,
     pub address: SocketAddr,
     pub host: String,
@@ -106,6 +111,17 @@ pub enum JoinRefused {
         /// Those of this machine.
         ours: String,
     },
+    /// One of the two machines has an address that means another machine to each.
+    #[error(
+        "this machine would be reached at {ours}, and the one that coordinates the job is at {theirs}: a loopback \
+         address cannot be reached from another machine; set UNISONO_INTERFACE to one that can, on each"
+    )]
+    OutOfReach {
+        /// Of this machine.
+        ours: IpAddr,
+        /// Of the one that coordinates.
+        theirs: IpAddr,
+    },
     /// No numbers are left.
     #[error("the job has used up all numbers of workers; choose another --job name")]
     Numbers,
@@ -128,12 +144,14 @@ impl Record {
         record: Option<Record>,
         applicant: Applicant,
     ) -> Result<(Machine, Record), JoinRefused> {
-        let Applicant { workers, address, host, least, most, token, proof, settings } = applicant;
-        let place = |number: u32, first: u32| Machine { number, first, workers, address, host };
+        let Applicant { id, workers, address, host, least, most, token, proof, settings } =
+            applicant;
+        let place = |number, first| Machine { number, first, workers, address, host: host.clone() };
         let Some(record) = record else {
             let leader = place(0, 0);
             let record = Record {
                 version: VERSION,
+                id,
                 epoch: 0,
                 members: Vec::new(),
                 leader: leader.clone(),
@@ -164,7 +182,14 @@ impl Record {
         if let Some((theirs, ours)) = difference(&record.settings, &settings) {
             return Err(JoinRefused::Settings { theirs, ours });
         }
-        let end = record.workers.checked_add(workers).ok_or(JoinRefused::Numbers)?;
+        let is_loopback = |address: &SocketAddr| address.ip().is_loopback();
+        let theirs = &record.leader;
+        if theirs.host != host && (is_loopback(&address) || is_loopback(&theirs.address)) {
+            let (ours, theirs) = (address.ip(), theirs.address.ip());
+            return Err(JoinRefused::OutOfReach { ours, theirs });
+        }
+        let end = record.workers.checked_add(workers).filter(|end| *end <= MAX_WORLD);
+        let end = end.ok_or(JoinRefused::Numbers)?;
         let place = place(record.machines, record.workers);
         let machines = record.machines.checked_add(1).ok_or(JoinRefused::Numbers)?;
         let newest = place.clone();
@@ -196,6 +221,7 @@ mod tests {
 
     fn applicant() -> Applicant {
         Applicant {
+            id: "j".into(),
             workers: 2,
             address: "10.0.0.1:4000".parse().unwrap(),
             host: "a".into(),
@@ -236,7 +262,17 @@ mod tests {
         assert!(Record::join(Some(of_token.clone()), given.clone()).is_ok());
         let other = Applicant { proof: Some(proof_of("v")), ..given };
         assert_eq!(refused(&of_token, other), JoinRefused::OtherToken);
-        let full = Record { workers: u32::MAX - 1, ..record.clone() };
+        let local = Applicant {
+            address: "127.0.0.1:4000".parse().unwrap(),
+            host: "b".into(),
+            ..applicant()
+        };
+        assert!(matches!(refused(&record, local.clone()), JoinRefused::OutOfReach { .. }));
+        // One machine may have several launchers.
+        assert!(
+            Record::join(Some(record.clone()), Applicant { host: "a".into(), ..local }).is_ok()
+        );
+        let full = Record { workers: MAX_WORLD - 1, ..record.clone() };
         assert_eq!(refused(&full, applicant()), JoinRefused::Numbers);
         let complete = Record { is_complete: true, ..record };
         assert_eq!(refused(&complete, applicant()), JoinRefused::Complete);

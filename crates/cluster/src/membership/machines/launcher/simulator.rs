@@ -57,8 +57,9 @@ fn equal_seeds_have_equal_histories() {
 }
 
 /// What must have happened in the histories of one run of the tests.
-const REQUIRED: [&str; 27] = [
+const REQUIRED: [&str; 29] = [
     "all machines lost",
+    "all machines told to leave",
     "all members leave",
     "asymmetric partitions",
     "begun again after the patience",
@@ -76,6 +77,7 @@ const REQUIRED: [&str; 27] = [
     "leaders that wake up deposed",
     "leaves to regroup",
     "lost answers of the store",
+    "machines disbanded",
     "machines that join later",
     "machines without the store",
     "members released",

@@ -196,7 +196,14 @@ impl World {
             }
             Fault::LeaveAll => {
                 let up = self.up();
-                self.join(3, 0);
+                // Others take over, or all is stopped for a while.
+                if (self.now / MS) % 3 == 0 {
+                    self.tally.count("all machines told to leave");
+                    let delay = 1_000 * MS + self.random.below(2_000 * MS);
+                    self.join(3, delay);
+                } else {
+                    self.join(3, 0);
+                }
                 for host in up {
                     let at = self.now + 50 * MS + self.random.below(500 * MS);
                     self.plan(at, Event::Deliver(host, Brought::Leave));

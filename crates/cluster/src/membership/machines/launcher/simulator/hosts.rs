@@ -177,10 +177,7 @@ impl World {
                 Some(report) => Input::Worker(worker, report),
                 None => return Ok(()),
             },
-            Brought::Ended(worker) => {
-                self.unlink_worker(worker);
-                Input::Worker(worker, Report::Ended)
-            }
+            Brought::Ended(worker) => Input::Worker(worker, Report::Ended),
             Brought::Leave => {
                 if !self.hosts[host].launcher.as_ref().is_some_and(Launcher::has_others) {
                     return Ok(());
@@ -301,6 +298,11 @@ impl World {
                     self.tell_all(host, &ToWorker::Finish)?;
                     self.plan(self.now + 1_000 * MS, Event::Clear(host));
                 }
+                Command::Disband => {
+                    self.tally.count("machines disbanded");
+                    self.end_host(host, false);
+                }
+                Command::Superseded => return Err("takes its own job for another".into()),
                 Command::GiveUp { ready } => return Err(format!("gives up with {ready} ready")),
                 Command::NoProgress { epochs } => {
                     return Err(format!("no progress in {epochs} epochs"));

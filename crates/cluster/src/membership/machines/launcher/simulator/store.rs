@@ -49,6 +49,7 @@ impl World {
         let found = self.store.record.as_ref().map(|(record, _)| record.clone());
         let settings = &self.settings;
         let applicant = Applicant {
+            id: "simulated".into(),
             workers: self.hosts[host].workers,
             address: ([10, 0, (host >> 8) as u8, host as u8], 4_000).into(),
             host: format!("host {host}"),

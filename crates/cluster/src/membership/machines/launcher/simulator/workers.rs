@@ -8,7 +8,7 @@ use crate::membership::coordinator::Report;
 
 use crate::membership::core::WorkerId;
 use crate::membership::model::{Checked, State, check, part, update};
-use crate::membership::{FirstStep, ToWorker};
+use crate::membership::{About, FirstStep, ToWorker};
 
 pub struct Process {
     pub id: WorkerId,
@@ -204,7 +204,7 @@ impl World {
                 process.is_linked = true;
                 Report::Connected
             }
-            Up::Ready { after, silent } => Report::Ready { after, silent, address: Vec::new() },
+            Up::Ready { after, silent } => Report::Ready { after, silent, about: About::default() },
             Up::Alive => Report::Alive,
             Up::Stepped { epoch } => Report::Stepped(FirstStep {
                 epoch,
@@ -220,12 +220,6 @@ impl World {
                 Report::Closed
             }
         })
-    }
-
-    pub fn unlink_worker(&mut self, worker: WorkerId) {
-        if let Some(index) = self.index(worker) {
-            self.processes[index].is_linked = false;
-        }
     }
 
     /// A process ends, by whatever cause.
