@@ -185,8 +185,11 @@ impl Shown<'_> {
             let FirstStep { epoch, step, redone, from_checkpoint, .. } = first;
             let redone = if *redone { ", computed again" } else { "" };
             let back = if *from_checkpoint { ", from a checkpoint" } else { "" };
-            let _ =
-                writeln!(text, "  in {:>8}: epoch {epoch}, step {step}{redone}{back}", duration(*seconds));
+            let _ = writeln!(
+                text,
+                "  in {:>8}: epoch {epoch}, step {step}{redone}{back}",
+                duration(*seconds)
+            );
         }
         if self.state == "silent" {
             let seconds =

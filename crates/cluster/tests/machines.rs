@@ -345,3 +345,28 @@ fn changes_wait_while_the_store_is_away() {
         assert_eq!(entering.join().unwrap().epoch, epoch + 1);
     });
 }
+
+/// Members that left their epoch to let a worker in would wait for one that cannot begin.
+#[test]
+fn members_are_not_asked_to_let_a_worker_in_while_the_store_is_away() {
+    let store = Arc::new(Memory::default());
+    let launchers = [Launcher::join(&store, 1), Launcher::join(&store, 2)];
+    let clients: Vec<Client> = launchers.iter().map(|l| l.connect(0, 0)).collect();
+    let epoch = enter(&clients, 0)[0].epoch;
+    store.is_away.store(true, Ordering::Relaxed);
+    let late = launchers[1].connect(1, 0);
+    std::thread::scope(|scope| {
+        let joining = scope.spawn(|| view(late.enter(0, &[], vec![7]).unwrap()));
+        std::thread::sleep(Duration::from_millis(300));
+        let is_asked = clients.iter().any(|client| client.is_asked_to_regroup(epoch));
+        assert!(!is_asked, "the next epoch cannot begin");
+        store.is_away.store(false, Ordering::Relaxed);
+        await_asked(&clients, epoch);
+        let entering: Vec<_> = clients
+            .iter()
+            .map(|client| scope.spawn(move || view(client.enter(epoch, &[], vec![7]).unwrap())))
+            .collect();
+        assert_eq!(joining.join().unwrap().members.len(), 3);
+        entering.into_iter().for_each(|view| assert_eq!(view.join().unwrap().members.len(), 3));
+    });
+}

@@ -69,6 +69,8 @@ pub struct Fleet<'a> {
     desk: Desk,
     /// Of each machine the launcher that runs.
     running: BTreeMap<usize, Running>,
+    /// For how many seconds launchers wait for workers.
+    pub patience: u32,
     /// The hash of the undisturbed run.
     whole: String,
 }
@@ -79,7 +81,8 @@ impl<'a> Fleet<'a> {
         let nodes: Vec<&Host> = lab.hosts()[MACHINES..].iter().collect();
         let etcd = etcd_on_or_skip(&nodes, EtcdOptions::default())?;
         let desk = Desk::new();
-        let mut fleet = Fleet { lab, etcd, desk, running: BTreeMap::new(), whole: String::new() };
+        let (running, whole) = (BTreeMap::new(), String::new());
+        let mut fleet = Fleet { lab, etcd, desk, running, patience: 60, whole };
         fs::write(fleet.hurry_file(), "").expect("the desk can be written to");
         let mut alone = fleet.desk.command("run -n 1 --");
         fleet.add_worker(&mut alone, &fleet.desk.path("alone"));
@@ -97,8 +100,10 @@ impl<'a> Fleet<'a> {
     /// The same, with so many workers.
     pub fn start_with(&mut self, machine: usize, range: &str, workers: usize) {
         assert!(!self.running.contains_key(&machine), "m{machine} has a launcher");
-        let arguments =
-            format!("run --elastic {range} --etcd {} --job {JOB} -n {workers} --", self.urls());
+        let (urls, patience) = (self.urls(), self.patience);
+        let arguments = format!(
+            "run --elastic {range} --etcd {urls} --job {JOB} --timeout {patience} -n {workers} --"
+        );
         let mut command = self.command(machine, &arguments);
         self.add_worker(&mut command, &self.progress_file(machine));
         command.env("UNISONO_TIMEOUT", TIMEOUT);
