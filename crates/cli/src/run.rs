@@ -232,7 +232,11 @@ fn dry_run(launch: &Launch) -> anyhow::Result<ExitCode> {
     let cores = if launch.bind { "each rank its share, if there are enough" } else { "all" };
     line("cores", cores.to_owned())?;
     line("grace", format!("{} s to end when told to", launch.grace.as_secs()))?;
-    let token = if launch.token.is_some() { "of UNISONO_TOKEN" } else { "made up" };
+    let token = match (&launch.token, &launch.shared) {
+        (Some(_), _) => "of UNISONO_TOKEN",
+        (None, Some(_)) => "made up by the first machine, and kept in etcd",
+        (None, None) => "made up",
+    };
     line("token", token.to_owned())?;
     output::text_out(&out)?;
     Ok(ExitCode::SUCCESS)
