@@ -173,7 +173,9 @@ impl ElasticJob {
             }
             let enter = || self.client.enter(self.epoch, &silent, address);
             let next = match following.take() {
-                Some((handover, model)) => handover.follow(model, enter),
+                Some((handover, model)) => {
+                    handover.follow(model, enter, |next| matches!(next, Ok(Next::Epoch(_))))
+                }
                 None => enter(),
             };
             let view = match next? {
