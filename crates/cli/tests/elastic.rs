@@ -207,12 +207,35 @@ fn a_worker_that_joins_gets_the_state_beside_the_training() {
         let summary = ended.summary();
         summary.assert_same_weights(&whole);
         assert_eq!(summary.count("workers_joined"), 1, "{more}: {}", summary.object);
-        let events = desk.read(&format!("run-{number}/membership.jsonl"));
-        let first_steps: Vec<&str> =
-            events.lines().filter(|event| event.contains(r#""event":"stepped""#)).collect();
-        assert_eq!(first_steps.len(), 3, "{events}");
-        assert!(first_steps[2].contains(r#""behind":0,"#), "{more}: {events}");
+        let first_steps = first_steps(&desk, number);
+        assert_eq!(first_steps.len(), 3, "{first_steps:?}");
+        assert_eq!(first_steps[2]["behind"], 0, "{more}: {first_steps:?}");
     }
+}
+
+/// What was recorded of the first step of each epoch of a run.
+fn first_steps(desk: &Desk, number: u32) -> Vec<serde_json::Value> {
+    let events = desk.read(&format!("run-{number}/membership.jsonl"));
+    let events = events.lines().map(|event| serde_json::from_str(event).expect("it is JSON"));
+    events.filter(|event: &serde_json::Value| event["event"] == "stepped").collect()
+}
+
+/// A loss takes the run back, for what a codec remembers is lost. A worker that is let in does not.
+#[test]
+fn a_worker_that_is_let_in_takes_no_compressed_run_back() {
+    let desk = Desk::new();
+    let arguments = format!("{SMALL} --steps 1500 --shards 4 --codec int8");
+    let whole = undisturbed(&desk, &arguments);
+    let number = desk.count();
+    let plan = "computed,1,3,kill";
+    let ended = with_crashes(&desk, &format!("{arguments} --workers 3"), plan);
+    ended.summary().assert_same_weights(&whole);
+    let first_steps = first_steps(&desk, number);
+    assert_eq!(first_steps.len(), 3, "{first_steps:?}");
+    let of = |key: &str| first_steps.iter().map(|first| first[key] == true).collect::<Vec<_>>();
+    assert_eq!(of("from_checkpoint"), [true, true, false], "{first_steps:?}");
+    assert_eq!(of("redone"), [false, true, false], "{first_steps:?}");
+    assert!(first_steps[2]["step"].as_u64() > first_steps[1]["step"].as_u64());
 }
 
 /// A run that is disturbed at random moments.

@@ -17,6 +17,7 @@ use fleet::{Fleet, MACHINES, PROGRAM, Pacer, STEPS, WHILE, WORKERS, hosts_or_ski
 use rustix::process::Signal;
 use unisono::candle::{ElasticReplica, Parameters};
 use unisono::prelude::*;
+use unisono::sync::strategy::Compression;
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
@@ -28,7 +29,10 @@ const ANY: &str = "1:6";
 fn as_worker() {
     let Ok(program) = std::env::var(PROGRAM) else { return };
     let result = match program.split_whitespace().collect::<Vec<_>>()[..] {
-        ["train", steps, progress, hurry] => train(steps, &Pacer::new(progress, hurry)),
+        ["train", steps, progress, hurry] => train(steps, &Pacer::new(progress, hurry), None),
+        ["encode", steps, progress, hurry] => {
+            train(steps, &Pacer::new(progress, hurry), Some("int8"))
+        }
         _ => Err(format!("no such program: {program}").into()),
     };
     if let Err(error) = result {
@@ -37,14 +41,16 @@ fn as_worker() {
     }
 }
 
-fn train(steps: &str, pacer: &Pacer) -> Result<()> {
+fn train(steps: &str, pacer: &Pacer, codec: Option<&str>) -> Result<()> {
     let steps = steps.parse()?;
     let variables = VarMap::new();
     let parameters = Parameters::with_initializer(&variables, |_, shape, _| {
         (0..shape.elem_count()).map(|i| i as f32 * 0.001).collect()
     });
     let model = candle_nn::linear(40, 40, parameters.builder(DType::F32, &Device::Cpu))?;
-    let mut replica = ElasticReplica::join(&parameters, Settings::new(8), "adamw".parse()?)?;
+    let codec = codec.map(str::parse).transpose()?;
+    let settings = Settings { compression: codec.map(Compression::new), ..Settings::new(8) };
+    let mut replica = ElasticReplica::join(&parameters, settings, "adamw".parse()?)?;
     while let Some(step) = replica.next_step(steps)? {
         pacer.pace();
         while let Some(shard) = replica.next_shard() {
@@ -364,6 +370,27 @@ fn a_launcher_that_gets_sigterm_leaves_and_the_others_go_on() {
     fleet.wait_for_steps(second, 10);
     fleet.hurry();
     fleet.expect_end(vec![left, also]);
+}
+
+/// What a codec remembers is with all workers, also with those that are let go.
+#[test]
+fn a_machine_that_leaves_takes_no_compressed_run_back() {
+    let Some(lab) = hosts_or_skip() else { return };
+    let Some(mut fleet) = Fleet::of(&lab, "encode") else { return };
+    fleet.start_all(0..MACHINES, ANY);
+    let mut left = Vec::new();
+    // Whichever had rank 0, the last one has it in the end.
+    for machine in 0..MACHINES - 1 {
+        let epoch = fleet.epoch(MACHINES - 1);
+        fleet.signal(machine, Signal::TERM);
+        left.push(fleet.expect_success(machine));
+        fleet.wait_for_epoch_after(MACHINES - 1, epoch);
+        fleet.wait_for_steps(MACHINES - 1, 10);
+    }
+    fleet.hurry();
+    let repeated: Vec<usize> = (0..MACHINES).map(|machine| fleet.repeated(machine)).collect();
+    assert_eq!(repeated, [0; MACHINES]);
+    fleet.expect_end(left);
 }
 
 #[test]

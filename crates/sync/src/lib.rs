@@ -14,12 +14,14 @@ pub mod advice;
 pub mod bucket;
 mod combine;
 pub mod divergence;
+mod elastic;
 pub mod error;
 pub mod strategy;
 mod synchronizer;
 mod times;
 pub mod tune;
 
+pub use elastic::NotElastic;
 pub use error::SyncError;
 pub use synchronizer::{Parameter, Settings, StepOutcome, Synchronizer};
 pub use times::{BucketTimes, StepTimes};

@@ -492,6 +492,15 @@ impl Synchronizer {
         self.lock().queue.strategy().survives_regroup(u64::MAX)
     }
 
+    /// Whether the strategy remembers something by now that is lost with this group, so that the workers of the next
+    /// get [`SyncError::StateLost`], unless they can go back to their last [round](Synchronizer::has_rounds). The
+    /// same on all ranks.
+    pub fn would_lose_state(&self) -> bool {
+        let has_rounds = self.has_rounds();
+        let step = self.lock();
+        !has_rounds && !step.queue.strategy().survives_regroup(step.number)
+    }
+
     /// Calls `with` with the weights of a parameter that all workers with [local
     /// steps](crate::strategy::LocalSteps) have agreed on last; `false` if all weights are agreed.
     pub fn agreed(&self, parameter: usize, with: impl FnOnce(&[f32])) -> bool {

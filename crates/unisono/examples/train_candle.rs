@@ -8,22 +8,36 @@
 //!
 //! The number, if there is one, is that of the steps.
 
+use std::error::Error;
+use std::process::ExitCode;
+
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Linear, Module, VarBuilder, VarMap};
-use unisono::candle::{ElasticReplica, Parameters};
+use unisono::candle::{ElasticReplica, ElasticReplicaError, Parameters};
 use unisono::prelude::*;
 use unisono::worker::Stepped;
 
 /// Samples per shard.
 const SAMPLES: usize = 16;
 
-fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
-    let steps = std::env::args().nth(1).map_or(Ok(200), |steps| steps.parse())?;
-    train(steps)
+fn main() -> ExitCode {
+    let steps = std::env::args().nth(1).map_or(Ok(200), |steps| steps.parse());
+    match steps.map_err(Into::into).and_then(train) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::from(exit_code(&*error))
+        }
+    }
+}
+
+/// Tells the launcher whether it should start this process again.
+pub fn exit_code(error: &(dyn Error + 'static)) -> u8 {
+    error.downcast_ref().map_or(1, ElasticReplicaError::exit_code)
 }
 
 /// Makes so many steps.
-pub fn train(steps: u64) -> std::result::Result<(), Box<dyn std::error::Error>> {
+pub fn train(steps: u64) -> std::result::Result<(), Box<dyn Error>> {
     let variables = VarMap::new();
     let parameters = Parameters::with_initializer(&variables, |name, shape, _| {
         // The same values in every run, so that the hash at the end can be compared.

@@ -19,13 +19,18 @@
 //! }
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
+//!
+//! A [`Session`] is that loop for a model, a [`Trainee`]: it also takes the model's state from group to group.
 
 mod donor;
 mod handover;
 mod joiner;
+mod kept;
 mod server;
+mod session;
 #[cfg(test)]
 mod tests;
+mod trainee;
 mod wire;
 
 use std::net::SocketAddr;
@@ -39,6 +44,7 @@ use unisono_collective::fabric::{Address, Endpoint};
 use unisono_collective::{Epoch, Error, FormError, Group, Loss, Options};
 use unisono_net::crash;
 use unisono_net::interface::{InterfaceError, own_address};
+use unisono_sync::SyncError;
 
 use crate::job::START_PATIENCE;
 
@@ -46,6 +52,8 @@ pub(crate) use donor::Donor;
 use handover::Handover;
 pub(crate) use joiner::Follower;
 use server::StateServer;
+pub use session::{GIVES_UP, Session, Source};
+pub use trainee::{Checkpoint, Saved, Trainee};
 
 /// A worker's membership in a job whose workers may come and go.
 pub struct ElasticJob {
@@ -178,7 +186,9 @@ impl ElasticJob {
             }
             let enter = || self.client.enter(self.epoch, &silent, address);
             let next = match following.take() {
-                Some((handover, model)) => handover.follow(model, enter),
+                Some((handover, model)) => {
+                    handover.follow(model, enter, |next| matches!(next, Ok(Next::Epoch(_))))
+                }
                 None => enter(),
             };
             let view = match next? {
@@ -209,6 +219,16 @@ impl ElasticJob {
     /// Whether a worker waits to be let in, so that the members should agree to leave the epoch.
     pub fn is_asked_to_regroup(&self) -> bool {
         self.client.is_asked_to_regroup(self.epoch)
+    }
+
+    /// Takes note of why workers could not be kept in step; `false` if another group would fail as well.
+    #[must_use]
+    pub fn note_failure(&mut self, error: &SyncError) -> bool {
+        match error {
+            SyncError::Group(error) => self.note_loss(error).is_ok(),
+            SyncError::Form(error) => self.note_unformed(error).is_ok(),
+            _ => false,
+        }
     }
 
     /// Takes note of why the group failed, if another can follow; passes other errors on.

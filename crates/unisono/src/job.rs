@@ -63,6 +63,10 @@ impl Job {
         &self.world
     }
 
+    pub(crate) fn into_world(self) -> Group {
+        self.world
+    }
+
     /// Where this process stands.
     pub fn place(&self) -> &Place {
         &self.place

@@ -2,8 +2,7 @@
 //!
 //! The process that the user starts *leads*: it starts the workers, and starts them again when they die, and is
 //! told the result by rank 0. A worker builds its model first, and then takes part in one epoch after the
-//! other. In each it learns how far the others are, gets the state of another worker if it is behind, and goes
-//! on. If no worker has any state left, they go on from the last checkpoint, or begin anew.
+//! other, as a [`Session`] decides.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -12,25 +11,21 @@ use std::time::Duration;
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-use unisono::Group;
 use unisono::cluster::launch::{Completion, Elastic, Launch, Outcome, Restarts};
-use unisono::cluster::membership::{FirstStep, History};
-use unisono::elastic::ElasticJob;
+use unisono::cluster::membership::History;
+use unisono::elastic::{ElasticJob, GIVES_UP, Saved, Session, Source};
 use unisono::insight::folder::FolderError;
 use unisono::net::crash;
 use unisono::recording::steps::StepRecorder;
-use unisono::sync::SyncError;
 use unisono::sync::shards::Shards;
-use unisono::worker::Regrouped;
 
 use super::args::{RunPlan, TrainArgs};
-use super::checkpoint::resume;
-use super::computation::{self, Kept};
-use super::part::{Part, Until};
+use super::computation;
+use super::part::{Part, Until, present};
 use super::progress::{Display, Failure};
 use super::rank_zero::RankZero;
 use super::relaxed::without_run_dir;
-use super::worker::{expect_equal_plans, form_error, group_error, sync_error};
+use super::worker::{expect_equal_plans, sync_error};
 use super::{GRACE, advice, stop_flag};
 use crate::exit::{self, Wrong};
 use crate::membership_log::Recorder;
@@ -39,9 +34,6 @@ use crate::output;
 /// How long a run waits for workers before it ends. Longer: a user learns later that none will come. Shorter: a
 /// machine that starts them slowly is given up.
 const PATIENCE: Duration = Duration::from_secs(60);
-
-/// The exit code of a worker that gives up for a reason that another life would meet again.
-const GIVES_UP: u8 = 64;
 
 /// What rank 0 hands in.
 #[derive(Serialize, Deserialize)]
@@ -203,31 +195,22 @@ fn take_part(args: &TrainArgs) -> anyhow::Result<()> {
     let mut job = job.context(
         "--elastic: no launcher coordinates this worker; leave it out under another launcher",
     )?;
+    job.set_shards(plan.shards);
+    let mut session = Session::new(job);
     let stop = stop_flag()?;
     let computation = computation::waiting(&plan)?;
     let recorder = StepRecorder::waiting(plan.batch as u64);
     let mut part = Part::new(&plan, computation, None, recorder, stop);
-    // The steps after which this worker was in the middle of another when its group failed.
-    let mut failed_after = None;
-    let mut kept = None;
-    while let Some(group) = part.computation.enter(&mut job)? {
-        match epoch(args, &job, &group, &dir, &mut part, failed_after.take(), &mut kept) {
-            Ok(Some(said)) => {
-                crash::point("summed-up");
-                job.finish(serde_json::to_vec(&said)?)?;
-                crash::point("handed-in");
-                return Ok(());
-            }
+    while session.enter(part.computation.trainee()?)? {
+        match epoch(args, &mut session, &dir, &mut part) {
+            Ok(Some(said)) => return Ok(session.finish(serde_json::to_vec(&said)?)?),
             Ok(None) => {}
             Err(error) => {
-                if let Some(of_group) = group_error(&error) {
-                    job.note_loss(of_group)?;
-                } else if let Some(of_form) = form_error(&error) {
-                    job.note_unformed(of_form)?;
-                } else {
+                let steps = part.computation.steps();
+                let cause = sync_error(&error);
+                if !cause.is_some_and(|cause| session.failed(&cause, steps)) {
                     return Err(error);
                 }
-                failed_after = Some(part.computation.steps());
             }
         }
     }
@@ -237,127 +220,74 @@ fn take_part(args: &TrainArgs) -> anyhow::Result<()> {
 /// Takes part in an epoch; what there is to say at its end, if this is rank 0 and the run is over.
 fn epoch(
     args: &TrainArgs,
-    job: &ElasticJob,
-    group: &Group,
+    session: &mut Session,
     dir: &Path,
     part: &mut Part<'_>,
-    before: Option<u64>,
-    kept: &mut Option<Kept>,
 ) -> anyhow::Result<Option<Said>> {
-    let plan = part.plan;
-    expect_equal_plans(plan, group)?;
-    crash::point("formed");
-    let regrouped = regroup(group, part)?;
-    crash::point("regrouped");
-    if group.rank() == 0 && part.rank_zero.is_none() {
-        // What an earlier rank 0 has saved belongs to this run.
-        let plan = RunPlan { resume: plan.resume || job.epoch() > 1, ..plan.clone() };
-        part.rank_zero = Some(RankZero::open(&plan, args)?);
-    }
-    let has_gone_back = match regrouped.donor {
-        Some(_) => false,
-        None => begin(job, group, part, kept.as_ref())?,
-    };
-    *kept = None;
-    part.computation.hand_over(job);
-    let steps = part.computation.steps();
-    record(group, dir, part, steps)?;
+    expect_equal_plans(part.plan, present(session)?)?;
+    go_on(args, session, part)?;
+    record(session, dir, part)?;
     crash::point("recording");
-    let mut is_first = group.rank() == 0;
-    let stepped = |step: u64, outcome: &unisono::sync::StepOutcome| {
-        if !std::mem::take(&mut is_first) {
-            return Ok(());
-        }
-        Ok(job.stepped(FirstStep {
-            epoch: job.epoch(),
-            step,
-            compute: outcome.times.compute.as_secs_f64(),
-            redone: before.is_some_and(|before| before >= steps),
-            behind: regrouped.behind as u64,
-            from_checkpoint: has_gone_back,
-        })?)
-    };
-    let computing = |shard| Ok(job.note_shard(shard)?);
-    if part.train(group, || job.is_asked_to_regroup(), computing, stepped)? == Until::Regroup {
-        // What a codec remembers is with the worker of each shard, and that changes.
-        if plan.compression.is_some() {
-            *kept = part.computation.keep(group)?;
-            group.barrier()?;
-        }
+    if part.train(session)? == Until::Regroup {
+        session.leave(part.computation.trainee()?)?;
         return Ok(None);
     }
     // From here on all have all steps: if rank 0 is lost now, another can say as much.
     crash::point("trained");
+    let group = present(session)?;
     group.barrier()?;
     crash::point("finished");
     let failure = part.expect_finite_loss(group).err();
-    if let Some(error) = &failure
-        && group_error(error).is_some()
-    {
+    if failure.as_ref().is_some_and(|error| sync_error(error).is_some()) {
         return Err(failure.expect("it is there"));
     }
     let interrupted = part.is_interrupted();
     let text = part.sum_up(None, args.json)?;
+    if text.is_none() {
+        session.stand_by();
+    }
     let failure = failure.map(|error| crate::one_line(&error));
     Ok(text.map(|text| Said { text, failure, interrupted }))
 }
 
-/// Goes on in a group, with the state of those that have the most.
-fn regroup(group: &Group, part: &mut Part<'_>) -> anyhow::Result<Regrouped> {
-    match part.computation.regroup(group) {
-        // What a codec remembers from step to step is gone, on all ranks: as if none had any state.
-        Err(error) if is_state_lost(&error) => {
-            Ok(Regrouped { steps: 0, donor: None, behind: group.size(), bytes: 0 })
-        }
-        regrouped => regrouped,
+/// Goes on in the present group, and says so where that is not where the run was before.
+fn go_on(args: &TrainArgs, session: &mut Session, part: &mut Part<'_>) -> anyhow::Result<()> {
+    let Part { plan, computation, rank_zero, .. } = part;
+    let is_first = present(session)?.rank() == 0;
+    let is_later = session.epoch() > 1;
+    // What an earlier rank 0 has saved belongs to this run.
+    let plan = RunPlan { resume: plan.resume || is_later, ..(*plan).clone() };
+    if is_first && rank_zero.is_none() {
+        *rank_zero = Some(RankZero::open(&plan, args)?);
     }
-}
-
-/// Brings workers none of which has all of its state to what rank 0 has kept of it, or to the last checkpoint,
-/// if there is one; whether the run has gone back.
-fn begin(
-    job: &ElasticJob,
-    group: &Group,
-    part: &mut Part<'_>,
-    kept: Option<&Kept>,
-) -> anyhow::Result<bool> {
-    let mut is_kept = [u8::from(kept.is_some())];
-    group.broadcast(&mut is_kept, 0)?;
-    if is_kept[0] == 1 {
-        part.computation.restore_kept(group, kept)?;
-        return Ok(false);
-    }
-    let plan = RunPlan { resume: part.plan.resume || job.epoch() > 1, ..part.plan.clone() };
-    let found = match &mut part.rank_zero {
-        Some(RankZero { saver: Some(saver), .. }) => saver.find(&plan)?,
-        _ => None,
+    let mut saver = rank_zero.as_mut().and_then(|rank_zero| rank_zero.saver.as_mut());
+    let mut found = None;
+    let source = session.go_on(computation.trainee()?, || {
+        let Some(saver) = &mut saver else { return Ok(None) };
+        let checkpoint = saver.find(&plan)?.map(|found| found.checkpoint);
+        found = checkpoint.as_ref().map(|it| (it.path().display().to_string(), it.step()));
+        Ok::<_, anyhow::Error>(checkpoint.map(|checkpoint| Box::new(checkpoint) as Box<dyn Saved>))
+    });
+    let source = match &found {
+        Some((path, _)) => source.with_context(|| path.clone())?,
+        None => source?,
     };
-    let mut is_found = [u8::from(found.is_some())];
-    group.broadcast(&mut is_found, 0)?;
-    if is_found[0] == 1 {
-        resume(&mut *part.computation, found.as_ref().map(|found| &found.checkpoint), group)?;
-    } else {
-        // The weights may be those of a worker that was lost while it handed them over.
-        part.computation = computation::waiting(part.plan)?;
-        part.computation.regroup(group)?;
-        part.computation.begin_anew(group)?;
+    match (source, found, saver) {
+        (Source::Checkpoint, Some((path, step)), Some(saver)) => {
+            remark!("unisono: going on from {path}");
+            saver.resumed(step);
+        }
+        (Source::Beginning, ..) if is_first && is_later => {
+            remark!("unisono: all workers were lost; beginning anew");
+        }
+        _ => {}
     }
-    if let (Some(RankZero { saver: Some(saver), .. }), Some(found)) = (&mut part.rank_zero, &found)
-    {
-        remark!("unisono: going on from {}", found.checkpoint.path().display());
-        saver.resumed(found.checkpoint.step());
-    } else if group.rank() == 0 && job.epoch() > 1 {
-        remark!("unisono: all workers were lost; beginning anew");
-    }
-    Ok(true)
-}
-
-fn is_state_lost(error: &anyhow::Error) -> bool {
-    matches!(sync_error(error), Some(SyncError::StateLost { .. }))
+    Ok(())
 }
 
 /// Records the run from now on: in the folder that an earlier rank 0 has made, or in a new one.
-fn record(group: &Group, dir: &Path, part: &mut Part<'_>, steps: u64) -> anyhow::Result<()> {
+fn record(session: &Session, dir: &Path, part: &mut Part<'_>) -> anyhow::Result<()> {
+    let (group, steps) = (present(session)?, part.computation.steps());
     let mut exists = [u8::from(dir.join("run.toml").exists())];
     group.broadcast(&mut exists, 0)?;
     if exists[0] == 1 {

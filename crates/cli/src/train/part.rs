@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use anyhow::bail;
+use anyhow::{Context, bail};
+use unisono::elastic::Session;
 use unisono::insight::Scaling;
 use unisono::net::crash;
 use unisono::recording::steps::StepRecorder;
@@ -50,34 +51,25 @@ impl<'a> Part<'a> {
         Part { plan, computation, rank_zero, recorder, stop, interrupted, diverged, lost_since }
     }
 
-    /// Trains until the run is over, or until all workers agree to leave the group, which a worker votes for
-    /// when `wants_regroup`. Calls `computing` before each shard, and after the last, and `stepped` after each step.
-    pub fn train(
-        &mut self,
-        group: &Group,
-        wants_regroup: impl Fn() -> bool,
-        computing: impl Fn(Option<usize>) -> anyhow::Result<()>,
-        mut stepped: impl FnMut(u64, &unisono::sync::StepOutcome) -> anyhow::Result<()>,
-    ) -> anyhow::Result<Until> {
+    /// Trains in the present group until the run is over, or until all workers agree to leave the group.
+    pub fn train(&mut self, session: &mut Session) -> anyhow::Result<Until> {
         let Part { plan, computation, rank_zero, recorder, .. } = self;
-        let slowness = plan.slowness(group.rank());
+        let slowness = plan.slowness(present(session)?.rank());
         computation.synchronizer().begin_step();
         while computation.steps() < plan.steps && !self.interrupted && !self.diverged {
             let step = computation.steps();
             if self.stop.load(Ordering::Relaxed) {
                 computation.synchronizer().vote_to_stop();
             }
-            if wants_regroup() {
-                computation.synchronizer().vote_to_regroup();
-            }
+            session.vote(computation.synchronizer());
             crash::point("step");
             let mut own = computation.synchronizer().shards();
-            computing(own.next())?;
+            session.note_shard(own.next())?;
             while computation.shard(step, slowness)? {
-                computing(own.next())?;
+                session.note_shard(own.next())?;
                 crash::point("shard");
                 // What is computed for a group that has failed is in vain.
-                if let Some(error) = group.failure() {
+                if let Some(error) = present(session)?.failure() {
                     bail!(error);
                 }
             }
@@ -103,7 +95,8 @@ impl<'a> Part<'a> {
             if let Some(rank_zero) = rank_zero {
                 rank_zero.reporter.step(computation.steps(), &outcome);
             }
-            stepped(computation.steps(), &outcome)?;
+            session.stepped(computation.steps(), &outcome)?;
+            let group = present(session)?;
             let mut over = computation.steps() == plan.steps || self.interrupted || self.diverged;
             let due = |every: u64| every > 0 && computation.steps().is_multiple_of(every);
             // Decided alike on all ranks, for they must all take part in what follows.
@@ -135,8 +128,7 @@ impl<'a> Part<'a> {
                 group.barrier()?;
                 computation.synchronizer().begin_step();
             }
-            if outcome.regroup && !over {
-                crash::point("leaving");
+            if session.is_leaving() && !over {
                 return Ok(Until::Regroup);
             }
         }
@@ -174,6 +166,11 @@ impl<'a> Part<'a> {
         };
         bail!("the loss is no longer a number since step {step}; {advice} (it was {rate})");
     }
+}
+
+/// The group that a worker trains in.
+pub fn present(session: &Session) -> anyhow::Result<&Group> {
+    session.group().context("this worker is in no group")
 }
 
 /// The earliest step that any rank names. All ranks must call it.

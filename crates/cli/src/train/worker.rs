@@ -6,17 +6,17 @@ use std::time::Instant;
 use anyhow::{Context, bail};
 
 use unisono::candle::ReplicaError;
+use unisono::elastic::Session;
 use unisono::insight::Scaling;
 use unisono::recording::RecordError;
 use unisono::recording::steps::StepRecorder;
 use unisono::sync::SyncError;
-use unisono::worker::WorkerError;
 use unisono::{Error, FormError, Group, Job, JoinError, Options};
 
 use super::args::{RunPlan, TrainArgs};
 use super::checkpoint::resume;
 use super::computation;
-use super::part::Part;
+use super::part::{Part, present};
 use super::rank_zero::RankZero;
 use super::stop_flag;
 use crate::exit::Wrong;
@@ -28,9 +28,10 @@ const SCALING_STEPS: u64 = 10;
 /// Joins the job and trains.
 pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let job = Job::join_with(args.options()?).context("joining the job")?;
+    let mut session = Session::fixed(job);
     // Only now: before workers have met there is nothing to finish, and a signal may end them at once.
     let stop = stop_flag()?;
-    let group = job.world();
+    let group = present(&session)?;
     let plan = args.plan(group.size())?;
     expect_equal_plans(&plan, group)?;
     if group.rank() == 0 && !args.as_worker {
@@ -77,12 +78,13 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
         (recorder, _) => recorder?,
     };
     let mut part = Part::new(&plan, computation, rank_zero, recorder, stop);
-    part.train(group, || false, |_| Ok(()), |_, _| Ok(()))?;
+    part.train(&mut session)?;
     let told = part.sum_up(scaling, args.json).and_then(|text| match text {
         Some(text) => Ok(output::text_out(&text)?),
         None => Ok(()),
     });
     // The others stay until rank 0 has written all, and do not lose it if its reader has gone.
+    let group = present(&session)?;
     group.barrier()?;
     told?;
     part.expect_finite_loss(group)?;
@@ -91,38 +93,27 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<ExitCode> {
 
 /// Whether a worker failed only because another one was gone.
 pub fn is_consequence(error: &anyhow::Error) -> bool {
-    let of_group = group_error(error);
     matches!(
-        of_group,
-        Some(Error::PeerLost { .. } | Error::Aborted { .. } | Error::EpochEnded { .. })
+        sync_error(error),
+        Some(SyncError::Group(
+            Error::PeerLost { .. } | Error::Aborted { .. } | Error::EpochEnded { .. }
+        ))
     ) || matches!(error.downcast_ref(), Some(JoinError::Rendezvous(_) | JoinError::Form(_)))
 }
 
-/// The failure of the group that is behind an error, if one is.
-pub fn group_error(error: &anyhow::Error) -> Option<&Error> {
-    match sync_error(error) {
-        Some(SyncError::Group(group)) => Some(group),
-        _ => match error.downcast_ref() {
-            Some(RecordError::Group(group)) => Some(group),
-            _ => error.downcast_ref(),
-        },
-    }
-}
-
-/// Why a group could not form, if that is behind an error.
-pub fn form_error(error: &anyhow::Error) -> Option<&FormError> {
-    match sync_error(error) {
-        Some(SyncError::Form(form)) => Some(form),
-        _ => error.downcast_ref(),
-    }
-}
-
 /// Why workers could not be kept in step, if that is behind an error.
-pub fn sync_error(error: &anyhow::Error) -> Option<&SyncError> {
-    match error.downcast_ref() {
-        Some(ReplicaError::Worker(WorkerError::Sync(sync))) => Some(sync),
-        _ => error.downcast_ref(),
-    }
+pub fn sync_error(error: &anyhow::Error) -> Option<SyncError> {
+    let of_group = match error.downcast_ref() {
+        Some(RecordError::Group(group)) => Some(group),
+        _ => error.downcast_ref::<Error>(),
+    };
+    let of_form = error.downcast_ref::<FormError>();
+    let of_replica = error.downcast_ref().and_then(ReplicaError::sync);
+    let direct = error.downcast_ref::<SyncError>();
+    of_group
+        .map(|error| SyncError::Group(error.clone()))
+        .or_else(|| of_form.map(|error| SyncError::Form(error.clone())))
+        .or_else(|| of_replica.or(direct).cloned())
 }
 
 /// Fails on all ranks if one was started with other settings than rank 0.

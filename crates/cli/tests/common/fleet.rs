@@ -71,6 +71,8 @@ pub struct Fleet<'a> {
     running: BTreeMap<usize, Running>,
     /// For how many seconds launchers wait for workers.
     pub patience: u32,
+    /// What each worker does, in a word.
+    program: &'static str,
     /// The hash of the undisturbed run.
     whole: String,
 }
@@ -78,11 +80,16 @@ pub struct Fleet<'a> {
 impl<'a> Fleet<'a> {
     /// Starts etcd, and makes the undisturbed run with one worker that needs none of it.
     pub fn new(lab: &'a Lab) -> Option<Fleet<'a>> {
+        Fleet::of(lab, "train")
+    }
+
+    /// The same, of workers that do this.
+    pub fn of(lab: &'a Lab, program: &'static str) -> Option<Fleet<'a>> {
         let nodes: Vec<&Host> = lab.hosts()[MACHINES..].iter().collect();
         let etcd = etcd_on_or_skip(&nodes, EtcdOptions::default())?;
         let desk = Desk::new();
         let (running, whole) = (BTreeMap::new(), String::new());
-        let mut fleet = Fleet { lab, etcd, desk, running, patience: 60, whole };
+        let mut fleet = Fleet { lab, etcd, desk, running, patience: 60, program, whole };
         fs::write(fleet.hurry_file(), "").expect("the desk can be written to");
         let mut alone = fleet.desk.command("run -n 1 --");
         fleet.add_worker(&mut alone, &fleet.desk.path("alone"));
@@ -144,6 +151,14 @@ impl<'a> Fleet<'a> {
     /// The last step that a worker of this machine has applied.
     pub fn progress(&self, machine: usize) -> u64 {
         last_step(&self.progress_file(machine))
+    }
+
+    /// How often workers of a machine have applied a step that they had applied before.
+    pub fn repeated(&self, machine: usize) -> usize {
+        let text = fs::read_to_string(self.progress_file(machine)).unwrap_or_default();
+        let mut times = BTreeMap::<&str, usize>::new();
+        text.lines().for_each(|step| *times.entry(step).or_default() += 1);
+        times.into_values().map(|times| times.saturating_sub(WORKERS)).sum()
     }
 
     /// The last step that a worker of any machine has applied.
@@ -320,7 +335,8 @@ impl<'a> Fleet<'a> {
         let this = std::env::current_exe().expect("a test has a path");
         command.arg(this).args(["as_worker", "--exact", "--nocapture", "-q", "--", "--as-worker"]);
         let (progress, hurry) = (progress.display(), self.hurry_file());
-        command.env(PROGRAM, format!("train {STEPS} {progress} {}", hurry.display()));
+        let program = format!("{} {STEPS} {progress} {}", self.program, hurry.display());
+        command.env(PROGRAM, program);
     }
 
     fn urls(&self) -> String {

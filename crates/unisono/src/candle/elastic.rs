@@ -1,21 +1,19 @@
 //! A candle model in a job whose workers may come and go.
 
-use std::collections::HashMap;
 use std::io::Write;
 use std::ops::Deref;
 
 use candle_core::Tensor;
-use unisono_cluster::membership::FirstStep;
-use unisono_collective::{BadSetting, Error, Group, Options};
+use unisono_collective::{BadSetting, Error, FormError, Group, Options};
 use unisono_net::crash;
 use unisono_optimizer::OptimizerSpec;
-use unisono_sync::{Settings, SyncError};
+use unisono_sync::{NotElastic, Settings, SyncError};
 
 use super::parameters::Parameters;
 use super::replica::{Replica, ReplicaError};
-use crate::elastic::{ElasticError, ElasticJob};
+use crate::elastic::{Checkpoint, ElasticError, ElasticJob, GIVES_UP, Saved, Session};
 use crate::job::{Job, JoinError};
-use crate::worker::{Regrouped, Stepped, WorkerError};
+use crate::worker::{Stepped, WorkerError};
 
 /// One worker's copy of the model, in a job whose workers may come and go.
 ///
@@ -49,6 +47,9 @@ use crate::worker::{Regrouped, Stepped, WorkerError};
 /// `unisono run --elastic` starts such a program. Under other launchers, or none, it is as with
 /// [`Replica::new`]: the loss of a worker is an error.
 ///
+/// A program that ends with an error exits with its [code](ElasticReplicaError::exit_code), so that the launcher
+/// knows whether another attempt makes sense.
+///
 /// If no worker with the state of the run is left, the run goes on from a
 /// [checkpoint](ElasticReplica::find_checkpoints_by), or begins anew. For that a worker keeps a copy of the
 /// weights that the model was built with, which costs 4 bytes per parameter. Workers must build their
@@ -56,40 +57,15 @@ use crate::worker::{Regrouped, Stepped, WorkerError};
 /// anew is another run.
 pub struct ElasticReplica<'a> {
     replica: Replica<'a>,
-    home: Home,
-    /// The weights that the model was built with, those that are not trained included.
-    initial: Vec<Vec<f32>>,
+    session: Session,
     find: Option<Box<FindCheckpoint<'a>>>,
-    /// Whether the replica goes on in the present group.
-    is_regrouped: bool,
     /// Why the present group has failed, if that was noticed between shards.
     failure: Option<Error>,
-    /// Whether all members have agreed to leave the present group.
-    is_leaving: bool,
-    /// At rank 0, until the first step of the epoch is complete.
-    first: Option<FirstStep>,
-    /// The steps after which this worker was in the middle of another when its group failed.
-    failed_after: Option<u64>,
     /// How this worker's part of the run ended.
     over: Option<Over>,
 }
 
-/// A checkpoint that [`ElasticReplica::save`] was called for.
-#[derive(Clone, Debug, Default)]
-pub struct Checkpoint {
-    /// The steps after which it was saved.
-    pub steps: u64,
-    /// What was saved, by name.
-    pub values: HashMap<String, Vec<f32>>,
-}
-
 type FindCheckpoint<'a> = dyn FnMut() -> Option<Checkpoint> + 'a;
-
-/// The job.
-enum Home {
-    Elastic { job: Box<ElasticJob>, group: Option<Group> },
-    Fixed(Job),
-}
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Over {
@@ -103,13 +79,16 @@ enum Over {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ElasticReplicaError {
-    /// The job, or a group of it that another would fail like.
+    /// Workers with these settings cannot come and go.
+    #[error(transparent)]
+    NotElastic(#[from] NotElastic),
+    /// The job.
     #[error(transparent)]
     Elastic(Box<ElasticError>),
     /// The job, where no elastic launcher has started it.
     #[error(transparent)]
     Join(Box<JoinError>),
-    /// The model.
+    /// The model, or a group that another would fail like.
     #[error(transparent)]
     Replica(Box<ReplicaError>),
     /// The loop was left early, and then all workers with that state were lost. Call
@@ -122,6 +101,72 @@ pub enum ElasticReplicaError {
     /// The result could not be printed.
     #[error("the result could not be printed: {0}")]
     Output(#[from] std::io::Error),
+}
+
+impl ElasticReplicaError {
+    /// What a program that ends with this error should exit with: [64](GIVES_UP) where another attempt would meet it
+    /// again, so that the launcher ends the run; else 1, so that it starts the program again.
+    pub fn exit_code(&self) -> u8 {
+        if self.would_recur() { GIVES_UP } else { 1 }
+    }
+
+    fn would_recur(&self) -> bool {
+        match self {
+            ElasticReplicaError::NotElastic(_) | ElasticReplicaError::LeftEarly => true,
+            ElasticReplicaError::Elastic(error) => match &**error {
+                ElasticError::Place(_) | ElasticError::Interface(_) => true,
+                ElasticError::Roster { .. } => true,
+                ElasticError::Form(error) => is_wrong_form(error),
+                ElasticError::Group(error) => is_wrong_call(error),
+                _ => false,
+            },
+            ElasticReplicaError::Join(error) => match &**error {
+                JoinError::Setting(_) | JoinError::Place(_) | JoinError::Interface(_) => true,
+                JoinError::Form(error) => is_wrong_form(error),
+                _ => false,
+            },
+            ElasticReplicaError::Replica(error) => match &**error {
+                ReplicaError::Worker(WorkerError::Sync(error)) => is_wrong_run(error),
+                ReplicaError::Worker(_) | ReplicaError::Taken => true,
+                // Its memory may have been short.
+                ReplicaError::Candle(_) => false,
+            },
+            ElasticReplicaError::Output(_) => false,
+        }
+    }
+}
+
+/// Whether workers with these models, settings and programs will never be in step. Of replicas that differ nobody
+/// knows which is right.
+fn is_wrong_run(error: &SyncError) -> bool {
+    match error {
+        SyncError::Shards(_) | SyncError::Rule(_) | SyncError::DifferentModels { .. } => true,
+        SyncError::MissingState { .. } | SyncError::Diverged { .. } => true,
+        SyncError::Group(error) => is_wrong_call(error),
+        SyncError::Form(error) => is_wrong_form(error),
+        _ => false,
+    }
+}
+
+/// Whether the ranks will make the same mistake in any group.
+fn is_wrong_call(error: &Error) -> bool {
+    matches!(
+        error,
+        Error::Mismatch { .. }
+            | Error::Deadlock { .. }
+            | Error::LengthMismatch { .. }
+            | Error::InvalidCall(_)
+    )
+}
+
+/// Whether no group of these ranks will form.
+fn is_wrong_form(error: &FormError) -> bool {
+    match error {
+        FormError::Settings { .. } | FormError::Encryption { .. } => true,
+        FormError::Transport { .. } | FormError::InvalidCall(_) => true,
+        FormError::Parent(error) => is_wrong_call(error),
+        _ => false,
+    }
 }
 
 /// Errors of which few are made, and which are large.
@@ -149,7 +194,8 @@ impl From<BadSetting> for ElasticReplicaError {
 
 impl<'a> ElasticReplica<'a> {
     /// Joins the job that this process was started for, with the settings of the environment. All workers call
-    /// this with the same model, settings and optimizer. Updates are [withheld](Settings::withhold).
+    /// this with the same model, settings and optimizer. Where workers may come and go, updates are
+    /// [withheld](Settings::withhold).
     pub fn join(
         parameters: &Parameters,
         settings: Settings,
@@ -165,29 +211,19 @@ impl<'a> ElasticReplica<'a> {
         settings: Settings,
         optimizer: OptimizerSpec,
     ) -> Result<ElasticReplica<'a>, ElasticReplicaError> {
-        let home = match ElasticJob::join(options.clone())? {
+        // Under every launcher: a program should not fail only where it is needed.
+        settings.expect_elastic()?;
+        let session = match ElasticJob::join(options.clone())? {
             Some(mut job) => {
                 job.set_shards(settings.shards);
-                Home::Elastic { job: Box::new(job), group: None }
+                Session::new(job)
             }
-            None => Home::Fixed(Job::join_with(options)?),
+            None => Session::fixed(Job::join_with(options)?),
         };
-        let settings = Settings { withhold: true, ..settings };
+        let withhold = settings.withhold || session.is_elastic();
+        let settings = Settings { withhold, ..settings };
         let replica = Replica::waiting(parameters, settings, &optimizer)?;
-        let entries = &replica.weights().entries;
-        let initial = entries.iter().map(|entry| entry.read(<[f32]>::to_vec)).collect();
-        Ok(ElasticReplica {
-            replica,
-            home,
-            initial,
-            find: None,
-            is_regrouped: false,
-            failure: None,
-            is_leaving: false,
-            first: None,
-            failed_after: None,
-            over: None,
-        })
+        Ok(ElasticReplica { replica, session, find: None, failure: None, over: None })
     }
 
     /// Has the run begin, and go on when no worker with its state is left, from the checkpoint that `find`
@@ -213,16 +249,14 @@ impl<'a> ElasticReplica<'a> {
     /// The next shard of the present step whose loss this worker should compute. `None` when it has
     /// computed all of its shards, or the group has failed: it is time for [`ElasticReplica::step`].
     pub fn next_shard(&mut self) -> Option<usize> {
-        self.failure = self.home.group()?.failure();
+        self.failure = self.session.group()?.failure();
         if self.failure.is_some() {
             // What is computed for a group that has failed is in vain.
             return None;
         }
         crash::point("shard");
         let shard = self.replica.next_shard();
-        if let Home::Elastic { job, .. } = &self.home
-            && let Err(error) = job.note_shard(shard)
-        {
+        if let Err(error) = self.session.note_shard(shard) {
             // A launcher that is gone is noticed soon enough.
             log::debug!("{error}");
         }
@@ -237,7 +271,7 @@ impl<'a> ElasticReplica<'a> {
     /// Updates the weights by the gradients of all shards. `None` if the group has failed: then they are as
     /// before the step, and [`ElasticReplica::next_step`] says which to compute.
     pub fn step(&mut self) -> Result<Option<Stepped>, ElasticReplicaError> {
-        if !self.is_regrouped {
+        if !self.session.has_gone_on() {
             return Ok(None);
         }
         crash::point("computed");
@@ -248,7 +282,9 @@ impl<'a> ElasticReplica<'a> {
         match stepped {
             Ok(stepped) => {
                 crash::point("applied");
-                self.note_step(&stepped)?;
+                if let Some(outcome) = &stepped.outcome {
+                    self.session.stepped(stepped.step, outcome)?;
+                }
                 Ok(Some(stepped))
             }
             Err(error) => {
@@ -264,7 +300,7 @@ impl<'a> ElasticReplica<'a> {
         &mut self,
         each: impl FnMut(String, &[usize], &[f32]),
     ) -> Result<bool, ElasticReplicaError> {
-        let Some(group) = self.home.group() else { return Ok(false) };
+        let Some(group) = self.session.group() else { return Ok(false) };
         let saved = self.replica.save(group, each);
         if let Err(error) = saved {
             self.note(error)?;
@@ -275,12 +311,12 @@ impl<'a> ElasticReplica<'a> {
 
     /// This worker's rank in the present group. It may have another one in the next.
     pub fn rank(&self) -> usize {
-        self.home.group().map_or_else(|| self.replica.worker().rank(), Group::rank)
+        self.session.group().map_or_else(|| self.replica.worker().rank(), Group::rank)
     }
 
     /// The number of workers of the present group; 0 between two.
     pub fn workers(&self) -> usize {
-        self.home.group().map_or(0, Group::size)
+        self.session.group().map_or(0, Group::size)
     }
 
     /// Ends the run. At rank 0, hands in its result, which the elastic launcher prints, once; without such a
@@ -296,107 +332,48 @@ impl<'a> ElasticReplica<'a> {
             return Ok(());
         }
         let result = result(&self).into();
-        crash::point("summed-up");
-        match &self.home {
-            Home::Elastic { job, .. } => job.finish(result)?,
-            Home::Fixed(_) => {
-                let mut out = std::io::stdout().lock();
-                out.write_all(&result)?;
-                out.flush()?;
-            }
+        if !self.session.is_elastic() {
+            let mut out = std::io::stdout().lock();
+            out.write_all(&result)?;
+            out.flush()?;
         }
-        crash::point("handed-in");
-        Ok(())
+        Ok(self.session.finish(result)?)
     }
 
-    /// Makes sure that this worker is in a group, in which it may have to be regrouped; `false` if the run is
-    /// over.
+    /// Makes sure that this worker is in a group, in which it may have yet to go on; `false` if the run is over.
     fn enter(&mut self, steps: u64) -> Result<bool, ElasticReplicaError> {
-        if self.is_leaving && self.replica.steps() < steps {
-            crash::point("leaving");
-            self.leave();
-        }
-        if let Home::Elastic { job, group } = &mut self.home
-            && group.is_none()
+        if self.session.is_leaving()
+            && self.replica.steps() < steps
+            && let Err(error) = self.session.leave(&self.replica)
         {
-            *group = self.replica.enter(job)?;
-            if group.is_none() {
-                self.over = Some(Over::Leaves);
-                return Ok(false);
-            }
-            crash::point("formed");
+            self.note(error)?;
         }
-        Ok(true)
+        let is_in = self.session.enter(&mut self.replica)?;
+        if !is_in {
+            self.over = Some(Over::Leaves);
+        }
+        Ok(is_in)
     }
 
     /// The step to compute in the present group; `None` if there is none.
     fn begin_step(&mut self, steps: u64) -> Result<Option<u64>, ReplicaError> {
-        if !self.is_regrouped {
-            self.regroup()?;
+        if !self.session.has_gone_on() {
+            let find = &mut self.find;
+            self.session.go_on(&mut self.replica, || {
+                let found = find.as_mut().and_then(|find| find());
+                Ok::<_, ReplicaError>(found.map(|found| Box::new(found) as Box<dyn Saved>))
+            })?;
         }
         let step = self.replica.steps();
         if step >= steps {
             self.end()?;
             return Ok(None);
         }
-        if let (Home::Elastic { job, .. }, Some(synchronizer)) =
-            (&self.home, self.replica.synchronizer())
-            && job.is_asked_to_regroup()
-        {
-            synchronizer.vote_to_regroup();
+        if let Some(synchronizer) = self.replica.synchronizer() {
+            self.session.vote(synchronizer);
         }
         crash::point("step");
         Ok(Some(step))
-    }
-
-    /// Goes on in the present group.
-    fn regroup(&mut self) -> Result<(), ReplicaError> {
-        let ElasticReplica { replica, home, initial, find, .. } = self;
-        let group = home.group().expect("it has entered one");
-        let regrouped = match replica.regroup(group) {
-            // What a codec remembers from step to step is gone, on all ranks: as if none had any state.
-            Err(ReplicaError::Worker(WorkerError::Sync(SyncError::StateLost { .. }))) => {
-                Regrouped { steps: 0, donor: None, behind: group.size(), bytes: 0 }
-            }
-            regrouped => regrouped?,
-        };
-        crash::point("regrouped");
-        if regrouped.donor.is_none() {
-            let found = find.as_mut().filter(|_| group.rank() == 0).and_then(|find| find());
-            begin(replica, group, found, initial)?;
-        }
-        if let Home::Elastic { job, .. } = &*home {
-            replica.hand_over(job);
-        }
-        if let Some(synchronizer) = replica.synchronizer() {
-            synchronizer.begin_step();
-        }
-        let steps = self.replica.steps();
-        let is_redone = self.failed_after.take().is_some_and(|failed_after| failed_after >= steps);
-        self.first = match &self.home {
-            Home::Elastic { job, group: Some(group) } if group.rank() == 0 => Some(FirstStep {
-                epoch: job.epoch(),
-                step: 0,
-                compute: 0.0,
-                redone: is_redone,
-                behind: regrouped.behind as u64,
-                from_checkpoint: regrouped.donor.is_none(),
-            }),
-            _ => None,
-        };
-        self.is_regrouped = true;
-        Ok(())
-    }
-
-    /// Tells the launcher of the first step of an epoch, and notes whether it was the last of the group.
-    fn note_step(&mut self, stepped: &Stepped) -> Result<(), ElasticReplicaError> {
-        let Some(outcome) = &stepped.outcome else { return Ok(()) };
-        self.is_leaving = outcome.regroup;
-        if let (Home::Elastic { job, .. }, Some(first)) = (&self.home, self.first.take()) {
-            let compute = outcome.times.compute.as_secs_f64();
-            job.stepped(FirstStep { step: stepped.step, compute, ..first })?;
-        }
-        Ok(())
     }
 
     /// All steps are made. Fails if the workers do not have equal weights. From here on all of them have the
@@ -404,41 +381,25 @@ impl<'a> ElasticReplica<'a> {
     fn end(&mut self) -> Result<(), ReplicaError> {
         crash::point("trained");
         self.replica.settle()?;
-        let group = self.home.group().expect("it has entered one");
+        let group = self.session.group().expect("it has entered one");
         self.replica.check(group)?;
         crash::point("finished");
-        match (&self.home, group.rank()) {
-            (_, 0) => self.over = Some(Over::HandsIn),
-            (Home::Fixed(_), _) => self.over = Some(Over::Leaves),
-            // Waits for the next epoch, or for the end.
-            (Home::Elastic { .. }, _) => self.leave(),
+        match group.rank() {
+            0 => self.over = Some(Over::HandsIn),
+            _ if self.session.is_elastic() => self.session.stand_by(),
+            _ => self.over = Some(Over::Leaves),
         }
         Ok(())
     }
 
     /// Takes note of an error after which another group can follow; passes others on.
     fn note(&mut self, error: ReplicaError) -> Result<(), ElasticReplicaError> {
-        let Home::Elastic { job, .. } = &mut self.home else { return Err(error.into()) };
-        match &error {
-            ReplicaError::Worker(WorkerError::Sync(SyncError::Group(error))) => {
-                job.note_loss(error)?;
-            }
-            ReplicaError::Worker(WorkerError::Sync(SyncError::Form(error))) => {
-                job.note_unformed(error)?;
-            }
-            _ => return Err(error.into()),
+        let steps = self.replica.steps();
+        self.failure = None;
+        match error.sync() {
+            Some(cause) if self.session.failed(cause, steps) => Ok(()),
+            _ => Err(error.into()),
         }
-        self.failed_after = Some(self.replica.steps());
-        self.leave();
-        Ok(())
-    }
-
-    /// Leaves the present group.
-    fn leave(&mut self) {
-        if let Home::Elastic { group, .. } = &mut self.home {
-            *group = None;
-        }
-        (self.is_regrouped, self.is_leaving, self.failure, self.first) = (false, false, None, None);
     }
 }
 
@@ -450,31 +411,35 @@ impl<'a> Deref for ElasticReplica<'a> {
     }
 }
 
-impl Home {
-    fn group(&self) -> Option<&Group> {
-        match self {
-            Home::Elastic { group, .. } => group.as_ref(),
-            Home::Fixed(job) => Some(job.world()),
-        }
-    }
-}
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device};
+    use candle_nn::VarMap;
+    use unisono_sync::strategy::Compression;
 
-/// Brings workers none of which has any state to the checkpoint that rank 0 has found, or to the beginning.
-fn begin(
-    replica: &mut Replica<'_>,
-    group: &Group,
-    found: Option<Checkpoint>,
-    initial: &[Vec<f32>],
-) -> Result<(), ReplicaError> {
-    let mut is_found = [u8::from(found.is_some())];
-    group.broadcast(&mut is_found, 0)?;
-    if is_found[0] == 1 {
-        let Checkpoint { steps, values } = found.unwrap_or_default();
-        return replica.restore(group, steps, |name| values.get(name).cloned());
+    use super::*;
+
+    fn join(settings: Settings) -> Result<(), ElasticReplicaError> {
+        let parameters = Parameters::of(&VarMap::new());
+        let _model = candle_nn::linear(2, 1, parameters.builder(DType::F32, &Device::Cpu)).unwrap();
+        ElasticReplica::join(&parameters, settings, "sgd".parse().unwrap()).map(drop)
     }
-    // The present weights may be those of a worker that was lost while it handed them over.
-    for (entry, initial) in replica.weights().entries.iter().zip(initial) {
-        entry.change(|weights| weights.copy_from_slice(initial))?;
+
+    #[test]
+    fn settings_with_which_a_loss_would_cost_more_than_steps_are_refused() {
+        let compression = Some(Compression::new("int8".parse().unwrap()));
+        let settings =
+            |strategy: &str| Settings { strategy: strategy.parse().unwrap(), ..Settings::new(4) };
+        for refused in [
+            settings("diloco:4,streams=2"),
+            settings("diloco:4,delay=1"),
+            Settings { compression: compression.clone(), ..settings("local:4") },
+        ] {
+            let error = join(refused.clone()).expect_err("it is not elastic");
+            assert!(matches!(error, ElasticReplicaError::NotElastic(_)), "{error}");
+            assert_eq!(error.exit_code(), GIVES_UP);
+        }
+        join(settings("local:4")).unwrap();
+        join(Settings { compression, ..settings("all-reduce") }).unwrap();
     }
-    replica.begin_anew(group)
 }

@@ -41,7 +41,8 @@ mod parameters;
 mod replica;
 mod weights;
 
-pub use elastic::{Checkpoint, ElasticReplica, ElasticReplicaError};
+pub use crate::elastic::Checkpoint;
+pub use elastic::{ElasticReplica, ElasticReplicaError};
 pub use parameters::Parameters;
 pub use replica::{Replica, ReplicaError};
 pub use weights::ModelWeights;

@@ -7,8 +7,10 @@ use unisono_sync::{Settings, SyncError, Synchronizer, divergence};
 
 use super::parameters::Parameters;
 use super::weights::ModelWeights;
-use crate::elastic::{ElasticError, ElasticJob};
-use crate::worker::{Agreeing, Joining, Regrouped, Seat, Stepped, Totals, Worker, WorkerError};
+use crate::elastic::{ElasticError, ElasticJob, Trainee};
+use crate::worker::{
+    Agreeing, Find, Joining, Keep, Regrouped, Seat, Stepped, Totals, Worker, WorkerError,
+};
 
 /// One worker's copy of the model.
 ///
@@ -18,6 +20,8 @@ use crate::worker::{Agreeing, Joining, Regrouped, Seat, Stepped, Totals, Worker,
 pub struct Replica<'a> {
     weights: ModelWeights,
     worker: Worker<'a>,
+    /// In an elastic job, the weights that the model was built with, those that are not trained included.
+    initial: Option<Vec<Vec<f32>>>,
 }
 
 /// Why a replica could not be made, or a step not be taken.
@@ -33,6 +37,16 @@ pub enum ReplicaError {
     /// These parameters already belong to a replica. Build another model for another replica.
     #[error("these parameters already belong to a replica")]
     Taken,
+}
+
+impl ReplicaError {
+    /// Why workers could not be kept in step, if that is what went wrong.
+    pub fn sync(&self) -> Option<&SyncError> {
+        match self {
+            ReplicaError::Worker(WorkerError::Sync(error)) => Some(error),
+            _ => None,
+        }
+    }
 }
 
 impl From<Error> for ReplicaError {
@@ -81,9 +95,8 @@ impl<'a> Replica<'a> {
     /// of one that is not. The step under way, if there is one, is dropped and to be computed again. With
     /// [`Settings::withhold`], the weights are then those of a run that nothing had happened to.
     ///
-    /// After an error it can be called again, with the next group; but after [`SyncError::StateLost`], and
-    /// where [no rank has state](Regrouped::donor), restore a checkpoint, or begin
-    /// [anew](Replica::begin_anew).
+    /// Where [no rank has all of its state](Regrouped::donor), restore a checkpoint, or begin
+    /// [anew](Replica::begin_anew). After an error it can be called again, with the next group.
     pub fn regroup(&mut self, group: &Group) -> Result<Regrouped, ReplicaError> {
         let mut frozen = self.weights.as_frozen();
         let number = frozen.len();
@@ -93,7 +106,13 @@ impl<'a> Replica<'a> {
     /// Enters the next epoch of a job, as [`ElasticJob::enter`]. A worker that joins gets the state of a member
     /// first, and follows its steps, while the members go on: when it is let in, it is behind none of them. Where
     /// the strategy [remembers](Synchronizer::remembers_nothing) more than that, all wait for the handover.
+    ///
+    /// The first time, it keeps a copy of the weights that the model was built with, for a run that begins
+    /// [anew](Replica::begin_anew) when all others are lost.
     pub fn enter(&mut self, job: &mut ElasticJob) -> Result<Option<Group>, ElasticError> {
+        self.initial.get_or_insert_with(|| {
+            self.weights.entries.iter().map(|entry| entry.read(<[f32]>::to_vec)).collect()
+        });
         let mut frozen = self.weights.as_frozen();
         let number = frozen.len();
         match self.worker.as_agreeing_mut() {
@@ -114,8 +133,12 @@ impl<'a> Replica<'a> {
         }
     }
 
-    /// Begins the run anew, with the weights of rank 0. All ranks must call it.
+    /// Begins the run anew, with the weights of rank 0: in an elastic job those that its model was built with, for
+    /// the present ones may be those of a worker that was lost while it handed them over. All ranks must call it.
     pub fn begin_anew(&mut self, group: &Group) -> Result<(), ReplicaError> {
+        for (entry, initial) in self.weights.entries.iter().zip(self.initial.iter().flatten()) {
+            entry.change(|weights| weights.copy_from_slice(initial))?;
+        }
         self.weights.broadcast_frozen(group)?;
         let (agreeing, weights) = self.agreeing_mut()?;
         Ok(agreeing.begin_anew(group, weights)?)
@@ -138,7 +161,7 @@ impl<'a> Replica<'a> {
         weights: ModelWeights,
         worker: Worker<'a>,
     ) -> Result<Replica<'a>, ReplicaError> {
-        let replica = Replica { weights, worker };
+        let replica = Replica { weights, worker, initial: None };
         match parameters.sink().gradients.set(replica.worker.gradients()) {
             Ok(()) => Ok(replica),
             Err(_) => Err(ReplicaError::Taken),
@@ -273,5 +296,41 @@ impl<'a> Replica<'a> {
     fn agreeing_mut(&mut self) -> Result<(&mut Agreeing, &mut ModelWeights), WorkerError> {
         let agreeing = self.worker.as_agreeing_mut().ok_or(WorkerError::NotAgreeing)?;
         Ok((agreeing, &mut self.weights))
+    }
+}
+
+impl Trainee for Replica<'_> {
+    type Error = ReplicaError;
+
+    fn steps(&self) -> u64 {
+        self.steps()
+    }
+
+    fn synchronizer(&self) -> Option<&Synchronizer> {
+        self.synchronizer()
+    }
+
+    fn enter(&mut self, job: &mut ElasticJob) -> Result<Option<Group>, ElasticError> {
+        self.enter(job)
+    }
+
+    fn regroup(&mut self, group: &Group) -> Result<Regrouped, ReplicaError> {
+        self.regroup(group)
+    }
+
+    fn hand_over(&mut self, job: &ElasticJob) {
+        self.hand_over(job);
+    }
+
+    fn save(&self, group: &Group, each: &mut Keep<'_>) -> Result<(), ReplicaError> {
+        self.save(group, each)
+    }
+
+    fn restore(&mut self, group: &Group, steps: u64, find: &Find<'_>) -> Result<(), ReplicaError> {
+        self.restore(group, steps, find)
+    }
+
+    fn begin_anew(&mut self, group: &Group) -> Result<(), ReplicaError> {
+        self.begin_anew(group)
     }
 }

@@ -140,11 +140,11 @@ struct Inner {
     limit: usize,
     is_in_epoch: bool,
     is_closed: bool,
-    joiner: Option<Served>,
+    joiner: Option<Joiner>,
 }
 
 /// The joiner that is served.
-struct Served {
+struct Joiner {
     id: WorkerId,
     socket: Arc<Socket>,
     /// Once the state is copied.
@@ -159,8 +159,8 @@ impl Donor {
         Arc::new(Donor { activity, inner, bell: Condvar::new() })
     }
 
-    /// From now on a worker trains this model, of so many parameters in all.
-    pub fn train(&self, model: [u8; 32], elements: usize) {
+    /// From now on joiners that train this model, of so many parameters in all, may ask for its state.
+    pub fn offer(&self, model: [u8; 32], elements: usize) {
         let step = elements.saturating_mul(size_of::<f32>());
         let mut inner = self.lock();
         inner.model = Some(model);
@@ -241,7 +241,7 @@ impl Donor {
             _ if inner.joiner.is_some() => Err(Message::Busy),
             _ => {
                 let socket = socket.clone();
-                inner.joiner = Some(Served { id, socket, outgoing: None, refusal: None });
+                inner.joiner = Some(Joiner { id, socket, outgoing: None, refusal: None });
                 self.note(&inner);
                 Ok(())
             }
@@ -314,7 +314,7 @@ impl Donor {
     fn note(&self, inner: &Inner) {
         let activity = match &inner.joiner {
             Some(joiner) if joiner.is_waiting() => ASKED,
-            Some(Served { outgoing: Some(outgoing), .. }) if !outgoing.is_over => FOLLOWED,
+            Some(Joiner { outgoing: Some(outgoing), .. }) if !outgoing.is_over => FOLLOWED,
             _ => IDLE,
         };
         self.activity.store(activity, Ordering::Relaxed);
@@ -326,7 +326,7 @@ impl Donor {
     }
 }
 
-impl Served {
+impl Joiner {
     fn is_waiting(&self) -> bool {
         self.outgoing.is_none() && self.refusal.is_none()
     }

@@ -3,6 +3,7 @@
 
 use std::cell::Cell;
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use unisono_cluster::membership::{Client, MembershipError, WorkerId};
@@ -21,7 +22,8 @@ const DONORS: u32 = 5;
 /// way. More: the others wait longer for it. Fewer: it is never level with members that do not pause.
 const LEVEL: u64 = 1;
 
-/// How long a joiner waits before it asks again where no member could serve it.
+/// How long a joiner waits before it asks again where no member could serve it. Longer: it joins later by as much.
+/// Shorter: members that are busy are asked more often in vain.
 const PAUSE: Duration = Duration::from_millis(20);
 
 /// A joiner that is level with its donor, and follows it.
@@ -111,20 +113,28 @@ impl Handover {
     }
 
     /// Follows the donor while `enter` waits for the next epoch, and to the end of the one before, which is known
-    /// soon after: half of the timeout at most, so that the others do not take this worker for lost.
+    /// soon after: half of the timeout at most, so that the others do not take this worker for lost. If what comes of
+    /// `enter` is no epoch, as `is_in` says, there is nothing to follow any more.
     pub fn follow<T: Send>(
         mut self,
         model: &mut dyn Follower,
         enter: impl FnOnce() -> T + Send,
+        is_in: impl Fn(&T) -> bool + Send,
     ) -> T {
+        let is_left_out = &AtomicBool::new(false);
         std::thread::scope(|scope| {
-            let entering = scope.spawn(enter);
+            let entering = scope.spawn(move || {
+                let entered = enter();
+                is_left_out.store(!is_in(&entered), Ordering::Relaxed);
+                entered
+            });
             let (begun, limit) = (Cell::new(None), self.timeout / 2);
             let is_enough = || {
                 if entering.is_finished() && begun.get().is_none() {
                     begun.set(Some(Instant::now()));
                 }
-                begun.get().is_some_and(|begun| begun.elapsed() >= limit)
+                is_left_out.load(Ordering::Relaxed)
+                    || begun.get().is_some_and(|begun| begun.elapsed() >= limit)
             };
             loop {
                 match self.hear(model, &is_enough) {

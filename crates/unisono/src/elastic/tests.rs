@@ -102,7 +102,7 @@ impl Member {
         let server = StateServer::start(Ipv4Addr::LOCALHOST.into(), TOKEN, timeout).unwrap();
         let donor = server.donor().clone();
         let mut model = Model { is_complete: true, ..Model::new(1.0) };
-        donor.train(model.fingerprint(), CHUNK + 8);
+        donor.offer(model.fingerprint(), CHUNK + 8);
         donor.enter_epoch(&[]);
         let stop = Arc::new(AtomicBool::new(false));
         let ends = stop.clone();
@@ -157,13 +157,14 @@ fn a_joiner_has_the_bits_of_its_donor_when_the_epoch_begins() {
     let mut model = Model::new(0.0);
     let handover = level(ask(member.address(), JOINER, &mut model));
     assert!(model.is_complete);
-    let trained = handover.follow(&mut model, || {
+    let enter = || {
         std::thread::sleep(Duration::from_millis(200));
         let trained = member.pause();
         member.server.donor().leave_epoch();
         member.server.donor().enter_epoch(&[WorkerId { number: 0, life: 0 }, JOINER]);
         trained
-    });
+    };
+    let trained = handover.follow(&mut model, enter, |_| true);
     assert!(trained.steps > 0);
     assert!(model == trained, "{} and {} steps", model.steps, trained.steps);
     let deadline = Instant::now() + HUNG;
@@ -178,15 +179,29 @@ fn a_handover_survives_an_epoch_without_the_joiner() {
     let donor = member.server.donor().clone();
     let mut model = Model::new(0.0);
     let handover = level(ask(member.address(), JOINER, &mut model));
-    let trained = handover.follow(&mut model, || {
+    let enter = || {
         donor.leave_epoch();
         donor.enter_epoch(&[]);
         std::thread::sleep(Duration::from_millis(200));
         let trained = member.pause();
         donor.enter_epoch(&[JOINER]);
         trained
-    });
+    };
+    let trained = handover.follow(&mut model, enter, |_| true);
     assert!(model == trained);
+}
+
+/// The run is over, or goes on without the joiner: its donor lives, and makes one step after the other.
+#[test]
+fn a_joiner_that_is_in_no_epoch_stops_following() {
+    let timeout = Duration::from_secs(600);
+    let member = Member::start(Duration::from_millis(10));
+    let mut model = Model::new(0.0);
+    let asked = Handover::ask(&TOKEN, JOINER, member.address(), timeout, &mut model).unwrap();
+    let begun = Instant::now();
+    level(asked).follow(&mut model, || {}, |()| false);
+    assert!(begun.elapsed() < HUNG);
+    assert!(model.is_complete);
 }
 
 #[test]
@@ -237,7 +252,7 @@ fn a_joiner_that_does_not_keep_up_gives_up() {
     let mut asked = ask(member.address(), JOINER, &mut model);
     if let Asked::Level(handover) = asked {
         // It was level for a moment: what follows is too much for it, and ends the wait.
-        handover.follow(&mut model, || {});
+        handover.follow(&mut model, || {}, |_| true);
         asked = Asked::Never;
     }
     assert!(matches!(asked, Asked::Never));
@@ -319,7 +334,7 @@ fn compare(ip: std::net::IpAddr, donor: On<'_>, joiner: On<'_>) -> (f64, f64) {
         });
         let server = server.into_inner().unwrap().unwrap();
         let model = Model { vectors: vec![vec![1.0; length / 4]; 3], ..Model::new(1.0) };
-        server.donor().train(model.fingerprint(), 8);
+        server.donor().offer(model.fingerprint(), 8);
         server.donor().enter_epoch(&[]);
         let address = server.address();
         let joining =

@@ -154,8 +154,7 @@ impl StepRecorder {
     /// Notes a step. `sent` is what this rank had sent after it.
     pub fn note(&mut self, step: u64, outcome: &StepOutcome, sent: u64) {
         let times = self.on_common_clock(&outcome.times);
-        // A worker that has begun anew counts from 0.
-        let since = sent.checked_sub(self.sent).unwrap_or(sent);
+        let since = sent.saturating_sub(self.sent);
         self.sent = sent;
         let loss = Some(f64::from(outcome.loss)).filter(|loss| loss.is_finite());
         let StepOutcome { agreed, encoded, .. } = *outcome;

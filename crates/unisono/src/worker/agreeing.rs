@@ -47,7 +47,7 @@ struct Round {
 pub struct Regrouped {
     /// The steps after which all of them go on.
     pub steps: u64,
-    /// The rank whose state the others had or got; `None` if no rank has any: then restore a checkpoint,
+    /// The rank whose state the others had or got; `None` if no rank has all of it: then restore a checkpoint,
     /// or begin anew.
     pub donor: Option<usize>,
     /// Ranks that got it.
@@ -146,9 +146,11 @@ impl Agreeing {
     /// If some are behind, they get weights, optimizer state and number of steps of the lowest rank of
     /// those with the most steps. The step under way, if there is one, is dropped and to be computed again.
     ///
+    /// If what the strategy remembers from step to step was lost with the group before, no rank has all of its
+    /// state, whatever its weights are: there is no [donor](Regrouped::donor).
+    ///
     /// After an error this can be called again, with the next group: a worker that was about to get the
-    /// state of another has none then. [`SyncError::StateLost`] says that all workers have none: restore a
-    /// checkpoint in this group.
+    /// state of another has none then.
     pub fn regroup(
         &mut self,
         group: &Group,
@@ -164,24 +166,27 @@ impl Agreeing {
         weights: &mut dyn Weights,
         (frozen, number): (&mut dyn Weights, usize),
     ) -> Result<Regrouped, WorkerError> {
+        let none = Regrouped { steps: 0, donor: None, behind: group.size(), bytes: 0 };
         let is_kept = self.go_back(weights);
-        let regrouped = self.synchronizer.regroup_from(Some(group), is_kept);
-        if let Err(SyncError::StateLost { .. }) = regrouped {
-            self.lose_state();
-            self.round = None;
+        match self.synchronizer.regroup_from(Some(group), is_kept) {
+            Err(SyncError::StateLost { .. }) => {
+                self.lose_state();
+                self.round = None;
+                return Ok(none);
+            }
+            regrouped => regrouped?,
         }
-        regrouped?;
         let own = if self.has_state { self.steps as i64 } else { -1 };
         let mut all = vec![0; group.size()];
         group.all_gather(&[own], &mut all)?;
         let all: Vec<Option<u64>> = all.into_iter().map(|steps| steps.try_into().ok()).collect();
-        let Some(donor) = donor(&all) else {
-            let behind = group.size();
-            return Ok(Regrouped { steps: 0, donor: None, behind, bytes: 0 });
-        };
+        let Some(donor) = donor(&all) else { return Ok(none) };
         let behind = all.iter().filter(|steps| **steps != all[donor]).count();
         let mut transfer = Transfer::new(group, donor, all[group.rank()] == all[donor]);
-        self.put_back_shared();
+        let mut shared = match &self.round {
+            Some(round) => round.shared.clone(),
+            None => self.shared(),
+        };
         if behind > 0 {
             if !transfer.holds {
                 self.lose_state();
@@ -189,14 +194,9 @@ impl Agreeing {
             transfer.weights(weights, self.parameters().len())?;
             transfer.weights(frozen, number)?;
             self.transfer_optimizer(&mut transfer)?;
-            let mut outcome = Ok(());
-            self.synchronizer.each_shared(&mut |values| {
-                if outcome.is_ok() {
-                    outcome = transfer.values(values);
-                }
-            });
-            outcome?;
+            shared.iter_mut().try_for_each(|values| transfer.values(values))?;
         }
+        self.set_shared(&shared);
         self.steps = all[donor].expect("a donor has state");
         self.has_state = true;
         self.synchronizer.go_on_from(self.steps);
@@ -220,9 +220,7 @@ impl Agreeing {
         let count = self.parameters().len();
         let states = (0..count).flat_map(|parameter| self.optimizer.state(parameter));
         let optimizer = states.map(<[f32]>::to_vec).collect();
-        let mut shared = Vec::new();
-        self.synchronizer.each_shared(&mut |values| shared.push(values.to_vec()));
-        let (steps, weights) = (self.steps, weights.to_vecs(count));
+        let (steps, weights, shared) = (self.steps, weights.to_vecs(count), self.shared());
         self.round = Some(Round { steps, weights, optimizer, shared });
     }
 
@@ -240,13 +238,19 @@ impl Agreeing {
         true
     }
 
-    /// Gives the strategy of a new group what was shared when the workers agreed last.
-    fn put_back_shared(&self) {
-        let mut saved = self.round.iter().flat_map(|round| &round.shared);
+    /// A copy of what the workers share besides the weights: while ranks wait for each other, the synchronizer must
+    /// not be locked.
+    fn shared(&self) -> Vec<Vec<f32>> {
+        let mut shared = Vec::new();
+        self.synchronizer.each_shared(&mut |values| shared.push(values.to_vec()));
+        shared
+    }
+
+    fn set_shared(&self, shared: &[Vec<f32>]) {
+        let mut shared = shared.iter();
         self.synchronizer.each_shared(&mut |values| {
-            if let Some(saved) = saved.next() {
-                values.copy_from_slice(saved);
-            }
+            values
+                .copy_from_slice(shared.next().expect("a strategy shares as much in every group"));
         });
     }
 
@@ -259,7 +263,7 @@ impl Agreeing {
     }
 
     /// The weights and the optimizer's state are those after so many steps of another worker.
-    pub(super) fn follow(&mut self, steps: u64) {
+    pub(super) fn has_made(&mut self, steps: u64) {
         (self.steps, self.has_state) = (steps, true);
     }
 

@@ -31,7 +31,7 @@ impl Agreeing {
         number: usize,
     ) {
         let elements = self.parameters().iter().map(|parameter| parameter.elements()).sum();
-        donor.train(self.fingerprint((&*frozen, number)), elements);
+        donor.offer(self.fingerprint((&*frozen, number)), elements);
         self.handing = Some(Handing { donor, frozen, number });
     }
 
@@ -106,7 +106,7 @@ impl Follower for Joining<'_> {
     }
 
     fn complete(&mut self, steps: u64) {
-        self.agreeing.follow(steps);
+        self.agreeing.has_made(steps);
     }
 
     fn update(&mut self, step: u64, parameter: usize, mean: &[f32]) {
@@ -117,6 +117,6 @@ impl Follower for Joining<'_> {
     }
 
     fn stepped(&mut self, steps: u64) {
-        self.agreeing.follow(steps);
+        self.agreeing.has_made(steps);
     }
 }

@@ -1,8 +1,9 @@
 //! The flags of runs whose workers may come and go.
 
-use anyhow::ensure;
+use anyhow::{bail, ensure};
 use unisono::insight::units::counted;
-use unisono::sync::strategy::StrategySpec;
+use unisono::sync::strategy::Compression;
+use unisono::sync::{NotElastic, Settings};
 use unisono::worker::Consistency;
 
 use super::{ElasticPlan, TrainArgs};
@@ -17,33 +18,33 @@ impl TrainArgs {
         self.elastic
     }
 
-    /// Whether workers agree now and then, on all weights at once.
-    fn has_rounds(&self) -> bool {
-        match self.strategy {
-            Consistency::Agreeing(StrategySpec::Local(_)) => true,
-            Consistency::Agreeing(StrategySpec::Diloco(diloco)) => {
-                diloco.streams() == 1 && diloco.delay() == 0
-            }
-            _ => false,
-        }
-    }
-
     /// What makes the run elastic, if it is; and refuses what makes no sense then.
-    pub(super) fn elastic(&self) -> anyhow::Result<Option<ElasticPlan>> {
+    pub(super) fn elastic(
+        &self,
+        compression: Option<Compression>,
+    ) -> anyhow::Result<Option<ElasticPlan>> {
         if !self.elastic {
             return Ok(None);
         }
-        ensure!(
-            self.agrees_always() || self.has_rounds(),
-            "--elastic is for workers that agree in every step, or on all weights at once; leave it out, or use \
-             --strategy all-reduce, local or diloco without streams and delay instead of {}",
-            self.strategy
-        );
-        ensure!(
-            self.agrees_always() || !self.encodes(),
-            "--codec: leave it out with --elastic --strategy {}",
-            self.strategy
-        );
+        let suits = match self.strategy {
+            Consistency::Agreeing(strategy) => {
+                Settings { strategy, compression, ..Settings::new(1) }
+                    .expect_elastic()
+                    .map_err(Some)
+            }
+            Consistency::Relaxed(_) => Err(None),
+        };
+        match suits {
+            Ok(()) => {}
+            Err(Some(NotElastic::Encoded { strategy })) => {
+                bail!("--codec: leave it out with --elastic --strategy {strategy}")
+            }
+            Err(_) => bail!(
+                "--elastic is for workers that agree in every step, or on all weights at once; leave it out, or \
+                 use --strategy all-reduce, local or diloco without streams and delay instead of {}",
+                self.strategy
+            ),
+        }
         ensure!(
             !self.model.starts_with("replay:"),
             "--elastic: a replayed model has no weights to keep; leave it out"

@@ -332,6 +332,7 @@ impl TrainArgs {
         );
         let mut optimizer = self.optimizer(&computation);
         let codec = self.codec(&mut optimizer)?;
+        let compression = self.compression(&codec);
         Ok(RunPlan {
             shards: count,
             batch,
@@ -339,8 +340,8 @@ impl TrainArgs {
             optimizer,
             strategy: self.strategy.agreeing(),
             relaxed: self.relaxed()?,
-            elastic: self.elastic()?,
-            compression: self.compression(&codec),
+            elastic: self.elastic(compression.clone())?,
+            compression,
             codec,
             seed: self.seed,
             threads: self.threads,

@@ -1,24 +1,23 @@
 //! A candle model that learns from data.
 
-use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use candle_core::{DType, Device};
 use candle_nn::VarMap;
 use unisono::Group;
-use unisono::candle::{ModelWeights, Parameters, Replica};
+use unisono::candle::{ModelWeights, Parameters, Replica, ReplicaError};
 use unisono::cluster::checkpoint::{Loaded, Snapshot, Tensor};
-use unisono::elastic::ElasticJob;
+use unisono::elastic::Trainee;
 use unisono::net::crash;
 use unisono::sync::{StepOutcome, Synchronizer};
-use unisono::worker::{Regrouped, Worker};
+use unisono::worker::Worker;
 use unisono_workload::data::{Dataset, Kind, SampleOrder, Split};
 use unisono_workload::init::initialize;
 use unisono_workload::model::{Model, ModelSpec, accuracy};
 
 use super::super::args::{ComputationSpec, RunPlan};
-use super::{Computation, Judgement, Kept, slow_down};
+use super::{Computation, Judgement, slow_down};
 
 /// Samples judged at once. More: more memory. Fewer: slower.
 const JUDGED: usize = 256;
@@ -190,33 +189,8 @@ impl Computation for Learner<'_> {
         Ok(self.replica.restore(group, step, find)?)
     }
 
-    fn enter(&mut self, job: &mut ElasticJob) -> anyhow::Result<Option<Group>> {
-        Ok(self.replica.enter(job)?)
-    }
-
-    fn hand_over(&mut self, job: &ElasticJob) {
-        self.replica.hand_over(job);
-    }
-
-    fn regroup(&mut self, group: &Group) -> anyhow::Result<Regrouped> {
-        Ok(self.replica.regroup(group)?)
-    }
-
-    fn keep(&self, group: &Group) -> anyhow::Result<Option<Kept>> {
-        let mut values = HashMap::new();
-        self.replica.save(group, |name, _, of_name| {
-            values.insert(name, of_name.to_vec());
-        })?;
-        Ok((group.rank() == 0).then(|| Kept { steps: self.steps(), values }))
-    }
-
-    fn restore_kept(&mut self, group: &Group, kept: Option<&Kept>) -> anyhow::Result<()> {
-        let find = |name: &str| kept?.values.get(name).cloned();
-        Ok(self.replica.restore(group, kept.map_or(0, |kept| kept.steps), find)?)
-    }
-
-    fn begin_anew(&mut self, group: &Group) -> anyhow::Result<()> {
-        Ok(self.replica.begin_anew(group)?)
+    fn trainee(&mut self) -> anyhow::Result<&mut dyn Trainee<Error = ReplicaError>> {
+        Ok(&mut self.replica)
     }
 
     fn settle(&mut self) -> anyhow::Result<()> {

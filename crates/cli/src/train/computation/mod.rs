@@ -3,13 +3,11 @@
 mod learn;
 mod replay;
 
-use std::collections::HashMap;
-
 use unisono::Group;
+use unisono::candle::ReplicaError;
 use unisono::cluster::checkpoint::{Loaded, Snapshot};
-use unisono::elastic::ElasticJob;
+use unisono::elastic::Trainee;
 use unisono::sync::{StepOutcome, Synchronizer};
-use unisono::worker::Regrouped;
 
 use super::args::{ComputationSpec, RunPlan};
 pub use learn::{Learner, Learning};
@@ -49,32 +47,11 @@ pub trait Computation {
     /// Goes on from a checkpoint, which only rank 0 has. All ranks must call it.
     fn restore(&mut self, group: &Group, checkpoint: Option<&Loaded>) -> anyhow::Result<()>;
 
-    /// Enters the next epoch of a job; a worker that joins is level with the members then, if it can be.
-    fn enter(&mut self, job: &mut ElasticJob) -> anyhow::Result<Option<Group>>;
-
-    /// From now on hands the state to workers that join, beside the training.
-    fn hand_over(&mut self, job: &ElasticJob);
-
-    /// Goes on in another group, with the state of those that have the most. All ranks must call it.
-    fn regroup(&mut self, group: &Group) -> anyhow::Result<Regrouped>;
-
-    /// The whole state, in the memory of rank 0; `None` elsewhere. All ranks must call it.
-    fn keep(&self, group: &Group) -> anyhow::Result<Option<Kept>>;
-
-    /// Goes on from what rank 0 has kept, and no other has. All ranks must call it.
-    fn restore_kept(&mut self, group: &Group, kept: Option<&Kept>) -> anyhow::Result<()>;
-
-    /// Begins the run, with the weights of rank 0. All ranks must call it.
-    fn begin_anew(&mut self, group: &Group) -> anyhow::Result<()>;
+    /// What workers that come and go take from one group to the next; fails if it has nothing of that kind.
+    fn trainee(&mut self) -> anyhow::Result<&mut dyn Trainee<Error = ReplicaError>>;
 
     /// Ends training: makes the weights of all workers equal. All ranks must call it.
     fn settle(&mut self) -> anyhow::Result<()>;
-}
-
-/// A state that was kept in memory.
-pub struct Kept {
-    steps: u64,
-    values: HashMap<String, Vec<f32>>,
 }
 
 /// How good a model is.

@@ -6,16 +6,16 @@ use std::time::{Duration, Instant};
 
 use anyhow::{bail, ensure};
 use unisono::Group;
+use unisono::candle::ReplicaError;
 use unisono::cluster::checkpoint::{Loaded, Snapshot};
 use unisono::collective::fabric::available_memory;
-use unisono::elastic::ElasticJob;
+use unisono::elastic::Trainee;
 use unisono::sync::strategy::Weights;
 use unisono::sync::{Parameter, StepOutcome, Synchronizer};
-use unisono::worker::Regrouped;
 use unisono_workload::replay::Replay;
 
 use super::super::args::RunPlan;
-use super::{Computation, Judgement, Kept};
+use super::{Computation, Judgement};
 
 /// A replayed model.
 pub struct Replayer {
@@ -118,26 +118,8 @@ impl Computation for Replayer {
         Ok(())
     }
 
-    fn enter(&mut self, job: &mut ElasticJob) -> anyhow::Result<Option<Group>> {
-        Ok(job.enter()?)
-    }
-
-    fn hand_over(&mut self, _job: &ElasticJob) {}
-
-    fn regroup(&mut self, _group: &Group) -> anyhow::Result<Regrouped> {
+    fn trainee(&mut self) -> anyhow::Result<&mut dyn Trainee<Error = ReplicaError>> {
         bail!("a replayed model has no weights to hand over")
-    }
-
-    fn keep(&self, _group: &Group) -> anyhow::Result<Option<Kept>> {
-        bail!("a replayed model has no weights to keep")
-    }
-
-    fn restore_kept(&mut self, _group: &Group, _kept: Option<&Kept>) -> anyhow::Result<()> {
-        bail!("a replayed model has no weights to restore")
-    }
-
-    fn begin_anew(&mut self, _group: &Group) -> anyhow::Result<()> {
-        bail!("a replayed model has no weights to begin with")
     }
 
     fn save(
