@@ -141,16 +141,14 @@ fn how_it_ended(outcome: &Outcome, said: Option<&Said>) -> (bool, String) {
 /// Adds what happened to the workers.
 fn with_history(text: String, history: &History, json: bool) -> String {
     let recoveries = &history.recoveries;
-    let mut times: Vec<f64> = recoveries.iter().map(|r| r.seconds * 1e3).collect();
-    times.sort_by(f64::total_cmp);
-    let middle = times.get(times.len() / 2).copied();
+    let (middle, longest) = history.recovery_ms().unzip();
     let redone = recoveries.iter().filter(|recovery| recovery.first.redone).count();
     let History { epochs, workers_lost, workers_joined, .. } = history;
     if json && let Ok(mut object) = serde_json::from_str::<serde_json::Value>(&text) {
         object["epochs"] = json!(epochs);
         object["recoveries"] = json!(recoveries.len());
         object["recovery_ms_p50"] = json!(middle);
-        object["recovery_ms_max"] = json!(times.last());
+        object["recovery_ms_max"] = json!(longest);
         object["steps_redone"] = json!(redone);
         object["workers_lost"] = json!(workers_lost);
         object["workers_joined"] = json!(workers_joined);
