@@ -135,13 +135,21 @@ fn a_second_crash_in_the_middle_of_a_recovery_is_survived() {
             _ => &undisturbed(&desk, &format!("{SMALL} --steps {steps}")),
         };
         let arguments = format!("{SMALL} --steps {steps} --workers 3");
-        let ended = with_crashes(&desk, &arguments, &plan);
-        let summary = ended.summary();
-        for name in ["computed", "applied", "leaving"].iter().filter(|name| plan.contains(*name)) {
-            assert!(ended.stderr.contains(&format!("point {name} ")), "{plan}: {}", ended.stderr);
-        }
-        summary.assert_same_weights(whole);
-        assert!(summary.count("workers_lost") >= 2, "{plan}: {}", summary.object);
+        // On a busy machine the first may be back before the others have recovered: then it is not let in.
+        let is_reached = (0..5).any(|_| {
+            let ended = with_crashes(&desk, &arguments, &plan);
+            let summary = ended.summary();
+            summary.assert_same_weights(whole);
+            let has_crashed = |name: &str| ended.stderr.contains(&format!("point {name} "));
+            let first = first.split(',').next().expect("a plan has a name");
+            assert!(has_crashed(first), "{plan}: {}", ended.stderr);
+            if plan.contains("leaving") && !has_crashed("leaving") {
+                return false;
+            }
+            assert!(summary.count("workers_lost") >= 2, "{plan}: {}", summary.object);
+            true
+        });
+        assert!(is_reached, "{plan}: it did not happen");
     }
 }
 
@@ -226,16 +234,22 @@ fn a_worker_that_is_let_in_takes_no_compressed_run_back() {
     let desk = Desk::new();
     let arguments = format!("{SMALL} --steps 1500 --shards 4 --codec int8");
     let whole = undisturbed(&desk, &arguments);
-    let number = desk.count();
-    let plan = "computed,1,3,kill";
-    let ended = with_crashes(&desk, &format!("{arguments} --workers 3"), plan);
-    ended.summary().assert_same_weights(&whole);
-    let first_steps = first_steps(&desk, number);
-    assert_eq!(first_steps.len(), 3, "{first_steps:?}");
-    let of = |key: &str| first_steps.iter().map(|first| first[key] == true).collect::<Vec<_>>();
-    assert_eq!(of("from_checkpoint"), [true, true, false], "{first_steps:?}");
-    assert_eq!(of("redone"), [false, true, false], "{first_steps:?}");
-    assert!(first_steps[2]["step"].as_u64() > first_steps[1]["step"].as_u64());
+    // On a busy machine the worker may be back before the others have recovered: then it is not let in.
+    let is_let_in = (0..5).any(|_| {
+        let number = desk.count();
+        let ended = with_crashes(&desk, &format!("{arguments} --workers 3"), "computed,1,3,kill");
+        ended.summary().assert_same_weights(&whole);
+        let first_steps = first_steps(&desk, number);
+        if first_steps.len() < 3 {
+            return false;
+        }
+        let of = |key: &str| first_steps.iter().map(|first| first[key] == true).collect::<Vec<_>>();
+        assert_eq!(of("from_checkpoint"), [true, true, false], "{first_steps:?}");
+        assert_eq!(of("redone"), [false, true, false], "{first_steps:?}");
+        assert!(first_steps[2]["step"].as_u64() > first_steps[1]["step"].as_u64());
+        true
+    });
+    assert!(is_let_in, "the worker was never let in");
 }
 
 /// A run that is disturbed at random moments.
