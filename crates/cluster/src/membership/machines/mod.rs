@@ -1,7 +1,7 @@
 //! A job on several machines: the present epoch, and which launcher coordinates it, are kept in etcd.
 //!
 //! Every machine has a launcher, with an agent for the workers of that machine. One launcher leads. What each of
-//! them does is decided by a [pure core](launcher::Launcher); here are the threads and sockets.
+//! them does is decided by a pure core, `launcher::Launcher`; here are the threads and sockets.
 //!
 //! ```text
 //!  worker ⇄ agent ─┐                              ┌─ agent ⇄ worker
