@@ -174,6 +174,8 @@ pub struct Membership {
     has_disbanded: bool,
     /// Whether a step is known to be complete in this epoch: all its members have the state of the run then.
     has_stepped: bool,
+    /// The members of the last epoch in which one was.
+    holders: Vec<WorkerId>,
     /// Since when the next epoch has been waiting for more workers.
     short_since: Option<Duration>,
     state: State,
@@ -225,6 +227,7 @@ impl Membership {
             has_asked: false,
             has_disbanded: false,
             has_stepped: false,
+            holders: Vec::new(),
             short_since: Some(now),
             state: State::Running,
             idle_until: None,
@@ -293,7 +296,7 @@ impl Membership {
             Input::Connected(id) => self.on_connected(now, id),
             Input::Ready { worker, after, silent } => self.on_ready(now, worker, after, &silent),
             Input::Answered(id) => self.on_answered(now, id),
-            Input::Stepped { epoch } => self.has_stepped |= epoch == self.epoch,
+            Input::Stepped { epoch } => self.on_stepped(epoch),
             Input::Finished { worker, epoch } => self.on_finished(worker, epoch),
             Input::Closed(id) => self.cut_off(id),
             Input::Ended(id) => self.on_ended(id),
@@ -357,6 +360,13 @@ impl Membership {
     fn on_answered(&mut self, now: Duration, id: WorkerId) {
         if let Some(worker) = self.workers.get_mut(&id) {
             (worker.heard, worker.asked, worker.is_suspect) = (now, None, false);
+        }
+    }
+
+    fn on_stepped(&mut self, epoch: u64) {
+        if epoch == self.epoch {
+            self.has_stepped = true;
+            self.holders.clone_from(&self.members);
         }
     }
 
@@ -513,8 +523,9 @@ impl Membership {
         // come before the rest: there may not be room for all.
         let (leaving, staying): (Vec<WorkerId>, Vec<_>) =
             old.chain(new).copied().partition(|id| self.is_leaving(*id));
-        let first = leaving.iter().take(1);
-        let members = first.chain(&staying).chain(leaving.iter().skip(1));
+        let holder = leaving.iter().find(|id| self.holders.contains(id)).or(leaving.first());
+        let others = leaving.iter().filter(|id| Some(*id) != holder);
+        let members = holder.into_iter().chain(&staying).chain(others);
         let members: Vec<WorkerId> = members.take(self.settings.most).copied().collect();
         for id in &members {
             let worker = self.workers.get_mut(id).expect("it is ready");
@@ -529,12 +540,12 @@ impl Membership {
     }
 
     /// Lets workers go that are to leave, unless they may be the only ones of several that have the state of the
-    /// run: those hand it over in one more epoch. A member of an epoch that ended before its first step may not
-    /// have been handed anything.
+    /// run: those hand it over in one more epoch, if two can be in one. A member of an epoch that ended before its
+    /// first step may not have been handed anything.
     fn release_leaving(&mut self) {
         let is_staying = |worker: &Worker| !worker.is_leaving && worker.phase != Phase::Ending;
         let mut staying = self.workers.iter().filter(|(_, w)| is_staying(w)).peekable();
-        let has_successors = staying.peek().is_some();
+        let has_successors = staying.peek().is_some() && self.settings.most > 1;
         let has_state = |id: &WorkerId| self.has_stepped && self.members.contains(id);
         if has_successors && self.epoch > 0 && !staying.any(|(id, _)| has_state(id)) {
             return;

@@ -27,10 +27,10 @@ fn a_million_histories_end_with_the_weights_of_an_undisturbed_run() {
     println!("{:?}", survive(SEEDS..1_200_000));
 }
 
-/// A coordinator that is paused before the first worker comes.
+/// A coordinator that is paused before the first worker comes; the only member of a job for one leaves.
 #[test]
 fn histories_that_once_went_wrong_end_well() {
-    survive([613_539].into_iter());
+    survive([613_539, 1_099_040].into_iter());
 }
 
 #[test]

@@ -259,7 +259,8 @@ impl World {
             process.state.is_some() && worker.is_some_and(|worker| !worker.is_leaving)
         };
         let is_holder = self.index(id).is_some_and(|index| self.processes[index].state.is_some());
-        let is_lost = is_holder && !self.processes.iter().any(stays);
+        // An epoch of one cannot hand it over.
+        let is_lost = is_holder && self.job.settings.most > 1 && !self.processes.iter().any(stays);
         check(!is_lost || self.core.spares().next().is_none(), || {
             format!("the state of {id:?} is lost")
         })?;

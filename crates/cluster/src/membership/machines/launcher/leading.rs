@@ -71,13 +71,14 @@ impl Launcher {
     ) {
         let mut acts = Vec::new();
         let Role::Leading(leading) = &mut self.role else { return };
-        let is_named = |id: &WorkerId| workers.iter().any(|(worker, _)| worker == id);
-        let members = self.record.members.iter();
-        for ended in members.filter(|id| machine.has(**id) && !is_named(id)) {
-            acts.extend(leading.coordinator.report(now, *ended, Report::Ended));
-        }
+        let named: BTreeSet<WorkerId> = workers.iter().map(|(worker, _)| *worker).collect();
+        // Those that have ended come last: workers that leave must not be let go before their successors are known.
         for (worker, report) in workers {
             acts.extend(leading.coordinator.report(now, worker, report));
+        }
+        let members = self.record.members.iter();
+        for ended in members.filter(|id| machine.has(**id) && !named.contains(id)) {
+            acts.extend(leading.coordinator.report(now, *ended, Report::Ended));
         }
         self.carry_out(now, acts);
     }

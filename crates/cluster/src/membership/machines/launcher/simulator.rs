@@ -38,10 +38,14 @@ fn a_million_histories_of_machines_end_with_the_weights_of_an_undisturbed_run() 
 /// A leader that is late now and then and never asks its followers whether they live, or never finds that one of
 /// them is silent; a launcher that has joined twice; workers that leave with the state though those that stay were
 /// not handed it; a machine that is lost twice; a worker that is heard after its end, before there is a leader;
-/// one that is let go by a leader whose place another has taken.
+/// one that is let go by a leader whose place another has taken; a leader that leaves with the state before it has
+/// heard of its successors.
 #[test]
 fn histories_that_once_went_wrong_end_well() {
-    survive([10, 1_059, 3_314, 10_217, 14_144, 23_643, 133_304, 554_382].into_iter());
+    survive(
+        [10, 1_059, 3_314, 10_217, 14_144, 23_643, 133_304, 554_382, 58_316, 363_510, 454_216]
+            .into_iter(),
+    );
 }
 
 #[test]

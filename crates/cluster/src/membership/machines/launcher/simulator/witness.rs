@@ -127,8 +127,11 @@ impl World {
             let is_let_go = process.is_doomed || process.is_released || process.is_stopped;
             !is_let_go && self.is_registered(host, process.host)
         };
+        // What a checkpoint has, or the beginning, can be had again.
+        let saved = self.checkpoint.map_or(0, |state| state.steps);
+        let has_more = |process: &Process| process.state.is_some_and(|it| it.steps > saved);
         let mut others = self.living.iter().map(|index| &self.processes[*index]);
-        match others.find(|process| has_state(process) && is_there(process)) {
+        match others.find(|process| has_more(process) && is_there(process)) {
             Some(process) => Err(format!("the state of {:?} is lost", process.id)),
             None => Ok(()),
         }
