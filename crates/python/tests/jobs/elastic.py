@@ -219,7 +219,7 @@ def case_elastic_machine_leaves() -> None:
         try:
             while leaver is None and all(run.poll() is None for run in runs.values()):
                 time.sleep(0.05)
-                first = [name for kind, name, *place in _lines(diary) if (kind, place) == ("formed", [0, 2])]
+                first = [entry[1] for entry in _lines(diary) if entry[0] == "formed" and entry[2:] == [0, 2]]
                 leaver = first[0] if first else None
             assert leaver is not None, [run.communicate() for run in runs.values()]
             runs[leaver].send_signal(signal.SIGTERM)
