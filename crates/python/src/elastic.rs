@@ -129,6 +129,17 @@ impl ElasticJob {
         })
     }
 
+    /// Notes which shard this worker begins to compute, or that it has computed all of a step. The launcher is told
+    /// if epochs end without a step: it names a shard that kills its workers.
+    #[pyo3(signature = (shard))]
+    fn note_shard(&self, py: Python<'_>, shard: Option<usize>) -> PyResult<()> {
+        if let Err(error) = self.with(py, |library| library.note_shard(shard))? {
+            // A launcher that is gone is noticed soon enough.
+            log::debug!("{error}");
+        }
+        Ok(())
+    }
+
     /// Tells the launcher that the first step of the epoch is complete, as rank 0: the number of steps, the
     /// seconds that this one took to compute, whether it had been begun before, how many workers were given the
     /// state of another, and whether no worker had any.

@@ -76,14 +76,24 @@ pub fn receive_state<'py>(
     let length = u64::from_le_bytes(length.try_into().expect("eight bytes"));
     let wrong = |text: String| site(group, operation).unusable(py, &text);
     let mut state = Vec::new();
-    let fits = usize::try_from(length).ok().filter(|len| state.try_reserve_exact(*len).is_ok());
-    let length = fits.ok_or_else(|| {
-        wrong(format!("the state of rank {from} has {length} bytes, for which there is no memory"))
+    // Piece by piece: a length that is wrong costs no more memory than what arrives.
+    let fits = waited(py, group, operation, seconds, |group| {
+        while (state.len() as u64) < length {
+            let (begun, left) = (state.len(), length - state.len() as u64);
+            let piece = usize::try_from(left).unwrap_or(PIECE).min(PIECE);
+            if state.try_reserve(piece).is_err() {
+                return Ok(false);
+            }
+            state.resize(begun + piece, 0);
+            group.receive(&mut state[begun..], from, TAG)?;
+        }
+        Ok(true)
     })?;
-    state.resize(length, 0);
-    waited(py, group, operation, seconds, |group| {
-        state.chunks_mut(PIECE).try_for_each(|piece| group.receive(piece, from, TAG))
-    })?;
+    if !fits {
+        return Err(wrong(format!(
+            "the state of rank {from} has {length} bytes, for which there is no memory"
+        )));
+    }
     if py.detach(|| blake3::hash(&state)).as_bytes() != hash {
         return Err(wrong(format!(
             "the state of rank {from} was damaged on its way: its hash is another than it was"

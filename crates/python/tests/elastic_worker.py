@@ -4,13 +4,17 @@
 
 The settings are JSON. `faults` are lists of a place, the `RANK` of a process, which of its lives it is to happen
 in, from 0 (-1 for any), the first step in which it can happen, and a signal. A fault is written to the file `proof` before it happens.
-From step `hold` on, workers wait until all faults, or so many `kills`, have happened and as many workers are there
-as should be.
+From step `hold` on, workers wait until all faults, or so many `kills`, have happened, as many workers are there as
+should be, and so many processes have `begun`. `poison` is a shard that kills its workers, a `mistake` something that a
+program should not do. To the file `diary` a worker writes, as lines of JSON, that it has begun, the groups that it was
+in, under its `name`, what it told the launcher, what it saved, and what it was after the loop.
 """
 
+import contextlib
 import hashlib
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -73,6 +77,12 @@ def number_now() -> int:
     return step.steps
 
 
+def write_down(kind: str, *about) -> None:
+    if "diary" in settings:
+        with open(settings["diary"], "a") as file:
+            file.write(json.dumps([kind, *about]) + "\n")
+
+
 class Places:
     """The native module, with places."""
 
@@ -98,11 +108,15 @@ torch.set_num_threads(1)
 torch.manual_seed(7)
 model = Network()
 mistake = settings.get("mistake")
+if settings.get("optimizer") == "nadam":
+    model.bfloat16()
 if mistake == "models" and rank == 1:
     model.last = nn.Linear(64, 4, bias=False)
 optimizer = {
     "momentum": lambda: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
     "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=0.01),
+    # Keeps a product in 32 bits, also for weights in 16.
+    "nadam": lambda: torch.optim.NAdam(model.parameters(), lr=0.01),
 }[settings.get("optimizer", "adamw")]()
 
 
@@ -128,8 +142,23 @@ class Odd:
         pass
 
 
+class Counter:
+    """Counts steps, and forgets some where it is handed over."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"] // 2
+
+
 if mistake == "pickled":
     state["odd"] = Odd()
+if mistake == "lossy":
+    state["counter"] = Counter()
 if mistake == "group":
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("unisono", store=store, rank=0, world_size=1)
@@ -156,10 +185,16 @@ class Entering:
     def __getattr__(self, name):
         return getattr(self._job, name)
 
+    def stepped(self, *about):
+        write_down("stepped", *about)
+        self._job.stepped(*about)
+
     def enter(self):
         threading.Timer(0.02, reach, ["entering"]).start()
         reach("ready")
         group = self._job.enter()
+        if group is not None:
+            write_down("formed", settings.get("name"), group.rank, group.size)
         reach("formed")
         return group
 
@@ -169,12 +204,31 @@ class Entering:
         reach("handed in")
 
 
+write_down("begun")
 if step._job is not None:
     step._job = Entering(step._job)
 optimizer.register_step_pre_hook(lambda *_: reach("optimizer"))
 before(step, "_regroup", "regrouping")
 before(step, "_end", "ending")
 before(handover, "write", "saving")
+leave, write = step._leave, handover.write
+
+
+def leave_at_place():
+    is_place = step._gathered is not None and step.rank == 0
+    leave()
+    if is_place:
+        reach("gathered")
+
+
+def write_and_tell(*arguments):
+    if mistake == "disk":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    write(*arguments)
+    write_down("saved", step.steps)
+
+
+step._leave, handover.write = leave_at_place, write_and_tell
 last = model.last.weight
 last.register_hook(lambda gradient: reach("backward"))
 
@@ -182,14 +236,24 @@ last.register_hook(lambda gradient: reach("backward"))
 def loss(batch):
     number, shard = batch
     generator = torch.Generator().manual_seed(1000 * number + shard)
-    inputs = torch.randn(4, 16, generator=generator)
+    inputs = torch.randn(4, 16, generator=generator).to(last.dtype)
+    if shard == settings.get("poison"):
+        os.kill(os.getpid(), signal.SIGKILL)
     return nn.functional.mse_loss(model(inputs), inputs[:, :4].sin())
+
+
+def have_begun() -> bool:
+    """Whether as many processes have begun as should."""
+    if "begun" not in settings:
+        return True
+    with open(settings["diary"]) as file:
+        return sum(line.startswith('["begun"') for line in file) >= settings["begun"]
 
 
 def wait_for_faults(number: int) -> None:
     """Until all have happened, or this group is at its end."""
     while time.monotonic() < end and step._job is not None:
-        is_whole = step.workers == settings.get("workers", step.workers)
+        is_whole = step.workers == settings.get("workers", step.workers) and have_begun()
         if len(proven()) >= settings.get("kills", len(settings.get("faults", []))) and is_whole:
             return
         if step._group.has_ended() or step._job.is_asked_to_regroup():
@@ -197,6 +261,17 @@ def wait_for_faults(number: int) -> None:
         time.sleep(0.005)
 
 
+def bits_of(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+if mistake == "sampler":
+    sampler = unisono.torch.ShardedSampler(64, batch_size=16, shards=4)
+    next(step.batches(torch.utils.data.DataLoader(range(64), batch_sampler=sampler), 1))
+if mistake == "saves":
+    step.state_dict()
+if mistake == "loads":
+    step.load_state_dict({"steps": 3, "tensors": {}})
 for number in step.until(settings.get("steps", 60)):
     if number >= settings.get("hold", 1 << 30):
         wait_for_faults(number)
@@ -205,16 +280,29 @@ for number in step.until(settings.get("steps", 60)):
     mean = step([(number, shard) for shard in step.shards], loss)
     if mean is not None or mistake == "objects":
         average.update_parameters(model)
+    if mean is not None and mistake == "lossy":
+        state["counter"].steps += 1
+    if mistake == "differs" and rank == 1 and number == 5:
+        with torch.no_grad():
+            model.last.bias += 1
+    if mistake == "closes" and number == 3:
+        step.close()
+    if mistake == "raises" and number == 3:
+        with contextlib.closing(step):
+            raise unisono.InvalidCall("of the program's own")
     if mistake == "twice":
         step([(number, shard) for shard in step.shards], loss)
 
 everything = hashlib.sha256()
 for part in (model, average):
     for tensor in part.state_dict().values():
-        everything.update(tensor.numpy().tobytes())
+        everything.update(bits_of(tensor))
 for kept in optimizer.state.values():
     for value in kept.values():
         if isinstance(value, torch.Tensor):
-            everything.update(value.numpy().tobytes())
+            everything.update(bits_of(value))
 everything.update(repr((step.steps, scheduler.get_last_lr())).encode())
+write_down("ended", step.rank, step.workers, step.is_complete)
 step.finish(f"weights {everything.hexdigest()}")
+step.close()
+step.close()

@@ -7,6 +7,8 @@
 
 from unisono.errors import (
     Aborted,
+    CheckpointError,
+    Diverged,
     Error,
     FormError,
     InvalidCall,
@@ -18,6 +20,8 @@ from unisono.errors import (
 
 __all__ = [
     "Aborted",
+    "CheckpointError",
+    "Diverged",
     "Error",
     "FormError",
     "InvalidCall",

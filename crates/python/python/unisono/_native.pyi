@@ -71,6 +71,9 @@ class ElasticJob:
     def note_failure(self, group: Group, synchronizer: Synchronizer) -> bool:
         """Notes why one of them has failed; whether another group can follow."""
 
+    def note_shard(self, shard: int | None) -> None:
+        """Notes which shard this worker begins to compute; None if it has computed all of a step."""
+
     def stepped(
         self, step: int, compute: float, redone: bool, behind: int, from_checkpoint: bool
     ) -> None:
@@ -316,9 +319,9 @@ class Synchronizer(_Replica):
         """The shards of this worker: the first, and the one after the last."""
 
     @property
-    def last_step(self) -> tuple[bool, float]:
-        """Whether all ranks agreed in the last step to leave the group, and the seconds it took this one to
-        compute."""
+    def last_step(self) -> tuple[bool, float, bool]:
+        """Whether all ranks agreed in the last step to leave the group; the seconds it took this one to compute;
+        whether a rank asked to stop."""
 
     def regroup(self, group: Group | None, seconds: float) -> bool:
         """Goes on in another group; False if what a codec remembered is lost, on all ranks."""
@@ -328,6 +331,9 @@ class Synchronizer(_Replica):
 
     def vote_to_regroup(self) -> None:
         """Asks the ranks to leave the group after the next step."""
+
+    def vote_to_stop(self) -> None:
+        """Asks the ranks to stop after the step under way, or after the next."""
 
     def begin_step(self) -> None:
         """The next step begins now."""

@@ -1,7 +1,7 @@
 """What can go wrong, by what the caller can do next.
 
 All are `RuntimeError`s, as every error of `torch.distributed` is, so that code written for another
-backend catches them.  After any but `InvalidCall`, `Unsupported` and `FormError` the group has
+backend catches them.  After any but `InvalidCall`, `Unsupported`, `FormError` and `CheckpointError` the group has
 ended: every pending and later call of it fails, on every rank, and the outputs of the calls that
 failed hold anything.  Other groups of the job go on, unless they have the same cause to fail.  Two
 errors leave the group as it is because all ranks learn of them before data moves: a `Mismatch` of
@@ -88,6 +88,12 @@ class InvalidCall(Error, ValueError):
     """The call is wrong by itself. Nothing was sent, and the group goes on. Fix the call."""
 
 
+class Diverged(InvalidCall):
+    """The replicas are not equal: a worker changed its own by something that is not the same on all, or its
+    machine computes wrongly. Find out which, and go on from a checkpoint of before.
+    """
+
+
 class Unsupported(Error, NotImplementedError):
     """Unisono cannot do this yet. Nothing was sent, and the group goes on."""
 
@@ -99,3 +105,16 @@ class FormError(Error):
     of its ranks make it; the group of all ranks goes on. Where that one has failed, `new_group` raises
     what ended it, a `PeerLost` for instance.
     """
+
+
+class CheckpointError(Error):
+    """A checkpoint cannot be written, or cannot be read. Make room, or name another file. A file that was there
+    before is as it was.
+    """
+
+    #: The file.
+    path: str | None
+
+    def __init__(self, text: str, *, path: str | None = None, **fields):
+        super().__init__(text, **fields)
+        self.path = path

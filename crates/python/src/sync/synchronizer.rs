@@ -46,6 +46,8 @@ struct Place {
 struct LastStep {
     /// Whether all ranks have agreed to leave the group after it.
     regroup: bool,
+    /// Whether a rank has asked to stop after it.
+    stop: bool,
     /// Seconds that this rank computed.
     compute: f64,
 }
@@ -220,6 +222,15 @@ impl Synchronizer {
         })
     }
 
+    /// Asks the ranks to stop after the step under way, if its last backward pass has not begun, or after the
+    /// next.
+    fn vote_to_stop(&self, py: Python<'_>) -> PyResult<()> {
+        self.call(py, "vote_to_stop", |library, _| {
+            library.vote_to_stop();
+            Ok(())
+        })
+    }
+
     /// Says that whatever happened since the last step was not part of the next: it begins now.
     fn begin_step(&self, py: Python<'_>) -> PyResult<()> {
         self.call(py, "begin_step", |library, _| {
@@ -228,12 +239,12 @@ impl Synchronizer {
         })
     }
 
-    /// Whether all ranks have agreed, in the last step, to leave the group; and the seconds that this rank
-    /// computed in it.
+    /// Whether all ranks have agreed, in the last step, to leave the group; the seconds that this rank computed
+    /// in it; and whether all have heard that one wants to stop.
     #[getter]
-    fn last_step(&self) -> (bool, f64) {
+    fn last_step(&self) -> (bool, f64, bool) {
         let last = *self.last.lock().expect("no panic while locked");
-        (last.regroup, last.compute)
+        (last.regroup, last.compute, last.stop)
     }
 
     /// The shards of this worker: the first, and the one after the last.
@@ -362,8 +373,11 @@ impl Synchronizer {
             self.record.set_steps(self.record.steps() + 1);
             self.record.note_sent(library.sent());
             self.record.note_transfers(&outcome.times.buckets);
-            *self.last.lock().expect("no panic while locked") =
-                LastStep { regroup: outcome.regroup, compute: outcome.times.compute.as_secs_f64() };
+            *self.last.lock().expect("no panic while locked") = LastStep {
+                regroup: outcome.regroup,
+                stop: outcome.stop,
+                compute: outcome.times.compute.as_secs_f64(),
+            };
             let chosen = outcome.advice.map(|advice| {
                 let codec = advice.chosen.as_ref().map_or("none".to_owned(), ToString::to_string);
                 (codec, advice.reason.clone())

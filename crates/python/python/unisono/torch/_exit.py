@@ -10,7 +10,10 @@ import sys
 import weakref
 from typing import Protocol
 
-from unisono.errors import InvalidCall, Unsupported
+from unisono.errors import CheckpointError, InvalidCall, Unsupported
+
+# What another life of a worker, or another group, would meet again.
+REPEATED = (InvalidCall, Unsupported, CheckpointError)
 
 # How long a program that ends waits for its calls that were started and not waited for.  Longer:
 # one that the other ranks never make keeps it for longer.  Shorter: it fails if they are late.
@@ -55,20 +58,20 @@ def reason() -> str | None:
 # Whether the interpreter is about to end.
 _ending = False
 
-# By which a program says that it was called wrongly, and another attempt would end like this one.
+# By which a program says that another attempt would end like this one.
 _WRONG_CALL = 64
 _tells_mistakes = False
 
 
 def tell_mistakes() -> None:
-    """Ends a program that a wrong call ends with an exit code that says so."""
+    """Ends a program with an exit code that says so, if what ends it would be repeated."""
     global _tells_mistakes
     _tells_mistakes = True
 
 
 def _end_as_mistake() -> None:
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if _tells_mistakes and isinstance(error, (InvalidCall, Unsupported)):
+    if _tells_mistakes and isinstance(error, REPEATED):
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

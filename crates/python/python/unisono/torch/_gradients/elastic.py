@@ -15,8 +15,9 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,12 +25,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from unisono import _native
-from unisono.errors import Error, InvalidCall, Unsupported
+from unisono.errors import Diverged, Error, InvalidCall
 from unisono.torch import _exit
 from unisono.torch._gradients import handover
 from unisono.torch._gradients.engine import EngineGroup, engine_of
 from unisono.torch._gradients.sampler import ShardedSampler
 from unisono.torch._gradients.sharded import ShardedStep
+from unisono.torch._gradients.told import Told
 
 Batch = TypeVar("Batch")
 
@@ -46,6 +48,14 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: Any) -> None:
         """Goes on from there."""
+
+
+class _Gathered(NamedTuple):
+    """What codecs remembered, of all members of a group."""
+
+    epoch: int
+    steps: int
+    codec: dict[str, bytes]
 
 
 class _GroupEnded(Exception):
@@ -89,8 +99,15 @@ class ElasticStep(ShardedStep):
     the worker of each shard: then any loss of a worker takes the run back to its checkpoint, by itself, which
     costs the steps since then; a worker that is let in does not.  All of it is told on the standard error.
 
-    A wrong call ends a worker with exit code 64 if the program does not catch it, which a launcher takes for a
-    failure that would be repeated.
+    A worker that is told to end by SIGTERM, as by a launcher that is itself, finishes its step; the run is saved
+    to `checkpoint`, if there is one, and the worker exits with code 143 where the loop asks for the next step.  A
+    program with a handler of its own for SIGTERM is left alone.
+
+    After the loop, `is_complete` says whether all steps were made: a worker of a machine that leaves the job is
+    let go before, with the weights of that moment.
+
+    A wrong call, replicas that differ and a checkpoint that cannot be written or read end a worker with exit code 64
+    if the program does not catch the error, which a launcher takes for a failure that would be repeated.
     """
 
     def __init__(
@@ -141,11 +158,19 @@ class ElasticStep(ShardedStep):
         # At rank 0, until the first step of an epoch: redone, behind, from a checkpoint.
         self._first: tuple[bool, int, bool] | None = None
         self._is_over = False
+        # Whether this worker has the weights after all steps, and all members of its group have the same.
+        self._is_final = False
         self._hands_in = False
-        # At rank 0, what was gathered before members left their group.
-        self._gathered: bytes | None = None
+        # Whether this worker hands in the result, or has.
+        self._is_first = False
+        # This worker's number in its last group, and the workers there.
+        self._last_place = (-1, 0)
+        # What codecs remembered, of all members, when they left their last group.
+        self._gathered: _Gathered | None = None
         # What codecs remembered, of what was received.
         self._restored: dict[str, bytes] = {}
+        self._told = Told()
+        self._all_shards = shards
         super().__init__(model, optimizer, shards, codec=codec, **options)
         self._encodes = codec is not None or bool(options.get("rules"))
         # Weights change, and a codec may take the run back to these.
@@ -153,29 +178,44 @@ class ElasticStep(ShardedStep):
 
     @property
     def rank(self) -> int:
-        """This worker's number among those of the present group. It may have another in the next."""
-        return 0 if self._group is None else self._group.rank
+        """This worker's number among those of the present group, or between two of the last one. It may have
+        another in the next. -1 before the first; and after the loop at a worker that was 0 and does not hand in
+        the result: after the loop, 0 is the one that does."""
+        if self._group is None and self._job is None:
+            return 0
+        rank = self._last_place[0] if self._group is None else self._group.rank
+        return -1 if rank == 0 and self._is_over and not self._is_first else rank
 
     @property
     def workers(self) -> int:
-        """Workers in the present group."""
-        return 1 if self._group is None else self._group.size
+        """Workers in the present group, or between two in the last one; 0 before the first."""
+        if self._group is None:
+            return 1 if self._job is None else self._last_place[1]
+        return self._group.size
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the loop has come to its end with all steps made, and the model is what came of them. False at
+        a worker that was let go before: because its machine leaves the job, or because it was not needed."""
+        return self._is_over and self._is_final
 
     def until(self, total: int) -> Iterator[int]:
         """The number of every step, from 0, until so many are made; of one that failed, again.
 
         Ends when the run is complete: at rank 0 first, which hands in the result, and at the others when that is
-        done.  Workers that are more than there are shards or places wait here.
+        done.  Workers that are more than there are shards or places wait here.  A worker whose machine leaves the
+        job is let go before: `is_complete` tells.
         """
-        while not self._is_over and self._enter(total):
-            try:
-                number = self._begin(total)
-            except Error as error:
-                self._note(error)
-                continue
-            if number is not None:
-                self._is_asked = True
-                yield number
+        with self._told.listening() if self._job is not None else nullcontext():
+            while not self._is_over and self._enter():
+                try:
+                    number = self._begin(total)
+                except Error as error:
+                    self._note(error)
+                    continue
+                if number is not None:
+                    self._is_asked = True
+                    yield number
 
     def batches(self, loader: DataLoader, epochs: int) -> Iterator[list[Any]]:
         """What a loader has for each step of so many passes over the data, one batch for each shard of this
@@ -183,6 +223,9 @@ class ElasticStep(ShardedStep):
         sampler = getattr(loader, "batch_sampler", None)
         if not isinstance(sampler, ShardedSampler):
             raise InvalidCall("give a loader whose batch_sampler is a ShardedSampler, or use until()")
+        if sampler.shards != self._all_shards:
+            text = f"the sampler cuts a batch into {sampler.shards} shards, and the step has {self._all_shards}"
+            raise InvalidCall(f"{text}: samples would be left out; give both the same number")
         each = sampler.steps_per_epoch
         # The step that the iterator comes to next, and for which shards.
         at, batches = None, iter(())
@@ -237,13 +280,23 @@ class ElasticStep(ShardedStep):
         if not self._is_regrouped:
             return False
         try:
-            packed = self._gather()
+            self._save(file)
         except Error as error:
             self._note(error)
             return False
-        if packed is not None:
-            handover.write(file, packed)
         return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refused: what a run needs to go on is more than this would have."""
+        raise InvalidCall(
+            "an ElasticStep saves the whole run by itself: give it checkpoint= and save_every=, or call save()"
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Refused: a run that was begun so would go on from its first step."""
+        raise InvalidCall(
+            "an ElasticStep goes on from the file checkpoint=, which save_every= or save() has written, by itself"
+        )
 
     def finish(self, result: str | bytes | Callable[[], str | bytes] = "") -> None:
         """Ends the run. At rank 0, hands in its result, which the elastic launcher prints, once; under other
@@ -266,7 +319,13 @@ class ElasticStep(ShardedStep):
             sys.stdout.flush()
 
     def close(self) -> None:
-        """Leaves the job, and lets go of the model."""
+        """Lets go of the model, after the end of the run. A worker of an elastic job that lives on cannot leave it
+        before: the others would wait for it."""
+        if self._job is not None and not self._is_over and _exit.reason() is None:
+            raise InvalidCall(
+                "the run is not over, and the others would wait for this worker: let the loop over its steps come to"
+                " its end, or end the process, by exit or SIGTERM"
+            )
         super().close()
         self._leave()
 
@@ -284,67 +343,78 @@ class ElasticStep(ShardedStep):
         self._group = engine.group
         return engine
 
-    def _enter(self, total: int) -> bool:
+    def _enter(self) -> bool:
         """Makes sure that this worker is in a group; whether the run goes on."""
         then, self._failed_with = self._failed_with, None
         if then is not None and then != handover.number_of(self._objects):
             names = ", ".join(self._objects)
             text = f"the state of {names} was changed after a step that failed because a worker was lost"
             raise InvalidCall(f"{text}; change it only if the step has returned a mean loss, not None")
-        if self._is_leaving() and self.steps < total:
-            try:
-                # For the next group: what a codec remembers is with the workers of this one.
-                self._gathered = self._gather() if self._encodes else None
-            except Error as error:
-                self._note(error)
-            else:
-                self._leave()
         if self._job is not None and self._group is None:
-            self._group = self._job.enter()
+            with self._told.idle():
+                self._group = self._job.enter()
             self._is_over = self._group is None
+            if self._group is not None:
+                self._last_place = self._group.rank, self._group.size
         return not self._is_over
-
-    def _is_leaving(self) -> bool:
-        """Whether all members have agreed, in the last step, to leave the group."""
-        return self._job is not None and self._has_just_stepped and self._native.last_step[0]
 
     def _begin(self, total: int) -> int | None:
         """The step to compute in the present group; None if there is none."""
         if not self._is_regrouped:
             self._regroup()
         made = self.steps
-        if self._has_just_stepped and self._save_every and made % self._save_every == 0:
-            packed = self._gather()
-            if packed is not None:
-                handover.write(self._file, packed)
-        self._has_just_stepped = False
+        has_stepped, self._has_just_stepped = self._has_just_stepped, False
+        if made >= total:
+            # Before it is saved: workers that begin again from there would all be equal.
+            self._expect_equal_replicas()
+        is_asked, _, is_stopped = self._native.last_step if has_stepped else (False, 0.0, False)
+        is_due = has_stepped and self._save_every and made % self._save_every == 0
+        if is_due or (is_stopped and self._file is not None):
+            self._save(self._file)
         if made >= total:
             self._end()
             return None
-        if self._job is not None and self._job.is_asked_to_regroup():
+        if self._job is None:
+            return made
+        if is_asked or is_stopped:
+            self._leave_together()
+            return None
+        if self._job.is_asked_to_regroup():
             self._native.vote_to_regroup()
         return made
+
+    def _leave_together(self) -> None:
+        """All members have agreed, in the last step, to leave the group."""
+        if self._encodes:
+            # For the next group: what a codec remembers is with the workers of this one, any of which may not be
+            # in the next.
+            self._gathered = _Gathered(self.epoch, self.steps, self._gather_at_all())
+            self._exchange([0])  # None leaves before all have it.
+        self._leave()
 
     def _regroup(self) -> None:
         """Goes on in the present group: finds out who has the state of the run, and gives it to all."""
         if not self._native.regroup(self._group, self._seconds):
             # What a codec remembers is gone on all workers: as if none had any state.
             self._has_state = False
+        self._is_final = False
         all_ranks = self._exchange([self.steps if self._has_state else -1])
         most = max(all_ranks)[0]
         having = [rank for rank, steps in enumerate(all_ranks) if steps == [most]]
         behind = len(all_ranks) - len(having)
+        has_gone_back = False
         if most >= 0:
             self._hand_over(having, lambda: self._packed(most))
             self._native.go_on_from(most)
         else:
             behind = len(all_ranks)
-            self._begin_again()
+            has_gone_back = self._begin_again()
         self._has_state = True
         self._gathered = None
-        is_redone, self._failed_after = self._failed_after == self.steps, None
+        failed_after, self._failed_after = self._failed_after, None
+        is_redone = failed_after is not None and failed_after >= self.steps
         if self._job is not None and self.rank == 0:
-            self._first = is_redone, behind, most < 0
+            self._first = is_redone, behind, has_gone_back
         self._native.begin_step()
         self._is_regrouped = True
 
@@ -363,34 +433,44 @@ class ElasticStep(ShardedStep):
             received = _native.receive_state(self._group, having[0], self._seconds)
             self._unpack(received, f"rank {having[0]}")
 
-    def _begin_again(self) -> None:
-        """No worker has the state of the run: goes on from what was saved last, or from the beginning."""
-        found = self._gathered
-        source = "what was gathered before its members changed"
-        if self.rank == 0 and self._file is not None and os.path.exists(self._file):
-            if found is None:
-                source = f"the checkpoint {self._file}"
-                with open(self._file, "rb") as file:
-                    found = file.read()
-        steps = -1 if found is None else handover.steps_of(found, source)
-        all_ranks = self._exchange([steps])
-        best = max(all_ranks)[0]
-        donor = all_ranks.index([best])
-        if found is None:
-            source, found = "its beginning", self._initial
-        if self.rank == donor:
-            if found is not None:
-                self._unpack(found, source)
-            if best >= 0 or self.epoch > 1:
-                told = f"no worker has the state of the run: it goes on from {source}"
-                steps = f", after {best} steps" if best >= 0 else ""
-                print(f"unisono: {told}{steps}", file=sys.stderr, flush=True)
-        self._hand_over([donor], lambda: self._packed(max(best, 0)) if found is None else found)
-        if best >= 0:
-            self._native.restore(best, self._restored, self._seconds)
+    def _begin_again(self) -> bool:
+        """No worker has the state of the run: goes on from what was gathered when its members left their group, else
+        from what was saved last, or from the beginning. Whether steps may have been lost by that."""
+        gathered, saved, steps = self._gathered, None, -1
+        if gathered is not None:
+            steps, source = gathered.steps, "what was gathered before its members changed"
+        # Epochs that this worker was not in may have come further.
+        if self.rank == 0 and (gathered is None or self.epoch > gathered.epoch + 1):
+            saved = None if self._file is None else handover.read(self._file)
+        if saved is not None:
+            saved_source = f"the checkpoint {self._file}"
+            saved_steps = handover.steps_of(saved, saved_source)
+            if saved_steps > steps:
+                gathered, steps, source = None, saved_steps, saved_source
+            else:
+                saved = None
+        all_ranks = self._exchange([steps, int(gathered is not None)])
+        best = max(all_ranks)
+        having = [rank for rank, other in enumerate(all_ranks) if other == best]
+        steps, is_gathered = best
+        if steps < 0:
+            # The weights that workers were built with are equal if their programs are: those of one are for sure.
+            gathered, saved, source, having = None, self._initial, "its beginning", having[:1]
+        if self.rank in having and gathered is not None:
+            self._restored = gathered.codec
+        elif self.rank in having and saved is not None:
+            self._unpack(saved, source)
+        if self.rank == having[0] and (steps >= 0 or self.epoch > 1):
+            told = f"no worker has the state of the run: it goes on from {source}"
+            after = f", after {steps} steps" if steps >= 0 else ""
+            print(f"unisono: {told}{after}", file=sys.stderr, flush=True)
+        self._hand_over(having, lambda: saved or self._packed(max(steps, 0), self._restored))
+        if steps >= 0:
+            self._native.restore(steps, self._restored, self._seconds)
         else:
             self._native.go_on_from(0)
         self._restored = {}
+        return not is_gathered
 
     @property
     def epoch(self) -> int:
@@ -400,9 +480,9 @@ class ElasticStep(ShardedStep):
     def _end(self) -> None:
         """All steps are made. From here on all workers have the final weights: if rank 0 is lost, another hands in
         the result."""
-        self._expect_equal_replicas()
+        self._is_final = True
         if self.rank == 0:
-            self._is_over = self._hands_in = True
+            self._is_over = self._hands_in = self._is_first = True
         elif self._job is None:
             self._is_over = True
         else:
@@ -410,20 +490,34 @@ class ElasticStep(ShardedStep):
 
     def _expect_equal_replicas(self) -> None:
         parts = {"model": self._model, "optimizer": self._optimizer, **self._objects}
-        numbers = self._exchange([handover.number_of(parts)])
-        for rank, (other,) in enumerate(numbers):
-            if other != numbers[0][0]:
-                raise Error(
-                    f"the weights, the optimizer's state or that of other objects of rank {rank} differ from rank 0's"
-                    f" after {self.steps} steps; a step must change them by what it is given alone",
-                    rank=self.rank,
-                    peer=rank,
-                )
+        numbers = [number for (number,) in self._exchange([handover.number_of(parts)])]
+        differing = [rank for rank, number in enumerate(numbers) if number != numbers[0]]
+        if not differing:
+            return
+        # No worker leaves before all have seen it: one that is lost before is taken for a failure of the group.
+        with suppress(Error):
+            self._exchange([0])
+        raise Diverged(
+            f"the weights, the optimizer's state or that of other objects of rank {differing[0]} differ from rank 0's"
+            f" after {self.steps} steps; a step must change them by what it is given alone",
+            rank=self.rank,
+            peer=differing[0],
+        )
 
-    def _gather(self) -> bytes | None:
-        """All there is of the run, at rank 0; None at others."""
+    def _save(self, file: str) -> None:
+        """Saves the run, at rank 0."""
         codec = self._native.save(self._seconds)
-        return self._packed(self.steps, codec) if self.rank == 0 else None
+        if self.rank == 0:
+            handover.write(file, self._packed(self.steps, codec))
+
+    def _gather_at_all(self) -> dict[str, bytes]:
+        """What codecs remember, of all members, at each of them."""
+        codec = self._native.save(self._seconds)
+        others = list(range(1, self.workers))
+        if self.rank == 0:
+            _native.send_state(self._group, others, handover.pack_codec(codec), self._seconds)
+            return codec
+        return handover.unpack_codec(_native.receive_state(self._group, 0, self._seconds))
 
     def _packed(self, steps: int, codec: Mapping[str, bytes] | None = None) -> bytes:
         return handover.pack(steps, self._model, self._optimizer, self._objects, codec or {})
@@ -435,7 +529,7 @@ class ElasticStep(ShardedStep):
 
     @staticmethod
     def _is_group_lost(error: Exception) -> bool:
-        return not isinstance(error, (InvalidCall, Unsupported))
+        return not isinstance(error, _exit.REPEATED)
 
     def _note(self, error: Exception) -> None:
         """Takes note of an error after which another group can follow; raises others."""
@@ -453,10 +547,21 @@ class ElasticStep(ShardedStep):
         self._is_regrouped = self._has_just_stepped = False
         self._first = None
 
-    def _shard(self, before: list[torch.Tensor]):
-        if self._job is not None and self._group is not None and self._group.has_ended():
+    def _begin_shard(self) -> int:
+        if self._job is None:
+            return super()._begin_shard()
+        if self._group is not None and self._group.has_ended():
             raise _GroupEnded  # What is computed for a group that has failed is in vain.
-        return super()._shard(before)
+        if self._told.is_told:
+            self._native.vote_to_stop()
+        shard = super()._begin_shard()
+        self._job.note_shard(shard)
+        return shard
+
+    def _finish(self, before: list[torch.Tensor]) -> float:
+        if self._job is not None:
+            self._job.note_shard(None)
+        return super()._finish(before)
 
     def _close(self, seconds: float) -> None:
         if self._hands_in and _exit.reason() is None:

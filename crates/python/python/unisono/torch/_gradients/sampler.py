@@ -71,6 +71,11 @@ class ShardedSampler(Sampler[list[int]]):
         return self._epoch
 
     @property
+    def shards(self) -> int:
+        """Shards that a batch is cut into, of all processes."""
+        return self._shards
+
+    @property
     def steps_per_epoch(self) -> int:
         """Steps that an epoch has."""
         return self._samples // self._batch

@@ -164,7 +164,7 @@ class ShardedStep(Member):
     @contextmanager
     def _shard(self, before: list[torch.Tensor]) -> Iterator[None]:
         """One shard: begins as every shard of the step does, and hands over what it changed."""
-        shard = self._native.begin_shard()
+        shard = self._begin_shard()
         self._set_buffers(before)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(drawn_from(self._seed, self.steps, shard))
@@ -177,6 +177,10 @@ class ShardedStep(Member):
             if not torch.equal(buffer, start):
                 self._take(index, buffer - start)
         self._native.end_shard()
+
+    def _begin_shard(self) -> int:
+        """Begins the next shard; which one."""
+        return self._native.begin_shard()
 
     def _finish(self, before: list[torch.Tensor]) -> float:
         means = Floats(self._means)
