@@ -27,7 +27,7 @@ pub struct Host {
     pub is_leaving: bool,
     pub is_over: bool,
     /// When it went on after a stop.
-    woke: Option<Time>,
+    pub woke: Option<Time>,
     was_leading: bool,
     pub backlog: VecDeque<Brought>,
     pub followers: BTreeMap<u32, usize>,

@@ -190,9 +190,12 @@ impl World {
             return Ok(());
         }
         self.tally.count("members released");
-        // The leader may have yet to hear of the end of one.
+        // The leader may have yet to hear of the end of one, above all when it was stopped itself.
+        let woke = self.leader().and_then(|leader| self.hosts[leader].woke);
         let has_state = |other: &Process| {
-            let is_there = other.is_alive || self.now < other.ended + 3 * self.timeout;
+            let is_news =
+                woke.is_some_and(|woke| other.ended <= woke && self.now < woke + self.timeout);
+            let is_there = other.is_alive || is_news || self.now < other.ended + 3 * self.timeout;
             other.state.is_some() && is_there && !other.is_released
         };
         let is_last = !self.processes.iter().any(has_state);
