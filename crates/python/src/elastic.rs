@@ -83,17 +83,18 @@ impl ElasticJob {
 
 #[pymethods]
 impl ElasticJob {
-    /// Connects to the launcher of the job, which coordinates it; None if that did not make the job elastic.
+    /// Connects to the launcher of the job, which coordinates it; None if that did not make the job elastic. A batch
+    /// is cut into so many shards: more workers than that wait as spares.
     #[staticmethod]
-    fn join(py: Python<'_>) -> PyResult<Option<ElasticJob>> {
+    fn join(py: Python<'_>, shards: usize) -> PyResult<Option<ElasticJob>> {
         if std::env::var_os(membership::VARIABLE).is_none() {
             return Ok(None);
         }
         let options = Options::from_env().map_err(|error| not_begun(py, error.to_string()))?;
         let joined = py.detach(|| Library::join(options)).map_err(|error| failed(py, &error))?;
-        Ok(joined.map(|library| ElasticJob {
-            library: Mutex::new(Some(library)),
-            process: std::process::id(),
+        Ok(joined.map(|mut library| {
+            library.set_shards(shards);
+            ElasticJob { library: Mutex::new(Some(library)), process: std::process::id() }
         }))
     }
 

@@ -55,7 +55,7 @@ class ElasticJob:
     """A worker's membership in a job whose workers may come and go."""
 
     @staticmethod
-    def join() -> ElasticJob | None:
+    def join(shards: int) -> ElasticJob | None:
         """Connects to the launcher; None if that did not make the job elastic."""
 
     def enter(self) -> Group | None:

@@ -124,7 +124,7 @@ class ElasticStep(ShardedStep):
         **options: Any,
     ):
         # None if no elastic launcher has started this process.
-        self._job = _native.ElasticJob.join()
+        self._job = _native.ElasticJob.join(max(shards, 0))
         if self._job is not None:
             _exit.tell_mistakes()
         if save_every < 0 or save_every and checkpoint is None:
