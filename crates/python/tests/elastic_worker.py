@@ -167,7 +167,7 @@ if mistake == "late" and rank == 1:
 step = unisono.torch.ElasticStep(
     model,
     optimizer,
-    shards=2 if mistake == "shards" else 8,
+    shards=2 if settings.get("few_shards") else 8,
     scheduler=scheduler,
     state=state,
     codec=settings.get("codec"),

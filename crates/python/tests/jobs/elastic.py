@@ -331,10 +331,16 @@ def _workers_of(launcher: int) -> list[int]:
     return [int(child) for child in children if "python" in _text(Path(f"/proc/{child}/cmdline"))]
 
 
+def case_elastic_spares() -> None:
+    """A worker more than there are shards waits, and takes over."""
+    settings = {"steps": 20, "few_shards": True}
+    ended = _faulted([["backward", 1, 0, 5, "SIGKILL"]], workers=3, **settings)
+    assert _hash(ended) == _hash(_run([], **settings))
+
+
 def case_elastic_mistakes() -> None:
     """What would be repeated ends the run, and is told."""
     for mistake, words in {
-        "shards": "3 workers",
         "models": "another model",
         "objects": "change it only if the step has returned a mean loss",
         "pickled": "cannot be handed over",

@@ -198,7 +198,8 @@ impl World {
             let is_there = other.is_alive || is_news || self.now < other.ended + 3 * self.timeout;
             other.state.is_some() && is_there && !other.is_released
         };
-        let is_last = !self.processes.iter().any(has_state);
+        // An epoch of one cannot hand it over.
+        let is_last = self.settings.most > 1 && !self.processes.iter().any(has_state);
         // A machine that the present leader does not know finds no heirs.
         let leader = self.leader().filter(|leader| self.is_registered(*leader, process.host));
         let launcher = leader.and_then(|leader| self.hosts[leader].launcher.as_ref());
