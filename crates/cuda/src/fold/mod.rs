@@ -138,7 +138,7 @@ impl Folds {
         count: usize,
     ) -> Result<(), FoldError> {
         let addresses = || inputs.iter().copied().chain([output]);
-        let misaligned = |address: &DevicePtr| address.0 % dtype.size() as u64 != 0;
+        let misaligned = |address: &DevicePtr| !address.0.is_multiple_of(dtype.size() as u64);
         if let Some(DevicePtr(address)) = addresses().find(misaligned) {
             return Err(FoldError::Misaligned { dtype, address });
         }
