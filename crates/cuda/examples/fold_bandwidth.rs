@@ -56,9 +56,9 @@ fn main() -> Result<(), Box<dyn Error>> {
             let count = BYTES / dtype.size();
             let alignment = Alignment::Alike { bytes: 0 };
             let shape = FoldShape::new(dtype, Reduction::Sum, None, n, alignment, count)?;
-            let mut plans = vec![FoldPlan::of(&shape, multiprocessors)];
+            let mut plans = vec![FoldPlan::of(&shape)];
             if sweep {
-                let blocks = [1, 2, 4, 6, 8, 12, 16, 32, 64, 128, u32::MAX / multiprocessors];
+                let blocks = [1, 2, 4, 6, 8, 12, 16, 32, 64, 128];
                 plans.extend(
                     blocks.map(|blocks| FoldPlan::with_blocks(&shape, blocks * multiprocessors)),
                 );

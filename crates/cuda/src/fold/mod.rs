@@ -81,7 +81,6 @@ pub enum FoldError {
 #[derive(Debug)]
 pub struct Folds {
     context: Context,
-    multiprocessors: u32,
     capability: Capability,
     /// By the code of the type.
     types: [OnceLock<Kernels>; Dtype::ALL.len()],
@@ -108,9 +107,8 @@ impl Folds {
         if capability < code::OLDEST {
             return Err(FoldError::TooOld { capability, oldest: code::OLDEST });
         }
-        let multiprocessors = context.device().multiprocessors()?;
         let types = [const { OnceLock::new() }; Dtype::ALL.len()];
-        Ok(Folds { context: context.clone(), multiprocessors, capability, types })
+        Ok(Folds { context: context.clone(), capability, types })
     }
 
     /// Loads the kernels of a type, so that no fold does: it takes up to a second, and cannot be done
@@ -144,7 +142,7 @@ impl Folds {
         }
         let alignment = Alignment::of(addresses());
         let shape = FoldShape::new(dtype, reduction, divisor, inputs.len(), alignment, count)?;
-        let plan = FoldPlan::of(&shape, self.multiprocessors);
+        let plan = FoldPlan::of(&shape);
         // SAFETY: the caller's promise, and the plan of this call.
         unsafe { self.launch(stream, &plan, &shape, inputs, output, count) }
     }

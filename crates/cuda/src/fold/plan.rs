@@ -6,8 +6,9 @@
 //! that fill no vector. If they are off by different bytes there is no vector, and every element is
 //! single.
 //!
-//! A launch has as many blocks as there is work for, up to a number for each multiprocessor; from there
-//! on each block does the work of several.
+//! A launch has as many blocks as there is work for: the device starts one as soon as another ends, which
+//! keeps memory busier than blocks that go on with the work of others. Beyond what one launch can have, a
+//! block does the work of several.
 
 use std::fmt;
 
@@ -19,9 +20,8 @@ use crate::library::DevicePtr;
 /// Threads of a block, as the kernels have it.
 pub const BLOCK: u32 = 256;
 
-/// Blocks for each multiprocessor, of which up to eight run at once. Fewer, and a multiprocessor that is
-/// done early waits for the others; more, and more blocks start and end for the same bytes.
-pub const BLOCKS_PER_MULTIPROCESSOR: u32 = 32;
+/// Blocks that one launch can have.
+pub const MOST_BLOCKS: u32 = i32::MAX as u32;
 
 /// The most inputs of one fold: the host's trees end there, and the stack of the kernel.
 pub const MOST_INPUTS: usize = u16::MAX as usize;
@@ -114,12 +114,12 @@ pub struct FoldPlan {
 }
 
 impl FoldPlan {
-    /// The plan for a device with so many multiprocessors.
-    pub fn of(shape: &FoldShape, multiprocessors: u32) -> FoldPlan {
-        FoldPlan::with_blocks(shape, multiprocessors.saturating_mul(BLOCKS_PER_MULTIPROCESSOR))
+    /// The plan: a block for every part of the work.
+    pub fn of(shape: &FoldShape) -> FoldPlan {
+        FoldPlan::with_blocks(shape, MOST_BLOCKS)
     }
 
-    /// The plan with so many blocks, if there is work for them; to find out what is best.
+    /// The plan with so many blocks, if there is work for them; for tests, and to find out what is best.
     pub fn with_blocks(shape: &FoldShape, blocks: u32) -> FoldPlan {
         let kernel = FoldKernel::of(shape.dtype, shape.reduction, shape.inputs);
         let size = shape.dtype.size();
@@ -131,7 +131,7 @@ impl FoldPlan {
         let singles = shape.count - vectors * (VECTOR / size);
         let tiles = vectors.div_ceil(kernel.depth() * BLOCK as usize);
         let most = tiles.max(singles.div_ceil(BLOCK as usize));
-        let grid = u32::try_from(most).unwrap_or(u32::MAX).min(blocks.max(1));
+        let grid = u32::try_from(most).unwrap_or(u32::MAX).min(blocks.clamp(1, MOST_BLOCKS));
         FoldPlan { kernel, grid, block: BLOCK, head, vectors }
     }
 }
@@ -223,7 +223,7 @@ mod tests {
     const ALIGNED: Alignment = Alignment::Alike { bytes: 0 };
 
     fn plan(dtype: Dtype, reduction: Reduction, inputs: usize, count: usize) -> FoldPlan {
-        FoldPlan::of(&FoldShape::new(dtype, reduction, None, inputs, ALIGNED, count).unwrap(), 100)
+        FoldPlan::of(&FoldShape::new(dtype, reduction, None, inputs, ALIGNED, count).unwrap())
     }
 
     #[test]
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_grow_with_the_work_up_to_the_device() {
+    fn blocks_grow_with_the_work_up_to_the_largest_launch() {
         let grid = |inputs, count| plan(Dtype::F32, Reduction::Sum, inputs, count).grid;
         assert_eq!(grid(2, 0), 0);
         assert_eq!(grid(2, 1), 1);
@@ -247,8 +247,8 @@ mod tests {
         assert_eq!(grid(2, 4100), 2);
         assert_eq!(grid(8, 4096), 4);
         assert_eq!(grid(9, 4096), 4);
-        assert_eq!(grid(2, 1 << 30), 100 * BLOCKS_PER_MULTIPROCESSOR);
-        assert_eq!(grid(2, usize::MAX), 100 * BLOCKS_PER_MULTIPROCESSOR);
+        assert_eq!(grid(2, 1 << 30), 1 << 18);
+        assert_eq!(grid(2, usize::MAX), MOST_BLOCKS);
     }
 
     #[test]
@@ -258,7 +258,7 @@ mod tests {
                 for count in 0..200 {
                     let alignment = Alignment::Alike { bytes };
                     let shape = FoldShape::new(dtype, Reduction::Sum, None, 3, alignment, count);
-                    let plan = FoldPlan::of(&shape.unwrap(), 1);
+                    let plan = FoldPlan::of(&shape.unwrap());
                     let within = plan.vectors * VECTOR / dtype.size();
                     assert!(plan.head + within <= count);
                     assert!(plan.head == count || plan.head * dtype.size() == usize::from(bytes));
@@ -266,7 +266,7 @@ mod tests {
                 }
             }
             let shape = FoldShape::new(dtype, Reduction::Sum, None, 3, Alignment::Apart, 1000);
-            let plan = FoldPlan::of(&shape.unwrap(), 1000);
+            let plan = FoldPlan::of(&shape.unwrap());
             assert_eq!((plan.head, plan.vectors, plan.grid), (1000, 0, 4));
         }
     }
