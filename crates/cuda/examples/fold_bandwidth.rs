@@ -66,8 +66,10 @@ fn main() -> Result<(), Box<dyn Error>> {
             for plan in plans {
                 let rate = measure(&stream, (n + 1) * BYTES, || {
                     // SAFETY: all buffers have as many elements, and nothing else touches them.
-                    unsafe { folds.launch(&stream, &plan, &shape, &inputs[..n], output, count) }
-                        .map_err(Into::into)
+                    unsafe {
+                        folds.launch(&stream, &plan, &shape, &inputs[..n], (output, None), count)
+                    }
+                    .map_err(Into::into)
                 })?;
                 println!(
                     "{:>20}, {:6} blocks {:8.1} GB/s, {:5.1} % of the copy",

@@ -18,7 +18,8 @@
 // on: it is the merge of what is left from right to left. The last n mod 8 leaves are such bits as well.
 //
 // A thread reads each byte of its own elements from every input before it writes any of them, and no
-// other thread reads them. So the output may be one of the inputs.
+// other thread reads them. So the output may be one of the inputs. Where the result is wanted in two
+// places, both are written while it is in registers, which saves reading it again.
 
 #include "element.cuh"
 
@@ -33,9 +34,11 @@ constexpr int LEVELS = 16;
 
 // The call. The first `head` elements and the last few are single ones; those between are vectors of 16
 // bytes, which are aligned in the output and in every input. Where these are not aligned alike, all
-// elements are single. The root is divided unless `divisor` is zero.
+// elements are single; so it is with the second output `also`, unless that is null. The root is divided
+// unless `divisor` is zero.
 struct Call {
     char *output;
+    char *also;
     u64 count;
     u64 head;
     u64 divisor;
@@ -94,13 +97,16 @@ template <class Format_, class Operation, bool DIVIDES> struct Reduction {
         return value;
     }
 
-    template <class Value> static __device__ Value finish(Value root, const Call &call) {
+    // Divides the root and writes it.
+    template <class Value> static __device__ void finish(Value root, const Call &call, u64 offset) {
         if (DIVIDES && call.divisor) {
 #pragma unroll
             for (int i = 0; i < Value::WORDS; ++i)
                 root.words[i] = Format::divide(root.words[i], static_cast<u32>(call.divisor));
         }
-        return root;
+        root.write(call.output + offset);
+        if (call.also)
+            root.write(call.also + offset);
     }
 };
 
@@ -206,15 +212,14 @@ template <class R, int N, int DEPTH> __device__ void fold_few(const Call &call, 
 #pragma unroll
         for (int depth = 0; depth < DEPTH; ++depth)
             if (first + depth * BLOCK < end)
-                R::finish(canonical<R, N>(values[depth]), call)
-                    .write(call.output + offset + depth * BLOCK * 16);
+                R::finish(canonical<R, N>(values[depth]), call, offset + depth * BLOCK * 16);
     }
     singles<Format>(call, [&](u64 offset) {
         Single<Format> values[N];
 #pragma unroll
         for (int input = 0; input < N; ++input)
             values[input] = Single<Format>::read(inputs.at[input] + offset);
-        R::finish(canonical<R, N>(values), call).write(call.output + offset);
+        R::finish(canonical<R, N>(values), call, offset);
     });
 }
 
@@ -225,10 +230,10 @@ template <class R> __device__ void fold_any(const Call &call, const Any &inputs)
 #pragma unroll 1
     for (u64 i = blockIdx.x * u64(BLOCK) + threadIdx.x; i < end; i += gridDim.x * u64(BLOCK)) {
         const u64 offset = call.head * sizeof(typename Format::Element) + i * 16;
-        R::finish(tree<R, Vector<Format>>(inputs, offset), call).write(call.output + offset);
+        R::finish(tree<R, Vector<Format>>(inputs, offset), call, offset);
     }
     singles<Format>(call, [&](u64 offset) {
-        R::finish(tree<R, Single<Format>>(inputs, offset), call).write(call.output + offset);
+        R::finish(tree<R, Single<Format>>(inputs, offset), call, offset);
     });
 }
 

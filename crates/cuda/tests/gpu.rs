@@ -11,7 +11,7 @@ use unisono_cuda::{
 };
 
 mod common;
-use common::{Arena, Case, Layout, Machine, check, check_patterns, check_type};
+use common::{Arena, Case, Layout, Machine, Outputs, check, check_patterns, check_type};
 
 /// A device, and an arena of its own.
 struct Gpu {
@@ -49,7 +49,7 @@ impl Gpu {
 }
 
 impl Machine for Gpu {
-    fn fold(&mut self, case: &Case, arena: &mut Arena, inputs: &[usize], output: usize) {
+    fn fold(&mut self, case: &Case, arena: &mut Arena, inputs: &[usize], outputs: Outputs) {
         let bytes = arena.bytes().len();
         if self.memory.bytes() < bytes {
             self.memory = DeviceMemory::new(self.stream.context(), 2 * bytes).unwrap();
@@ -57,12 +57,15 @@ impl Machine for Gpu {
         let base = self.memory.pointer();
         let inputs: Vec<DevicePtr> = inputs.iter().map(|&at| base.offset(at)).collect();
         let Case { dtype, reduction, divisor, count, .. } = *case;
-        let (stream, output) = (&self.stream, base.offset(output));
+        let (stream, output) = (&self.stream, base.offset(outputs.into));
+        let also = outputs.also.map(|at| base.offset(at));
         // SAFETY: arena and device memory have room for the copies and every buffer of the case, and
         // the last call waits for all others.
         unsafe {
             stream.copy_to_device(base, arena.bytes().as_ptr(), bytes).unwrap();
-            self.folds.fold(stream, dtype, reduction, divisor, &inputs, output, count).unwrap();
+            let folded =
+                self.folds.fold(stream, dtype, reduction, divisor, &inputs, output, also, count);
+            folded.unwrap();
             stream.copy_to_host(arena.bytes_mut().as_mut_ptr(), base, bytes).unwrap();
         }
         stream.synchronize().unwrap();
@@ -74,7 +77,7 @@ fn check_on_device(dtype: Dtype) {
     let mut gpu = Gpu::new(&context, None);
     check_type(&mut gpu, dtype, (1..=17).chain([31, 32, 33, 100]), &[0, 1, 7, 333, 4099]);
     check_type(&mut gpu, dtype, [480, 481, 1100], &[37]);
-    // Enough for the blocks of a large device to go round more than once.
+    // More blocks than a large device runs at once.
     for (inputs, count) in [(2, 40_000_003), (9, 10_000_003)] {
         for (reduction, divisor) in [(Reduction::Sum, None), (Reduction::Mean, Some(7))] {
             let (layout, in_place) = (Layout::Shifted, None);
@@ -120,8 +123,9 @@ fn addresses_that_no_element_has_are_refused() {
     let inputs = [DevicePtr(256), DevicePtr(258)];
     let (dtype, reduction) = (Dtype::F32, Reduction::Sum);
     // SAFETY: refused before anything is submitted.
-    let refused =
-        unsafe { gpu.folds.fold(&gpu.stream, dtype, reduction, None, &inputs, DevicePtr(256), 1) };
+    let refused = unsafe {
+        gpu.folds.fold(&gpu.stream, dtype, reduction, None, &inputs, DevicePtr(256), None, 1)
+    };
     assert_eq!(refused, Err(FoldError::Misaligned { dtype, address: 258 }));
 }
 

@@ -118,12 +118,13 @@ impl Folds {
     }
 
     /// Submits to a stream: combines `inputs` element by element in the order of the canonical tree, and
-    /// writes the result to `output`. `divisor` divides the root once, as on the host.
+    /// writes the result to `output`, and to `also` if that is given. `divisor` divides the root once, as on
+    /// the host.
     ///
     /// # Safety
     /// Every address is valid for `count` elements on the device until the fold is done. The output may
-    /// be exactly equal to any input, and overlaps nothing partially. Nothing else writes the inputs or touches the
-    /// output meanwhile. The stream is one of the context of these folds.
+    /// be exactly equal to any input, and overlaps nothing partially; `also` overlaps nothing. Nothing else writes
+    /// the inputs or touches the outputs meanwhile. The stream is one of the context of these folds.
     #[expect(clippy::too_many_arguments, reason = "one flat call, as on the host")]
     pub unsafe fn fold(
         &self,
@@ -133,9 +134,10 @@ impl Folds {
         divisor: Option<u32>,
         inputs: &[DevicePtr],
         output: DevicePtr,
+        also: Option<DevicePtr>,
         count: usize,
     ) -> Result<(), FoldError> {
-        let addresses = || inputs.iter().copied().chain([output]);
+        let addresses = || inputs.iter().copied().chain([output]).chain(also);
         let misaligned = |address: &DevicePtr| !address.0.is_multiple_of(dtype.size() as u64);
         if let Some(DevicePtr(address)) = addresses().find(misaligned) {
             return Err(FoldError::Misaligned { dtype, address });
@@ -144,7 +146,7 @@ impl Folds {
         let shape = FoldShape::new(dtype, reduction, divisor, inputs.len(), alignment, count)?;
         let plan = FoldPlan::of(&shape);
         // SAFETY: the caller's promise, and the plan of this call.
-        unsafe { self.launch(stream, &plan, &shape, inputs, output, count) }
+        unsafe { self.launch(stream, &plan, &shape, inputs, (output, also), count) }
     }
 
     /// Submits a fold as it was planned.
@@ -157,7 +159,7 @@ impl Folds {
         plan: &FoldPlan,
         shape: &FoldShape,
         inputs: &[DevicePtr],
-        output: DevicePtr,
+        (output, also): (DevicePtr, Option<DevicePtr>),
         count: usize,
     ) -> Result<(), FoldError> {
         if plan.grid == 0 {
@@ -165,7 +167,8 @@ impl Folds {
         }
         let kernels = self.kernels(plan.kernel.dtype())?;
         let divisor = u64::from(shape.kernel_divisor());
-        let mut call = RawCall { output, count: count as u64, head: plan.head as u64, divisor };
+        let (also, count, head) = (also.unwrap_or_default(), count as u64, plan.head as u64);
+        let mut call = RawCall { output, also, count, head, divisor };
         let mut launch = |inputs: *const c_void| {
             let mut parameters = [(&raw mut call).cast(), inputs.cast_mut()];
             // SAFETY: the kernel takes a call and its inputs; the rest is the caller's promise.
@@ -244,6 +247,8 @@ impl Kernels {
 #[repr(C)]
 struct RawCall {
     output: DevicePtr,
+    /// Null if there is no second output.
+    also: DevicePtr,
     count: u64,
     head: u64,
     divisor: u64,

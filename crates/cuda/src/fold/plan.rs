@@ -72,7 +72,7 @@ impl FoldShape {
     }
 }
 
-/// How the inputs and the output of a fold lie.
+/// How the inputs and the outputs of a fold lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Alignment {
     /// All have a multiple of 16 after this many bytes.

@@ -10,8 +10,15 @@ use unisono_collective::{Dtype, Reduction, kernel};
 
 /// Runs a fold on a copy of the arena.
 pub trait Machine {
-    /// Folds the inputs, which begin at these bytes of the arena, into the output.
-    fn fold(&mut self, case: &Case, arena: &mut Arena, inputs: &[usize], output: usize);
+    /// Folds the inputs, which begin at these bytes of the arena, into the outputs.
+    fn fold(&mut self, case: &Case, arena: &mut Arena, inputs: &[usize], outputs: Outputs);
+}
+
+/// At which bytes of the arena results go.
+#[derive(Clone, Copy, Debug)]
+pub struct Outputs {
+    pub into: usize,
+    pub also: Option<usize>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -22,7 +29,7 @@ pub struct Case {
     pub inputs: usize,
     pub count: usize,
     pub layout: Layout,
-    /// The input that is the output as well.
+    /// The input that is the output as well; then there is a second output.
     pub in_place: Option<usize>,
 }
 
@@ -106,7 +113,7 @@ pub fn check_patterns(machine: &mut impl Machine, dtype: Dtype) {
                 layout: Layout::Aligned,
                 in_place: None,
             };
-            compare(machine, &case, &arena, &[0, 2 << 16], 4 << 16);
+            compare(machine, &case, &arena, &[0, 2 << 16], Outputs { into: 4 << 16, also: None });
         }
     }
 }
@@ -133,8 +140,12 @@ pub fn check(machine: &mut impl Machine, case: &Case) {
         }
     }
     let inputs: Vec<usize> = (0..case.inputs).map(start).collect();
-    let output = case.in_place.map_or_else(|| start(case.inputs), start);
-    compare(machine, case, &arena, &inputs, output);
+    let last = start(case.inputs);
+    let outputs = match case.in_place {
+        Some(input) => Outputs { into: start(input), also: Some(last) },
+        None => Outputs { into: last, also: None },
+    };
+    compare(machine, case, &arena, &inputs, outputs);
 }
 
 fn compare(
@@ -142,7 +153,7 @@ fn compare(
     case: &Case,
     arena: &Arena,
     inputs: &[usize],
-    output: usize,
+    outputs: Outputs,
 ) {
     let mut expected = arena.clone();
     let base = expected.bytes_mut().as_mut_ptr();
@@ -150,33 +161,38 @@ fn compare(
     // SAFETY: all buffers are in the arena, aligned for the type, and apart or exactly equal.
     unsafe {
         let pointers: Vec<*const u8> = inputs.iter().map(|&at| base.add(at).cast_const()).collect();
-        let into = base.add(output);
+        let (into, also) = (base.add(outputs.into), outputs.also.map(|at| base.add(at)));
         let Case { dtype, reduction, divisor, count, .. } = *case;
-        kernel::fold(dtype, reduction, &tree, &pointers, into, None, count, divisor);
+        kernel::fold(dtype, reduction, &tree, &pointers, into, also, count, divisor);
     }
     let mut found = arena.clone();
-    machine.fold(case, &mut found, inputs, output);
+    machine.fold(case, &mut found, inputs, outputs);
 
     let size = case.dtype.size();
-    let within = output..output + case.count * size;
-    let value = |arena: &Arena, i: usize| {
-        let mut bytes = [0; 8];
-        bytes[..size].copy_from_slice(&arena.bytes()[output + i * size..][..size]);
-        u64::from_le_bytes(bytes)
-    };
-    for i in 0..case.count {
-        let (found, expected) = (value(&found, i), value(&expected, i));
-        assert!(
-            same(case.dtype, found, expected),
-            "element {i} is {found:#x}, not {expected:#x}, in {case:?}"
-        );
+    let mut untouched = 0;
+    let mut places: Vec<usize> = [outputs.into].into_iter().chain(outputs.also).collect();
+    places.sort_unstable();
+    for place in places {
+        let value = |arena: &Arena, i: usize| {
+            let mut bytes = [0; 8];
+            bytes[..size].copy_from_slice(&arena.bytes()[place + i * size..][..size]);
+            u64::from_le_bytes(bytes)
+        };
+        for i in 0..case.count {
+            let (found, expected) = (value(&found, i), value(&expected, i));
+            assert!(
+                same(case.dtype, found, expected),
+                "element {i} is {found:#x}, not {expected:#x}, in {case:?}"
+            );
+        }
+        assert_equal(&found.bytes()[untouched..place], &arena.bytes()[untouched..place], case);
+        untouched = place + case.count * size;
     }
-    assert_equal(&found.bytes()[..within.start], &arena.bytes()[..within.start], case, "before");
-    assert_equal(&found.bytes()[within.end..], &arena.bytes()[within.end..], case, "after");
+    assert_equal(&found.bytes()[untouched..], &arena.bytes()[untouched..], case);
 }
 
-fn assert_equal(found: &[u8], expected: &[u8], case: &impl Debug, place: &str) {
-    assert!(found == expected, "memory {place} the output has changed in {case:?}");
+fn assert_equal(found: &[u8], expected: &[u8], case: &impl Debug) {
+    assert!(found == expected, "memory beside the outputs has changed in {case:?}");
 }
 
 /// The bits of +∞, above which magnitudes are NaN.

@@ -213,7 +213,9 @@ fn more_inputs_than_a_launch_lists_go_through_a_table() {
         let (dtype, reduction) = (Dtype::F32, Reduction::Sum);
         // SAFETY: there is no device that could touch memory.
         unsafe {
-            folds.fold(&stream, dtype, reduction, None, &inputs, DevicePtr(16), count).unwrap();
+            folds
+                .fold(&stream, dtype, reduction, None, &inputs, DevicePtr(16), None, count)
+                .unwrap();
         }
     };
     let objects = fake.number("fake_objects");

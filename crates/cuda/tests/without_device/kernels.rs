@@ -9,7 +9,7 @@ use unisono_collective::Dtype;
 use unisono_cuda::DevicePtr;
 use unisono_cuda::fold::{Alignment, Arity, FoldPlan, FoldShape};
 
-use crate::common::{Arena, Case, Machine, check_patterns, check_type};
+use crate::common::{Arena, Case, Machine, Outputs, check_patterns, check_type};
 
 /// The kernels of a type, as functions of the host.
 struct Host {
@@ -21,6 +21,7 @@ struct Host {
 #[repr(C)]
 struct Call {
     output: u64,
+    also: u64,
     count: u64,
     head: u64,
     divisor: u64,
@@ -83,18 +84,21 @@ impl Host {
 }
 
 impl Machine for Host {
-    fn fold(&mut self, case: &Case, arena: &mut Arena, inputs: &[usize], output: usize) {
+    fn fold(&mut self, case: &Case, arena: &mut Arena, inputs: &[usize], outputs: Outputs) {
         let base = arena.bytes_mut().as_mut_ptr().cast::<c_void>() as u64;
         let inputs: Vec<u64> = inputs.iter().map(|&at| base + at as u64).collect();
-        let output = base + output as u64;
-        let alignment = Alignment::of(inputs.iter().copied().chain([output]).map(DevicePtr));
+        let output = base + outputs.into as u64;
+        let also = outputs.also.map(|at| base + at as u64);
+        let addresses = inputs.iter().copied().chain([output]).chain(also);
+        let alignment = Alignment::of(addresses.map(DevicePtr));
         let Case { dtype, reduction, divisor, count, .. } = *case;
         let shape =
             FoldShape::new(dtype, reduction, divisor, inputs.len(), alignment, count).unwrap();
         // Few blocks, so that each of them has work for several rounds.
         let plan = FoldPlan::with_blocks(&shape, 3);
         let divisor = divisor.filter(|&divisor| divisor > 1).map_or(0, u64::from);
-        let call = Call { output, count: count as u64, head: plan.head as u64, divisor };
+        let (also, count, head) = (also.unwrap_or(0), count as u64, plan.head as u64);
+        let call = Call { output, also, count, head, divisor };
         macro_rules! few {
             ($($n:literal)*) => {
                 match plan.kernel.arity() {
