@@ -21,7 +21,7 @@ pub struct DeviceCosts {
 }
 
 impl Default for DeviceCosts {
-    /// What is typical of a server's GPU of today that several processes use through MPS.
+    /// What is typical of a server's GPU of today; the rounds are those of processes that use it through MPS.
     fn default() -> DeviceCosts {
         DeviceCosts { round: 12e-6, launch: 2.5e-6, byte: 1.0 / 3.5e12 }
     }

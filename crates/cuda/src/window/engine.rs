@@ -11,6 +11,8 @@ use unisono_collective::{
     Algorithm, Call, Checked, Error, Explanation, FormError, InvalidCall, Op, Request,
 };
 
+use super::cost::DeviceCosts;
+use super::measure;
 use super::opening::{self, Reason};
 use super::run::Lane;
 use super::{BUFFERS, WindowOptions};
@@ -34,7 +36,9 @@ const ALGORITHMS: [Algorithm; 2] = [Algorithm::Window, Algorithm::WindowDirect];
 /// Runs calls on the memory of one device, and gives those on host memory to the host's engine.
 pub struct DeviceWindow {
     host: HostEngine,
-    options: WindowOptions,
+    /// Bytes of a staging buffer.
+    buffer: usize,
+    costs: DeviceCosts,
     device: u32,
     lane: Lane,
     /// Where the caller's stream is when a call begins.
@@ -58,7 +62,6 @@ impl DeviceWindow {
         // A cell for every rank has at least a line.
         let least = 64 * host.topology().world();
         let buffer = options.buffer.max(least).next_multiple_of(256);
-        let options = WindowOptions { buffer, ..options };
         let prepare = || {
             let context = Context::new(&device()?)?;
             let (_, urgent) = context.priorities()?;
@@ -71,9 +74,17 @@ impl DeviceWindow {
         let (shared, prepared) = opening::share(&mut host, BUFFERS * buffer, prepare)?;
         let (stream, folds, begin, end, ticks) = prepared;
         let device = stream.context().device().number();
-        let lane = Lane::new(stream, folds, ticks, shared, buffer, &host);
+        let mut lane = Lane::new(stream, folds, ticks, shared, buffer, &host);
+        let costs = match options.costs {
+            Some(costs) => costs,
+            None if host.topology().world() == 1 => DeviceCosts::default(),
+            None => {
+                let round = measure::round(&mut host, &mut lane)?;
+                DeviceCosts { round, ..DeviceCosts::default() }
+            }
+        };
         let (schedules, plans) = Default::default();
-        Ok(DeviceWindow { host, options, device, lane, begin, end, schedules, plans })
+        Ok(DeviceWindow { host, buffer, costs, device, lane, begin, end, schedules, plans })
     }
 
     fn schedule(&mut self, op: Op, algorithm: Algorithm) -> Result<Arc<Schedule>, Error> {
@@ -96,7 +107,7 @@ impl DeviceWindow {
         let parts = if request.op().has_blocks() { 1 } else { schedule.parts as usize };
         let longest = request.extent().div_ceil(parts);
         let cells = (schedule.staging as usize).max(1);
-        let most = (self.options.buffer / cells / 64 * line).max(line);
+        let most = (self.buffer / cells / 64 * line).max(line);
         let column = most.min(longest.next_multiple_of(line)).max(line);
         (column, longest.div_ceil(column).max(1))
     }
@@ -112,10 +123,10 @@ impl DeviceWindow {
             let seconds = match &schedule.phases[..] {
                 [Phase::Window(window)] => {
                     let column = column * request.dtype().size();
-                    self.options.costs.predict(window, problem.world, column, segments)
+                    self.costs.predict(window, problem.world, column, segments)
                 }
                 // Alone.
-                _ => self.options.costs.launch,
+                _ => self.costs.launch,
             };
             Some(Prediction { algorithm, seconds })
         };

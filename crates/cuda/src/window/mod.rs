@@ -26,6 +26,7 @@
 
 mod cost;
 mod engine;
+mod measure;
 mod opening;
 mod run;
 
@@ -48,13 +49,14 @@ pub struct WindowOptions {
     /// Bytes of each of a rank's four staging buffers, which is what a segment stages. Larger: more device memory.
     /// Smaller: more segments, each with its rounds.
     pub buffer: usize,
-    /// By which algorithms are chosen.
-    pub costs: DeviceCosts,
+    /// By which algorithms are chosen; by default typical ones, with rounds as they are measured when the group
+    /// forms.
+    pub costs: Option<DeviceCosts>,
 }
 
 impl Default for WindowOptions {
     fn default() -> WindowOptions {
-        WindowOptions { buffer: 16 << 20, costs: DeviceCosts::default() }
+        WindowOptions { buffer: 16 << 20, costs: None }
     }
 }
 
