@@ -228,8 +228,11 @@ impl Engine for DeviceWindow {
 
 impl Drop for DeviceWindow {
     fn drop(&mut self) {
-        if let Err(error) = self.lane.settle() {
-            log::debug!("device {}: {error}", self.device);
+        match self.lane.settle() {
+            // Memory and clocks are the parent's, which goes on.
+            Err(CudaError::Forked { .. }) => return,
+            Err(error) => log::debug!("device {}: {error}", self.device),
+            Ok(()) => {}
         }
         self.lane.close();
         let over = self.host.state().is_over();

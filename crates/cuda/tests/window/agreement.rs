@@ -1,6 +1,8 @@
 //! Ranks that cannot share memory, or do not agree on a call.
 
-use std::time::Duration;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use unisono_collective::engine::Memory;
 use unisono_collective::fabric::LocalHub;
@@ -96,6 +98,36 @@ fn a_call_ends_with_its_group() {
 }
 
 #[test]
+fn a_wait_says_for_whom() {
+    let groups = world(3, 1024, DeviceCosts::default());
+    let asked = [0, 2].map(|rank| {
+        // Asked when a call waits, and has noted for whom.
+        let asked = Arc::new(AtomicBool::new(false));
+        let ask = asked.clone();
+        groups[rank].group().stop_waiting_if(move || {
+            ask.store(true, Ordering::SeqCst);
+            false
+        });
+        asked
+    });
+    on_all(&groups, |group| match group.group().rank() {
+        1 => {
+            let deadline = Instant::now() + Duration::from_secs(20);
+            while !asked.iter().all(|asked| asked.load(Ordering::SeqCst)) {
+                assert!(Instant::now() < deadline, "nobody waits");
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            groups[0].group().abort_handle().expire(Duration::from_millis(1));
+        }
+        rank => match all_reduce(group, &mut [1.0; 1000]).unwrap_err() {
+            Error::TimedOut { missing, .. } if rank == 0 => assert_eq!(missing, [Rank(1)]),
+            Error::Aborted { peer: Rank(0), .. } if rank == 2 => {}
+            error => panic!("rank {rank}: {error}"),
+        },
+    });
+}
+
+#[test]
 fn other_memory_and_other_algorithms_are_refused() {
     let groups = world(2, 1024, DeviceCosts::default());
     on_all(&groups, |group| {
@@ -120,6 +152,24 @@ fn other_memory_and_other_algorithms_are_refused() {
             group.group().run(request(Memory::Device(0)).with_algorithm(algorithm)).unwrap();
         }
         assert_eq!(buffer, [4.0; 10]);
+    });
+}
+
+#[test]
+fn a_stream_that_records_is_refused() {
+    let groups = world(2, 1024, DeviceCosts::default());
+    on_all(&groups, |group| {
+        let mut buffer = [1f32; 10];
+        let at = buffer.as_mut_ptr();
+        // SAFETY: the host's memory is the device's, and the driver knows this stream.
+        let request = unsafe {
+            let request = Request::raw(Op::AllReduce, Dtype::F32, 10, at, at).unwrap();
+            request.in_memory(Memory::Device(0)).on_stream(std::ptr::without_provenance_mut(2))
+        };
+        let refused = group.group().run(request).unwrap_err();
+        assert_eq!(refused, Error::InvalidCall(InvalidCall::Recording));
+        all_reduce(group, &mut buffer).unwrap();
+        assert_eq!(buffer, [2.0; 10]);
     });
 }
 

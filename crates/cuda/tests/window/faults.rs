@@ -64,6 +64,8 @@ fn as_rank() -> Result<(), Box<dyn AnyError>> {
             });
             assert!(equal, "{count} elements");
         }
+        drop(group);
+        assert_eq!(allocations(), 0, "device memory is left over");
         return say("right");
     }
     for round in 0.. {
@@ -76,6 +78,7 @@ fn as_rank() -> Result<(), Box<dyn AnyError>> {
             let dropped = Instant::now();
             drop(group);
             assert!(dropped.elapsed() < Duration::from_secs(5), "leaving takes too long");
+            assert_eq!(allocations(), 0, "device memory is left over");
             let kind = match error {
                 Error::PeerLost { peer, .. } => format!("lost {peer}"),
                 Error::Aborted { peer, reason } => format!("aborted by {peer}: {reason}"),
@@ -85,6 +88,16 @@ fn as_rank() -> Result<(), Box<dyn AnyError>> {
         }
     }
     Ok(())
+}
+
+/// Pieces of device memory that this process has, or has opened.
+fn allocations() -> i32 {
+    let library = std::env::var_os(DRIVER_VARIABLE).expect("set for every rank");
+    // SAFETY: it is loaded already, and has this function.
+    unsafe {
+        let library = libloading::Library::new(library).unwrap();
+        library.get::<unsafe extern "C" fn() -> i32>("host_device_allocations").unwrap()()
+    }
 }
 
 #[test]
