@@ -9,16 +9,18 @@ use std::ffi::OsString;
 const PREFIX: &str = "UNISONO_";
 
 /// Every variable that Unisono reads or sets.
-pub const KNOWN: [&str; 27] = [
+pub const KNOWN: [&str; 29] = [
     "UNISONO_ALGORITHM",
     "UNISONO_CANONICAL",
     "UNISONO_COLUMNS",
+    "UNISONO_CUDA_DRIVER",
     "UNISONO_ENCRYPT",
     "UNISONO_ETCD_CA",
     "UNISONO_ETCD_CERT",
     "UNISONO_ETCD_KEY",
     "UNISONO_ETCD_PASSWORD",
     "UNISONO_ETCD_USER",
+    "UNISONO_GPU",
     "UNISONO_INTERFACE",
     "UNISONO_LAUNCH",
     "UNISONO_LIFE",

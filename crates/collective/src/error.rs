@@ -223,6 +223,9 @@ pub enum InvalidCall {
         /// Where it is.
         memory: crate::engine::Memory,
     },
+    /// A stream that records for a graph. What ranks say to each other on the host cannot be recorded.
+    #[error("the stream of the call records for a graph; make the call outside of the recording")]
+    Recording,
     /// Canonical bits were promised, and the group's engine would not give them.
     #[error(
         "the engine of this group would not add floats in the canonical order in {op}; set UNISONO_CANONICAL=false, or name an algorithm"
@@ -302,6 +305,14 @@ pub enum FormError {
     Transport {
         /// The transport that was asked for.
         transport: crate::options::Transport,
+    },
+    /// The ranks' devices cannot share memory. Start them on one host, on devices that reach each other.
+    #[error("rank {rank} cannot share device memory with the other ranks: {reason}")]
+    Device {
+        /// The first rank that cannot.
+        rank: Rank,
+        /// What it found.
+        reason: String,
     },
     /// The epoch of the parent has ended.
     #[error("epoch {epoch} has ended; no group can form in it")]

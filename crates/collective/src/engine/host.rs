@@ -16,6 +16,7 @@ use crate::request::{Checked, Request};
 use crate::schedule::{self, Algorithm, Op, Phase, Problem, Schedule, Topology};
 use crate::state::GroupState;
 use crate::window::WindowMemory;
+use crate::window::clocks::Clocks;
 
 use super::{CallPlan, Engine, Explanation, Memory, tune};
 
@@ -97,6 +98,13 @@ impl HostEngine {
     /// The state of the group: whether it has failed, and who has left.
     pub fn state(&self) -> &Arc<GroupState> {
         &self.state
+    }
+
+    /// Clocks that all ranks see, for an engine that is made from this one; `None` where not all ranks
+    /// share memory. There is one such clock for each rank.
+    pub fn clocks(&self) -> Option<Clocks> {
+        let window = self.window.as_ref().filter(|_| self.topology.is_one_host());
+        window.map(WindowMemory::clocks_for_engine)
     }
 
     /// Runs a call that all ranks make while the group forms: it has no number.

@@ -21,6 +21,8 @@ use crate::schedule::Algorithm;
 pub use crate::buffers::Buffers;
 pub use crate::state::{GroupState, StallWatch};
 pub use crate::traffic::Meter;
+pub use crate::window::clock;
+pub use crate::window::clocks::{ClockView, Clocks, Patience};
 pub use host::HostEngine;
 
 /// Runs the calls of one rank of a group, one after the other.
@@ -36,6 +38,8 @@ pub trait Engine: Send {
     fn explain(&mut self, request: &Request<'_>) -> Result<Explanation, Error>;
 
     /// Runs a call as it was planned, to its end. An error ends the group, on all ranks.
+    ///
+    /// What a request on [a stream](Request::on_stream) leaves to the device may still be under way.
     ///
     /// Soon after the group has ended for another reason, this returns an error as well. While it
     /// waits it looks at [`GroupState::is_over`], or sleeps where what it registered with

@@ -6,6 +6,7 @@
 
 mod checked;
 
+use std::ffi::c_void;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
@@ -32,6 +33,7 @@ pub struct Request<'a> {
     /// Whether input and output are one buffer, for messages.
     in_place: bool,
     memory: Memory,
+    stream: Option<*mut c_void>,
     input: Part,
     output: Part,
     unequal: Option<Box<Unequal>>,
@@ -270,6 +272,19 @@ impl<'a> Request<'a> {
         Request { memory, ..self }
     }
 
+    /// Puts a call on device memory into the order of a stream, by the name that the device's driver has
+    /// for it: the call sees what was submitted before it, and what is submitted after the call has
+    /// ended sees its result. Without a stream, the memory is ready when the call is made, and its
+    /// result is there when the call has ended.
+    ///
+    /// # Safety
+    /// It is such a name, and stays one until the call has ended. The memory stays valid until the stream has
+    /// come to the end of the call.
+    #[must_use]
+    pub unsafe fn on_stream(self, stream: *mut c_void) -> Request<'a> {
+        Request { stream: Some(stream), ..self }
+    }
+
     /// The operation.
     pub fn op(&self) -> Op {
         self.op
@@ -298,6 +313,11 @@ impl<'a> Request<'a> {
     /// Where the memory is.
     pub fn memory(&self) -> Memory {
         self.memory
+    }
+
+    /// In the order of which stream the call is to run.
+    pub fn stream(&self) -> Option<*mut c_void> {
+        self.stream
     }
 
     /// Elements that decide about the algorithm: of the buffer, or of the longest block. Equal on all
@@ -358,6 +378,7 @@ impl<'a> Request<'a> {
             is_whole: false,
             in_place: false,
             memory: Memory::Host,
+            stream: None,
             input,
             output,
             unequal: None,

@@ -3,8 +3,9 @@
 //!
 //! ```text
 //! 0      clock line: clock u32, pad, fingerprints of the last calls
-//! 64     sleepers u32
+//! 64     sleepers u32, whether its owner has closed
 //! 128    the last calls in full, for error messages
+//! 2048   the same again, for an engine whose data is elsewhere
 //! 4096   staging buffers
 //! ```
 
@@ -36,6 +37,7 @@ struct ClockLine {
 #[repr(C, align(64))]
 struct SleepLine {
     sleepers: AtomicU32,
+    closed: AtomicU32,
 }
 
 #[repr(C)]
@@ -45,7 +47,10 @@ struct Header {
     calls: [[AtomicU64; size_of::<WireCall>() / 8]; CALLS],
 }
 
-const _: () = assert!(size_of::<Header>() <= HEADER);
+/// Where the header of an engine is whose data is elsewhere.
+const ENGINE: usize = HEADER / 2;
+
+const _: () = assert!(size_of::<Header>() <= HEADER - ENGINE && size_of::<Header>() <= ENGINE);
 const _: () = assert!(size_of::<WireCall>().is_multiple_of(8));
 
 /// One rank's part of a window, mapped into this process.
@@ -53,6 +58,8 @@ pub struct Region {
     memory: Arc<Memory>,
     /// Where it starts in the memory.
     start: usize,
+    /// Where its header starts in it.
+    header: usize,
     /// Bytes of one staging buffer.
     buffer: usize,
     buffers: usize,
@@ -69,7 +76,12 @@ impl Region {
         let bytes = Region::bytes(buffers, buffer);
         let start = place * bytes;
         assert!(bytes.is_multiple_of(HEADER) && start + bytes <= memory.len());
-        Region { memory, start, buffer, buffers }
+        Region { memory, start, header: 0, buffer, buffers }
+    }
+
+    /// The same with the clock of an engine whose data is elsewhere.
+    pub fn for_engine(&self) -> Region {
+        Region { memory: self.memory.clone(), header: ENGINE, ..*self }
     }
 
     /// Wakes the ranks that sleep on the clocks of these regions, if this process still has them.
@@ -80,7 +92,9 @@ impl Region {
         move || {
             let Some(memory) = memory.and_then(|memory| memory.upgrade()) else { return };
             for (start, buffer, buffers) in places {
-                Region { memory: memory.clone(), start, buffer, buffers }.wake();
+                let region = Region { memory: memory.clone(), start, header: 0, buffer, buffers };
+                region.wake();
+                region.for_engine().wake();
             }
         }
     }
@@ -112,6 +126,11 @@ impl Region {
         &self.header().sleep.sleepers
     }
 
+    /// Not 0 once its owner has closed.
+    pub(super) fn closed(&self) -> &AtomicU32 {
+        &self.header().sleep.closed
+    }
+
     /// Records the owner's call number `slot` on this window; published by its next tick.
     pub(super) fn record(&self, slot: usize, call: &Call, fingerprint: u64) {
         let (header, slot) = (self.header(), slot % CALLS);
@@ -138,8 +157,9 @@ impl Region {
     }
 
     fn header(&self) -> &Header {
-        // SAFETY: the region starts page-aligned and is at least HEADER bytes long; the header
-        // consists of atomics only, for which any bytes are valid and shared access is sound.
-        unsafe { &*self.memory.as_ptr().add(self.start).cast::<Header>() }
+        // SAFETY: the region starts page-aligned and is at least HEADER bytes long, half of which are
+        // enough for a header; that consists of atomics only, for which any bytes are valid and shared
+        // access is sound.
+        unsafe { &*self.memory.as_ptr().add(self.start + self.header).cast::<Header>() }
     }
 }

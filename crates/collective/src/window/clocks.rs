@@ -1,0 +1,228 @@
+//! The clocks of the ranks of a host, in memory that they share.
+
+use std::cell::Cell;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use rustix::thread::futex;
+
+use super::clock::{Interrupted, Words, reached};
+use super::region::Region;
+use crate::call::Call;
+use crate::error::Error;
+use crate::state::{GroupState, StallWatch};
+
+/// How long a sleeper sleeps before it looks again whether the group still stands. A failure of the group
+/// wakes it; this is for one that falls between the look and the sleep, and for a wake-up call that was missed
+/// because its caller died. Shorter costs wake-ups of a waiting rank, longer delays the news.
+const NAP: Duration = Duration::from_millis(20);
+
+/// How long a wait yields at most. Longer: on a busy machine, a failure of the group is noticed
+/// later. Shorter: a wait that would be over soon ends in a sleep.
+const YIELDING: Duration = Duration::from_millis(5);
+
+/// The [clocks](super::clock) of the ranks of one host, beside which each rank shows its last calls.
+pub struct Clocks {
+    /// One region per member, in the order of `members`.
+    pub(super) regions: Vec<Region>,
+    /// Group ranks of the members, ascending.
+    pub(super) members: Vec<usize>,
+    /// This rank's index among the members.
+    pub(super) me: usize,
+    patience: Patience,
+    /// Runs so far: the slot in which ranks record what they called.
+    runs: usize,
+}
+
+/// How to wait for a clock before sleeping.
+#[derive(Clone, Copy, Debug)]
+pub struct Patience {
+    /// Busy turns, each a pause instruction or a few.
+    pub spins: u32,
+    /// Turns after that which give the core to another thread.
+    pub yields: u32,
+}
+
+impl Patience {
+    /// Spinning pays only if every rank of the host has a core of its own, and even then not for
+    /// long: the scheduler may have put two ranks on one core, where the one that spins keeps the
+    /// other from arriving. Yielding costs little with a core to oneself and lets the other rank
+    /// run at once without.
+    pub fn for_crowd(crowd: f64) -> Patience {
+        if crowd <= 1.0 {
+            Patience { spins: 300, yields: 2000 }
+        } else {
+            Patience { spins: 0, yields: 40 }
+        }
+    }
+
+    /// The same for sockets, where an attempt is a system call and worth many busy turns.
+    pub fn for_links(&self) -> Patience {
+        Patience { spins: self.spins / 4, yields: self.yields.min(40) }
+    }
+}
+
+impl Clocks {
+    pub(super) fn new(
+        regions: Vec<Region>,
+        members: Vec<usize>,
+        me: usize,
+        patience: Patience,
+    ) -> Clocks {
+        Clocks { regions, members, me, patience, runs: 0 }
+    }
+
+    pub(super) fn for_engine(&self) -> Clocks {
+        let regions = self.regions.iter().map(Region::for_engine).collect();
+        Clocks::new(regions, self.members.clone(), self.me, self.patience)
+    }
+
+    /// Shows the call that this rank makes now: others see it with the next tick.
+    pub fn enter(&mut self, call: &Call) {
+        self.regions[self.me].record(self.runs, call, call.fingerprint());
+        self.runs += 1;
+    }
+
+    /// The clocks during the call that was entered last.
+    pub fn view<'a>(&'a self, call: &'a Call, state: &'a GroupState) -> ClockView<'a> {
+        let slot = self.runs.wrapping_sub(1);
+        ClockView { clocks: self, slot, state, call, yielding: Cell::new(Instant::now()) }
+    }
+
+    /// Shows the others that this rank uses nothing of theirs any more.
+    pub fn close(&self) {
+        self.regions[self.me].closed().store(1, Ordering::SeqCst);
+    }
+
+    /// Whether all ranks have closed.
+    pub fn all_closed(&self) -> bool {
+        self.regions.iter().all(|region| region.closed().load(Ordering::SeqCst) != 0)
+    }
+}
+
+/// [`Clocks`] during a call. Ranks are numbered among those of the host.
+pub struct ClockView<'a> {
+    clocks: &'a Clocks,
+    slot: usize,
+    state: &'a GroupState,
+    call: &'a Call,
+    /// When the wait under way began to yield.
+    yielding: Cell<Instant>,
+}
+
+impl<'a> ClockView<'a> {
+    /// A rank whose call in this place is not this one, by its number in the group, and its call. For
+    /// when all have entered.
+    pub fn disagreement(&self) -> Option<(usize, Call)> {
+        let fingerprint = self.call.fingerprint();
+        let mut ranks = self.clocks.regions.iter().enumerate();
+        let (rank, region) = ranks.find(|(_, r)| r.fingerprint(self.slot) != fingerprint)?;
+        let peer_call = region.call(self.slot).unwrap_or(*self.call);
+        Some((self.clocks.members[rank], peer_call))
+    }
+
+    /// An error if a rank makes another call than this one. For when all have entered.
+    pub fn agree(&self) -> Result<(), Error> {
+        match self.disagreement() {
+            Some(other) => Err(self.state.mismatch([(self.state.rank(), *self.call), other])),
+            None => Ok(()),
+        }
+    }
+
+    /// Watches over a wait that [`ClockView::rest`] makes up.
+    pub fn watch(&self) -> StallWatch<'a> {
+        self.state.watch(self.call)
+    }
+
+    /// Sleeps once, for so long at most, while a clock shows what was `seen`; whether it still does.
+    /// `Err` if the wait is to end.
+    pub fn rest(
+        &self,
+        watch: &mut StallWatch<'_>,
+        rank: usize,
+        (seen, target): (u32, u32),
+        longest: Duration,
+    ) -> Result<bool, Interrupted> {
+        let longest =
+            rustix::time::Timespec { tv_sec: 0, tv_nsec: longest.min(NAP).as_nanos() as i64 };
+        let clock = self.clocks.regions[rank].clock();
+        // Every outcome (woken, value changed, interrupted, timed out) leads to the same
+        // question: what does the clock show now?
+        let _ = futex::wait(clock, futex::Flags::empty(), seen, Some(&longest));
+        if clock.load(Ordering::SeqCst) != seen {
+            return Ok(false);
+        }
+        if self.state.is_over_for(self.clocks.members[rank], self.call) {
+            return Err(Interrupted);
+        }
+        watch.tick(|| {
+            let late = |&r: &usize| r != self.clocks.me && !reached(self.clock(r), target);
+            (0..self.ranks()).filter(late).map(|r| self.clocks.members[r]).collect()
+        });
+        Ok(true)
+    }
+}
+
+impl Words for ClockView<'_> {
+    fn ranks(&self) -> usize {
+        self.clocks.regions.len()
+    }
+
+    fn me(&self) -> usize {
+        self.clocks.me
+    }
+
+    fn clock(&self, rank: usize) -> u32 {
+        self.clocks.regions[rank].clock().load(Ordering::SeqCst)
+    }
+
+    fn set_clock(&self, value: u32) {
+        self.clocks.regions[self.clocks.me].clock().store(value, Ordering::SeqCst);
+    }
+
+    fn sleepers(&self) -> u32 {
+        self.clocks.regions[self.clocks.me].sleepers().load(Ordering::SeqCst)
+    }
+
+    fn announce_sleep(&self, rank: usize, sleeping: bool) {
+        let sleepers = self.clocks.regions[rank].sleepers();
+        if sleeping {
+            sleepers.fetch_add(1, Ordering::SeqCst);
+        } else {
+            sleepers.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+
+    fn sleep(&self, rank: usize, seen: u32, target: u32) -> Result<(), Interrupted> {
+        let mut watch = self.watch();
+        while self.rest(&mut watch, rank, (seen, target), NAP)? {}
+        Ok(())
+    }
+
+    fn wake(&self) {
+        self.clocks.regions[self.clocks.me].wake();
+    }
+
+    fn spin(&self, turn: u32) -> bool {
+        let patience = self.clocks.patience;
+        if turn < patience.spins {
+            std::hint::spin_loop();
+            true
+        } else if turn < patience.spins + patience.yields {
+            let turn = turn - patience.spins;
+            if turn == 0 {
+                self.yielding.set(Instant::now());
+            }
+            // On a busy machine every turn may cost a time slice of another process: go to sleep,
+            // where the group's failure is noticed.
+            let busy = turn % 16 == 15 && self.yielding.get().elapsed() > YIELDING;
+            if busy || self.state.is_over() {
+                return false;
+            }
+            std::thread::yield_now();
+            true
+        } else {
+            false
+        }
+    }
+}

@@ -1,0 +1,455 @@
+//! What the device window takes, between processes that share one GPU, and what its survivors see of a kill.
+//!
+//!     cargo run --release -p unisono-cuda --example device_window [-- small]
+//!
+//! It starts its ranks itself, two and four. For each size: the median and the 99th percentile of an all-reduce
+//! on a stream, from a barrier until the slowest rank's stream has come to its end; the time of one of many
+//! calls in a row; and beside them the least that the bytes of the algorithm would take at the rate of the driver's
+//! copy, measured in the same run. Every result is compared bit by bit with the canonical tree on the CPU, and so is
+//! every type. Then for other sizes of the staging buffers; and at last one of four ranks is killed in the
+//! middle of calls, five times. It ends by itself within 90 seconds. With a running MPS, processes
+//! use the GPU at once; without, they take turns. `small` leaves out what is larger than 64 KiB, to try the program itself
+//! with a driver that has no device.
+
+use std::error::Error as AnyError;
+use std::time::{Duration, Instant};
+
+use unisono_collective::fabric::Connector;
+use unisono_collective::tree::Tree;
+use unisono_collective::{Algorithm, Dtype, Epoch, Error, Group, Op, Options, Reduction, kernel};
+use unisono_cuda::{Context, DeviceGroup, DeviceMemory, Driver, Stream, WindowOptions, engine};
+
+#[path = "../tests/common/processes.rs"]
+mod processes;
+use processes::{Place, Ranks, place, say};
+
+type Outcome<T> = Result<T, Box<dyn AnyError>>;
+
+const SIZES: [usize; 6] = [1 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20];
+
+/// Sizes of staging buffers to compare.
+const BUFFERS: [usize; 5] = [2 << 20, 4 << 20, 8 << 20, 32 << 20, 64 << 20];
+
+/// All ends after this.
+const LIMIT: Duration = Duration::from_secs(88);
+/// A rank ends after this, whatever it does.
+const RANK_LIMIT: Duration = Duration::from_secs(40);
+/// Time spent on the calls of one size, and calls of one size.
+const EFFORT: Duration = Duration::from_millis(300);
+const MOST_CALLS: usize = 400;
+
+const SCENARIO: &str = "DEVICE_TEST_SCENARIO";
+const MOST_BYTES: &str = "DEVICE_TEST_MOST_BYTES";
+const LAST: &str = "done";
+
+fn main() -> Outcome<()> {
+    if let Some(place) = place()? {
+        std::thread::spawn(|| {
+            std::thread::sleep(RANK_LIMIT);
+            eprintln!("a rank takes too long");
+            std::process::exit(4);
+        });
+        return match std::env::var(SCENARIO)?.as_str() {
+            "measure" => measure(place),
+            _ => be_killed(place),
+        };
+    }
+    let started = Instant::now();
+    std::thread::spawn(|| {
+        std::thread::sleep(LIMIT);
+        eprintln!("it takes too long");
+        std::process::exit(3);
+    });
+    let pipe = std::env::var("CUDA_MPS_PIPE_DIRECTORY").unwrap_or("/tmp/nvidia-mps".into());
+    let mps = std::path::Path::new(&pipe).join("control").exists();
+    println!("MPS control at {pipe}: {}", if mps { "there" } else { "not there" });
+    let mut failures = 0;
+    for world in [2, 4] {
+        failures += usize::from(report("measuring", show_measurement(world)));
+    }
+    for round in 0..5 {
+        if started.elapsed() > LIMIT - Duration::from_secs(12) {
+            println!("kill {round}: left out for lack of time");
+            continue;
+        }
+        failures += usize::from(report("killing", show_kill(round)));
+    }
+    println!("{failures} failures, {:.0} s", started.elapsed().as_secs_f64());
+    if failures == 0 { Ok(()) } else { Err("something failed".into()) }
+}
+
+/// Prints what went wrong; whether something did.
+fn report(what: &str, outcome: Outcome<()>) -> bool {
+    outcome.inspect_err(|error| println!("FAILED: {what}: {error}")).is_err()
+}
+
+fn start(world: usize, scenario: &str) -> Outcome<Ranks> {
+    let is_small = std::env::args().any(|argument| argument == "small");
+    let most: usize = if is_small { 64 << 10 } else { SIZES[SIZES.len() - 1] };
+    Ranks::start(world, |_, command| {
+        command.env(SCENARIO, scenario).env(MOST_BYTES, most.to_string());
+    })
+}
+
+fn show_measurement(world: usize) -> Outcome<()> {
+    println!("\n{world} processes, one device");
+    let mut ranks = start(world, "measure")?;
+    let mut done = 0;
+    while done < world {
+        match ranks.next(RANK_LIMIT)? {
+            (_, line) if line == LAST => done += 1,
+            (rank, line) if line.starts_with("error") => {
+                return Err(format!("rank {rank}: {line}").into());
+            }
+            (_, line) => println!("{line}"),
+        }
+    }
+    match ranks.finish()?.as_slice() {
+        [] => Ok(()),
+        failed => Err(format!("ranks {failed:?} failed").into()),
+    }
+}
+
+fn show_kill(round: usize) -> Outcome<()> {
+    const WORLD: usize = 4;
+    let victim = round % WORLD;
+    let mut ranks = start(WORLD, "be killed")?;
+    for (rank, line) in ranks.hear(WORLD, RANK_LIMIT)? {
+        if line != "under way" {
+            return Err(format!("rank {rank}: {line}").into());
+        }
+    }
+    std::thread::sleep(Duration::from_millis(37 * (round as u64 + 1)));
+    let killed = Instant::now();
+    ranks.processes[victim].kill()?;
+    let mut heard = Vec::new();
+    for _ in 1..WORLD {
+        let (rank, line) = ranks.next(Duration::from_secs(20))?;
+        heard.push(format!(
+            "rank {rank} after {:.1} ms: {line}",
+            killed.elapsed().as_secs_f64() * 1e3
+        ));
+    }
+    println!("\nkill {round} of rank {victim}:\n  {}", heard.join("\n  "));
+    let mut sound = 0;
+    for _ in 1..WORLD {
+        let (rank, line) = ranks.next(Duration::from_secs(20))?;
+        println!("  rank {rank} after {:.1} ms: {line}", killed.elapsed().as_secs_f64() * 1e3);
+        sound += usize::from(line.starts_with("the device works"));
+    }
+    let expected = format!("lost rank {victim}");
+    if sound != WORLD - 1 || heard.iter().any(|line| !line.contains(&expected)) {
+        return Err("not every survivor was told, or can still use the device".into());
+    }
+    Ok(())
+}
+
+/// A rank with a device.
+struct Rank {
+    connector: std::sync::Arc<dyn Connector>,
+    rank: usize,
+    world: usize,
+    context: Context,
+    stream: Stream,
+    groups: u64,
+    /// Bytes of the largest call.
+    most: usize,
+}
+
+impl Rank {
+    fn new(place: Place) -> Outcome<Rank> {
+        let context = Context::new(&Driver::load()?.device(0)?)?;
+        let stream = Stream::new(&context, 0)?;
+        let Place { connector, rank, world } = place;
+        let most = std::env::var(MOST_BYTES)?.parse()?;
+        Ok(Rank { connector, rank, world, context, stream, groups: 0, most })
+    }
+
+    /// Those of the sizes that are to be measured.
+    fn among(&self, sizes: &[usize]) -> Vec<usize> {
+        sizes.iter().copied().filter(|size| *size <= self.most).collect()
+    }
+
+    /// All ranks form a group.
+    fn form(&mut self, window: WindowOptions) -> Outcome<DeviceGroup> {
+        let engine = engine(|| Driver::load()?.device(0), window);
+        let epoch = Epoch::new(self.groups);
+        self.groups += 1;
+        let (connector, options) = (self.connector.clone(), Options::default());
+        let group = Group::with_engine(connector, epoch, self.rank, self.world, options, engine)?;
+        Ok(DeviceGroup::new(group, 0))
+    }
+
+    /// Rank 0 speaks for all.
+    fn tell(&self, line: &str) -> Outcome<()> {
+        if self.rank == 0 { say(line) } else { Ok(()) }
+    }
+}
+
+fn measure(place: Place) -> Outcome<()> {
+    let outcome = Rank::new(place).and_then(|mut rank| measure_all(&mut rank));
+    match outcome {
+        Ok(()) => say(LAST),
+        Err(error) => say(&format!("error: {error}")).and(Err(error)),
+    }
+}
+
+fn measure_all(rank: &mut Rank) -> Outcome<()> {
+    let (begun, largest) = (Instant::now(), rank.most);
+    let group = rank.form(WindowOptions::default())?;
+    rank.tell(&format!("group formed in {:.0} ms", begun.elapsed().as_secs_f64() * 1e3))?;
+
+    let (input, output) =
+        (DeviceMemory::new(&rank.context, largest)?, DeviceMemory::new(&rank.context, largest)?);
+    let inputs: Vec<Vec<f32>> = (0..rank.world).map(|of| numbers(of, largest / 4)).collect();
+    let mut expected = vec![0f32; largest / 4];
+    let pointers: Vec<*const u8> = inputs.iter().map(|input| input.as_ptr().cast()).collect();
+    let tree = Tree::canonical(rank.world);
+    let into = expected.as_mut_ptr().cast();
+    // SAFETY: all have as many elements.
+    unsafe {
+        kernel::fold(Dtype::F32, Reduction::Sum, &tree, &pointers, into, None, largest / 4, None)
+    };
+    let own = inputs[rank.rank].as_ptr().cast();
+    // SAFETY: both have as many bytes, and the copy is waited for.
+    unsafe { rank.stream.copy_to_device(input.pointer(), own, largest)? };
+    rank.stream.synchronize()?;
+    drop(inputs);
+
+    group.group().barrier()?;
+    let mut copy = [0.0];
+    if rank.rank == 0 {
+        copy[0] = copy_rate(rank, &output, &input)?;
+    }
+    group.group().all_reduce(&mut copy, Reduction::Max)?;
+    rank.tell(&format!("copy of the driver, alone: {:.0} GB/s read and written", copy[0] / 1e9))?;
+
+    let mut found = vec![0f32; largest / 4];
+    for size in rank.among(&SIZES) {
+        let line = one_size(rank, &group, &input, &output, size, None, copy[0])?;
+        verify(rank, &output, &mut found[..size / 4], &expected)?;
+        rank.tell(&line)?;
+    }
+    every_type(rank, &group)?;
+    for algorithm in [Algorithm::Window, Algorithm::WindowDirect] {
+        for size in rank.among(&[64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]) {
+            let line = one_size(rank, &group, &input, &output, size, Some(algorithm), copy[0])?;
+            verify(rank, &output, &mut found[..size / 4], &expected)?;
+            rank.tell(&format!("forced {line}"))?;
+        }
+    }
+    drop(group);
+    for buffer in BUFFERS {
+        let group = rank.form(WindowOptions { buffer, ..WindowOptions::default() })?;
+        for size in rank.among(&[64 << 10, 64 << 20]) {
+            let line = one_size(rank, &group, &input, &output, size, None, copy[0])?;
+            verify(rank, &output, &mut found[..size / 4], &expected)?;
+            rank.tell(&format!("buffers of {:2} MiB: {line}", buffer >> 20))?;
+        }
+    }
+    Ok(())
+}
+
+/// Times the all-reduce of one size; a line for rank 0 to print.
+fn one_size(
+    rank: &Rank,
+    group: &DeviceGroup,
+    input: &DeviceMemory,
+    output: &DeviceMemory,
+    size: usize,
+    algorithm: Option<Algorithm>,
+    copy: f64,
+) -> Outcome<String> {
+    let request = || {
+        let (input, output) = (input.pointer(), output.pointer());
+        let stream = Some(&rank.stream);
+        // SAFETY: both have as many bytes, and all is in the order of one stream.
+        unsafe { group.request(Op::AllReduce, Dtype::F32, size / 4, input, output, stream) }
+            .map(|request| request.with_algorithm(algorithm))
+    };
+    let explained = group.group().explain(request()?)?;
+    let chosen = explained.chosen;
+    let predicted = explained.candidates.iter().find(|candidate| candidate.algorithm == chosen);
+    let predicted = predicted.map_or(f64::NAN, |candidate| candidate.seconds);
+    let once = || -> Outcome<f64> {
+        group.group().barrier()?;
+        let start = Instant::now();
+        group.group().run(request()?)?;
+        rank.stream.synchronize()?;
+        Ok(start.elapsed().as_secs_f64())
+    };
+    let mut warm = [0.0];
+    for _ in 0..5 {
+        warm[0] = once()?;
+    }
+    // All ranks make as many calls.
+    group.group().all_reduce(&mut warm, Reduction::Max)?;
+    let calls = ((EFFORT.as_secs_f64() / warm[0]) as usize).clamp(20, MOST_CALLS);
+    let mut times = (0..calls).map(|_| once()).collect::<Outcome<Vec<f64>>>()?;
+    group.group().all_reduce(&mut times, Reduction::Max)?;
+    times.sort_by(f64::total_cmp);
+
+    group.group().barrier()?;
+    let start = Instant::now();
+    for _ in 0..calls {
+        group.group().run(request()?)?;
+    }
+    rank.stream.synchronize()?;
+    let in_a_row = start.elapsed().as_secs_f64() / calls as f64;
+
+    let n = rank.world;
+    let moved = match chosen {
+        Algorithm::WindowDirect => n * (n + 3),
+        _ => 5 * n - 2,
+    };
+    let least = (moved * size) as f64 / copy;
+    Ok(format!(
+        "{:>8} KiB {:<13} median {:8.1} µs, p99 {:8.1} µs, in a row {:8.1} µs, predicted {:8.1} µs, its bytes {:7.1} µs, {calls} calls",
+        size >> 10,
+        chosen.name(),
+        times[calls / 2] * 1e6,
+        times[(calls * 99).div_ceil(100) - 1] * 1e6,
+        in_a_row * 1e6,
+        predicted * 1e6,
+        least * 1e6
+    ))
+}
+
+/// Bytes read and written per second by a copy of the driver.
+fn copy_rate(rank: &Rank, into: &DeviceMemory, from: &DeviceMemory) -> Outcome<f64> {
+    let mut best = f64::INFINITY;
+    for _ in 0..10 {
+        let start = Instant::now();
+        for _ in 0..4 {
+            // SAFETY: both have as many bytes.
+            unsafe { rank.stream.copy(into.pointer(), from.pointer(), rank.most)? };
+        }
+        rank.stream.synchronize()?;
+        best = best.min(start.elapsed().as_secs_f64() / 4.0);
+    }
+    Ok(2.0 * rank.most as f64 / best)
+}
+
+/// Compares the result with the CPU's, and forgets it.
+fn verify(rank: &Rank, output: &DeviceMemory, found: &mut [f32], expected: &[f32]) -> Outcome<()> {
+    let bytes = size_of_val(found);
+    // SAFETY: both have as many bytes, and the copy is waited for.
+    unsafe {
+        rank.stream.copy_to_host(found.as_mut_ptr().cast(), output.pointer(), bytes)?;
+        rank.stream.fill(output.pointer(), 0x55, bytes)?;
+    }
+    rank.stream.synchronize()?;
+    let wrong = found.iter().zip(expected).position(|(a, b)| a.to_bits() != b.to_bits());
+    match wrong {
+        Some(at) => Err(format!("element {at} is {}, not {}", found[at], expected[at]).into()),
+        None => Ok(()),
+    }
+}
+
+/// Sums, means and maxima of every type, in place and in many segments, against the CPU.
+fn every_type(rank: &Rank, group: &DeviceGroup) -> Outcome<()> {
+    let elements = (rank.most / 32 + 1).min(3_000_001);
+    let mut checked = 0;
+    for dtype in Dtype::ALL {
+        let bytes = elements * dtype.size();
+        let memory = DeviceMemory::new(&rank.context, bytes)?;
+        let inputs: Vec<Vec<u64>> = (0..rank.world).map(|of| patterns(of, dtype, bytes)).collect();
+        let pointers: Vec<*const u8> = inputs.iter().map(|input| input.as_ptr().cast()).collect();
+        for reduction in [Reduction::Sum, Reduction::Mean, Reduction::Max] {
+            for count in [1, elements] {
+                let mut expected = vec![0u64; bytes.div_ceil(8)];
+                let tree = Tree::canonical(rank.world);
+                let divisor = (reduction == Reduction::Mean).then_some(rank.world as u32);
+                let into = expected.as_mut_ptr().cast();
+                // SAFETY: all have as many elements.
+                unsafe {
+                    kernel::fold(dtype, reduction, &tree, &pointers, into, None, count, divisor)
+                };
+                let mut found = vec![0u64; bytes.div_ceil(8)];
+                let (at, stream) = (memory.pointer(), &rank.stream);
+                let used = count * dtype.size();
+                // SAFETY: all have as many elements, and the last copy is waited for.
+                unsafe {
+                    stream.copy_to_device(at, pointers[rank.rank], used)?;
+                    group.all_reduce(at, at, count, dtype, reduction, Some(stream))?;
+                    stream.copy_to_host(found.as_mut_ptr().cast(), at, used)?;
+                }
+                stream.synchronize()?;
+                if found != expected {
+                    return Err(format!("{count} {dtype} by {reduction} differ").into());
+                }
+                checked += 1;
+            }
+        }
+    }
+    rank.tell(&format!("{checked} calls on every type have the bits of the CPU"))
+}
+
+/// Numbers around one whose sums round.
+fn numbers(rank: usize, count: usize) -> Vec<f32> {
+    (0..count as u32)
+        .map(|i| {
+            let bits = (i ^ (rank as u32) << 28).wrapping_mul(0x9e37_79b9) ^ i >> 7;
+            let bits = bits.wrapping_mul(0x85eb_ca6b);
+            f32::from_bits(0x3f00_0000 | bits & 0x80ff_ffff)
+        })
+        .collect()
+}
+
+/// Elements that are no NaN in any type: of every 16 bits, neither float format has all exponent bits set.
+fn patterns(rank: usize, dtype: Dtype, bytes: usize) -> Vec<u64> {
+    let clear = match dtype {
+        Dtype::I8 | Dtype::U8 | Dtype::I32 | Dtype::I64 => u64::MAX,
+        _ => 0xbbff_bbff_bbff_bbff,
+    };
+    (0..bytes.div_ceil(8) as u64)
+        .map(|i| {
+            (i * 4 + rank as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29) & clear
+        })
+        .collect()
+}
+
+/// A rank that makes calls until one of its peers is killed.
+fn be_killed(place: Place) -> Outcome<()> {
+    let mut rank = Rank::new(place)?;
+    let bytes = rank.most.min(16 << 20);
+    let group = rank.form(WindowOptions::default())?;
+    let memory = DeviceMemory::new(&rank.context, bytes)?;
+    let at = memory.pointer();
+    let mut calls = 0;
+    let error: Error = loop {
+        if calls == 20 {
+            say("under way")?;
+        }
+        // SAFETY: the memory has as many bytes, and outlives what the stream does.
+        let reduced = unsafe {
+            let stream = Some(&rank.stream);
+            group.all_reduce(at, at, bytes / 4, Dtype::F32, Reduction::Max, stream)
+        };
+        match reduced {
+            Ok(()) => calls += 1,
+            Err(error) => break error,
+        }
+    };
+    match &error {
+        Error::PeerLost { peer, .. } => say(&format!("lost rank {peer} in call {calls}"))?,
+        other => say(&format!("{other:?}"))?,
+    }
+    let begun = Instant::now();
+    rank.stream.synchronize()?;
+    drop(group);
+    let mut word = 0u32;
+    // SAFETY: the memory has as many words, and the copy is waited for.
+    unsafe {
+        rank.stream.fill_words(at, 0x1234_5678, bytes / 4)?;
+        rank.stream.copy_to_host((&raw mut word).cast(), at.offset(bytes - 4), 4)?;
+    }
+    rank.stream.synchronize()?;
+    if word != 0x1234_5678 {
+        return say(&format!("the device wrote {word:#x}"));
+    }
+    say(&format!(
+        "the device works; stream, group and memory took {:.1} ms",
+        begun.elapsed().as_secs_f64() * 1e3
+    ))
+}

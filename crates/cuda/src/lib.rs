@@ -1,0 +1,42 @@
+//! Device memory.
+//!
+//! The CUDA [`Driver`] is loaded when it is asked for, never before: one program runs on machines with
+//! and without it, and learns by a typed [`CudaError`] where there is none. Above its functions are
+//! values that own what they stand for: a [`Context`] is a device that this process uses, a [`Stream`]
+//! an order of work on it, an [`Event`] a point in that order, [`DeviceMemory`] an allocation, and a
+//! [`Module`] code for it.
+//!
+//! [`Folds`] reduce elements on the device with the bits of the host's
+//! [kernels](unisono_collective::kernel): the canonical tree, rounded at every node. Its kernels are
+//! compiled beforehand to PTX, which the driver turns into the code of the device.
+//!
+//! A [`DeviceGroup`] makes collective calls on device memory. Its engine is the device [`window`], for ranks
+//! of one host that share a GPU or whose GPUs reach each other's memory.
+
+mod context;
+mod device;
+mod driver;
+mod error;
+mod event;
+pub mod fold;
+mod group;
+mod library;
+mod memory;
+mod module;
+mod stream;
+pub mod window;
+
+pub use context::{Context, Entered};
+pub use device::{Attribute, Capability, Device, Uuid};
+pub use driver::{DRIVER_VARIABLE, Driver};
+pub use error::CudaError;
+pub use event::{Event, EventHandle, EventKind};
+pub use fold::{FoldError, FoldPlan, Folds};
+pub use group::{DeviceGroup, join};
+pub use library::DevicePtr;
+pub use memory::{
+    DeviceMemory, HostMemory, ImportedMemory, MemoryHandle, MemoryKind, Pointer, RegisteredMemory,
+};
+pub use module::{Kernel, Module};
+pub use stream::{Capture, Stream};
+pub use window::{DeviceCosts, WindowOptions, engine};
