@@ -56,7 +56,7 @@ pub struct WindowOptions {
 
 impl Default for WindowOptions {
     fn default() -> WindowOptions {
-        WindowOptions { buffer: 16 << 20, costs: None }
+        WindowOptions { buffer: 32 << 20, costs: None }
     }
 }
 
