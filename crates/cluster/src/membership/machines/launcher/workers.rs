@@ -34,9 +34,8 @@ impl Launcher {
             Report::Closed => {
                 // One that was not let go, and cannot be told anything any more, must not act. The leader may be
                 // lost before it can say so, and the next one takes a worker that is not named for ended.
-                if self.workers.remove(&worker).is_some() {
-                    self.commands.push(Command::Kill(worker, Sign::CutOff));
-                }
+                let is_known = self.workers.remove(&worker).is_some();
+                self.commands.extend(is_known.then_some(Command::Kill(worker, Sign::CutOff)));
             }
             Report::Ready { .. } if self.is_releasing => {
                 return self.tell_worker(worker, ToWorker::Finish);

@@ -197,7 +197,7 @@ impl World {
             Fault::LeaveAll => {
                 let up = self.up();
                 // Others take over, or all is stopped for a while.
-                if (self.now / MS) % 3 == 0 {
+                if (self.now / MS).is_multiple_of(3) {
                     self.tally.count("all machines told to leave");
                     let delay = 1_000 * MS + self.random.below(2_000 * MS);
                     self.join(3, delay);
