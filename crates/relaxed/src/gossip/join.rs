@@ -1,7 +1,7 @@
 //! How a worker enters: it looks for others that are under way, and takes over from the one that is
 //! furthest.
 
-use std::io;
+use std::io::{self, ErrorKind};
 use std::time::{Duration, Instant};
 
 use super::connect::{Connection, DialError};
@@ -34,11 +34,14 @@ pub fn join(node: &Shared) -> Result<Option<Joined>, GossipError> {
                     joined = Some(Joined { from: peer.partner, clock });
                 }
                 Err(error) => {
-                    log::warn!(
-                        "worker {}: no weights from worker {}: {error}",
-                        node.rank,
-                        peer.partner
+                    // One that ends at this moment is told of elsewhere.
+                    let has_ended = matches!(
+                        error.kind(),
+                        ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset
                     );
+                    let level = if has_ended { log::Level::Info } else { log::Level::Warn };
+                    let (rank, from) = (node.rank, peer.partner);
+                    log::log!(level, "worker {rank}: no weights from worker {from}: {error}");
                     continue;
                 }
             }
