@@ -349,7 +349,9 @@ fn a_thousand_random_kills_of_other_runs_change_no_bit() {
 #[ignore = "soak of hours; docs/measurements/elastic.md says whether it was run"]
 fn ten_thousand_random_kills_change_no_bit() {
     let kills = std::env::var("UNISONO_TEST_KILLS").map_or(10_000, |kills| kills.parse().unwrap());
-    survives_kills(kills, 100, "--steps 20000", "");
+    // Checkpoints, should all workers be lost at once: else the run would begin anew.
+    let kept = "--checkpoint-dir kept-RUN --checkpoint-every 200";
+    survives_kills(kills, 1000, "--steps 20000", kept);
 }
 
 #[test]
