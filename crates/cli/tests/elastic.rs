@@ -298,6 +298,7 @@ impl Victim {
 /// `kept` what only the disturbed one needs.
 fn survives_kills(kills: u64, in_one: u64, arguments: &str, kept: &str) {
     let desk = Desk::new();
+    desk.write_text("text", 4000);
     let whole = undisturbed(&desk, arguments);
     // Soaks that run beside each other kill at other moments.
     let seed = std::env::var("UNISONO_TEST_SEED").map_or(0, |seed| seed.parse().unwrap());
@@ -341,7 +342,7 @@ fn a_thousand_random_kills_of_other_runs_change_no_bit() {
     for codec in ["int8", "topk:1% --codec-warmup 20"] {
         survives_kills(250, 25, &format!("--steps 3000 --codec {codec}"), kept);
     }
-    survives_kills(250, 25, "--model transformer --steps 200", "");
+    survives_kills(250, 25, "--model transformer --data text:text --steps 200", "");
     survives_kills(250, 25, "--model conv --steps 400", "");
 }
 
