@@ -336,7 +336,7 @@ fn random_kills_change_no_bit_of_compressed_runs() {
 }
 
 #[test]
-#[ignore = "soak: some minutes; its last result is in docs/measurements/elastic.md"]
+#[ignore = "soak: some minutes; docs/measurements/elastic.md says whether it was run"]
 fn a_thousand_random_kills_of_other_runs_change_no_bit() {
     let kept = "--checkpoint-dir kept-RUN --checkpoint-every 20";
     for codec in ["int8", "topk:1% --codec-warmup 20"] {
