@@ -84,7 +84,7 @@ impl Summed for RandK {
 }
 
 /// How many of so many elements are sent at a rate: one at least.
-pub(crate) fn share(rate: f64, elements: usize) -> usize {
+pub fn share(rate: f64, elements: usize) -> usize {
     ((rate * elements as f64).round() as usize).max(1).min(elements)
 }
 
@@ -94,8 +94,8 @@ pub(crate) fn assert_rate(rate: f64) {
 }
 
 /// One random element of each stratum, all different; every element has the same chance.
-#[derive(Debug)]
-pub(crate) struct Strata {
+#[derive(Clone, Debug)]
+pub struct Strata {
     key: Key,
     elements: usize,
     /// How many strata there are, and how many of them, the first ones, are longer by one.
@@ -109,7 +109,7 @@ pub(crate) struct Strata {
 
 impl Strata {
     /// `count` of `elements`, at most all.
-    pub(crate) fn new(key: Key, elements: usize, count: usize) -> Strata {
+    pub fn new(key: Key, elements: usize, count: usize) -> Strata {
         debug_assert!(count <= elements);
         let start = below(key.at(count as u64), elements);
         let (length, longer) = match count {
@@ -117,6 +117,13 @@ impl Strata {
             _ => (elements / count, elements % count),
         };
         Strata { key, elements, count, longer, length, number: 0, start }
+    }
+
+    /// What the elements follow from, before the first is drawn: the element at which the first stratum
+    /// begins, the length of a stratum, and how many of them, the first ones, are longer by one. From stratum
+    /// `i` the `⌊r · l / 2⁶⁴⌋`-th element is drawn, where `r` is the key's number at `i` and `l` its length.
+    pub fn layout(&self) -> (usize, usize, usize) {
+        (self.start, self.length, self.longer)
     }
 }
 

@@ -95,21 +95,30 @@ pub enum Selection {
 }
 
 impl Selection {
+    /// How a part `rate` of so many elements is selected.
+    pub fn plan(self, rate: f64, elements: usize) -> Plan {
+        let wanted = share(rate, elements);
+        let (fewest, aim, most) = match self {
+            // Even a sample that is off by a fifth leaves as many candidates as are wanted.
+            Selection::Exact => (wanted, wanted + wanted / 4, wanted),
+            Selection::Sampled => ((wanted * 3).div_ceil(4), wanted, wanted + wanted * 3 / 10),
+        };
+        let size = (elements as f64 * SAMPLED_ABOVE as f64 / aim as f64) as usize;
+        let sample = (wanted > 0 && size <= elements / ELEMENTS_PER_SAMPLE).then_some(size);
+        Plan { wanted, fewest, most, sample }
+    }
+
     /// The ascending indices of a part `rate` of the elements, of those with the largest
     /// magnitudes. They are fewer only if all others are zero. The key only chooses the sample.
     pub(crate) fn largest(self, values: &[f32], rate: f64, key: Key) -> Vec<u32> {
-        let k = share(rate, values.len());
+        let Plan { wanted: k, fewest, most, sample } = self.plan(rate, values.len());
         if k == 0 {
             return Vec::new();
         }
-        let (fewest, aim, most) = match self {
-            // Even a sample that is off by a fifth leaves `k` candidates.
-            Selection::Exact => (k, k + k / 4, k),
-            Selection::Sampled => ((k * 3).div_ceil(4), k, k + k * 3 / 10),
-        };
-        let Some(cut) = sampled_cut(values, aim, key) else {
+        let Some(size) = sample else {
             return exactly(values, k);
         };
+        let cut = sampled_cut(values, size, key);
         let limit = (MOST_CANDIDATES * k).min(values.len());
         let mut candidates = Vec::with_capacity(limit + LANES);
         collect(values, cut, limit, &mut candidates);
@@ -125,6 +134,21 @@ impl Selection {
     }
 }
 
+/// How elements are selected: what implementations on other machines need to select the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Plan {
+    /// Elements that should be taken.
+    pub wanted: usize,
+    /// With fewer than this above the cut of the sample, unless all others are zero, or with more than
+    /// `most`, the cut that takes exactly as many as wanted is used instead.
+    pub fewest: usize,
+    /// See above.
+    pub most: usize,
+    /// Elements of the sample, one from each of as many [strata](crate::randk::Strata), of which the cut
+    /// takes [`SAMPLED_ABOVE`]; without one, the cut is exact.
+    pub sample: Option<usize>,
+}
+
 /// Whether a parameter's elements can be named by the indices of the encoding.
 pub(crate) fn has_indices(shape: &[usize]) -> bool {
     elements(shape) as u64 <= 1 << 32
@@ -133,7 +157,7 @@ pub(crate) fn has_indices(shape: &[usize]) -> bool {
 /// Elements of the sample that should be above the cut. How many elements of the whole are then
 /// above it is right to about one part in the square root of this. More make the sample larger;
 /// fewer make what is sent vary, and all elements be counted more often.
-const SAMPLED_ABOVE: usize = 256;
+pub const SAMPLED_ABOVE: usize = 256;
 
 /// Elements for each one in the sample, at the least. More leave samples to large parameters only;
 /// with fewer, the sample costs as much as it saves.
@@ -182,17 +206,12 @@ fn exactly(values: &[f32], k: usize) -> Vec<u32> {
     indices
 }
 
-/// A cut that takes about `k` of the values, with all of its ties. None if too large a part of the
-/// values would have to be looked at.
-fn sampled_cut(values: &[f32], k: usize, key: Key) -> Option<Cut> {
-    let n = values.len();
-    let size = (n as f64 * SAMPLED_ABOVE as f64 / k as f64) as usize;
-    if size > n / ELEMENTS_PER_SAMPLE {
-        return None;
-    }
-    let sample: Vec<f32> = Strata::new(key, n, size).map(|index| values[index]).collect();
+/// The cut that takes [`SAMPLED_ABOVE`] of a sample of the values, with all of its ties.
+fn sampled_cut(values: &[f32], size: usize, key: Key) -> Cut {
+    let sample: Vec<f32> =
+        Strata::new(key, values.len(), size).map(|index| values[index]).collect();
     let cut = Cut::new(&sample, SAMPLED_ABOVE.min(size));
-    Some(if cut == Cut::ZEROS { cut } else { Cut { ties: usize::MAX, ..cut } })
+    if cut == Cut::ZEROS { cut } else { Cut { ties: usize::MAX, ..cut } }
 }
 
 /// How many values have which digit: which `width` bits of their magnitude from bit `shift` on.

@@ -60,7 +60,7 @@ impl PowerSgd {
     }
 
     /// The part of a column's length at or below which it is not to be told from rounding.
-    fn noise(&self) -> f64 {
+    pub fn noise(&self) -> f64 {
         match self.wire {
             Wire::F32 => 1e-6,
             Wire::Fp16 => 1.0 / 2048.0,

@@ -1,0 +1,607 @@
+//! topk: the elements of largest magnitude (`kernels/topk.cu`).
+//!
+//! How many elements are sent is known to the device alone, so every kernel after the selection is launched for
+//! as many as there can be.
+
+use unisono_codec::spec::Values;
+use unisono_codec::topk::{Plan, SAMPLED_ABOVE, Selection};
+use unisono_codec::{BadEncoding, Key, Rounding};
+
+use super::Placement;
+use super::cast::Float;
+use super::code::{Codecs, Family, THREADS};
+use super::quantize::Quantizer;
+use super::randk::Strata;
+use super::raw::{Into, Owed};
+use crate::error::CudaError;
+use crate::library::DevicePtr;
+use crate::memory::DeviceMemory;
+use crate::stream::Stream;
+
+/// Elements that are counted together, as the kernels have it.
+const TILE: usize = 4096;
+/// Indices that share a width.
+const GROUP: usize = 128;
+/// Bytes of the kernels' `State`, and where some of its fields are.
+const STATE: usize = 64 + 2048 * 4;
+const EXACT_AT: usize = 12;
+const COUNT_AT: usize = 24;
+const LENGTH_AT: usize = 40;
+const DAMAGE_AT: usize = 52;
+
+/// Blocks of kernels that go over all elements only where a sample was misleading. More take longer to find
+/// that there is nothing to do; fewer leave some of a large device idle.
+const SECOND_BLOCKS: usize = 1024;
+
+/// The codec of one parameter, with its memory.
+#[derive(Debug)]
+pub(super) struct TopK {
+    plan: Plan,
+    values: ValueCodec,
+    elements: usize,
+    /// The most elements that are sent.
+    most: usize,
+    /// What the places are in.
+    _memory: DeviceMemory,
+    places: Places,
+    /// Bytes of what was decoded last.
+    decoded: usize,
+}
+
+/// How values travel.
+#[derive(Clone, Copy, Debug)]
+enum ValueCodec {
+    F32,
+    Float(Float),
+    Quantized(Quantizer),
+}
+
+/// Where in its memory what is.
+#[derive(Clone, Copy, Debug)]
+struct Places {
+    state: DevicePtr,
+    /// Of the decoder.
+    read: DevicePtr,
+    sample: DevicePtr,
+    marks: DevicePtr,
+    tiles: DevicePtr,
+    before: DevicePtr,
+    indices: DevicePtr,
+    values: DevicePtr,
+    encoded: DevicePtr,
+    widths: DevicePtr,
+    lengths: DevicePtr,
+    starts: DevicePtr,
+    packed: DevicePtr,
+}
+
+/// `ValueBytes` of the kernels.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct ValueBytes {
+    block: u32,
+    scale: u32,
+    bits: u32,
+    unused: u32,
+}
+
+#[repr(C)]
+struct Sample {
+    owed: Owed,
+    strata: Strata,
+    into: DevicePtr,
+}
+
+#[repr(C)]
+struct Select {
+    values: DevicePtr,
+    elements: u64,
+    rank: u64,
+    state: DevicePtr,
+}
+
+#[repr(C)]
+struct Count {
+    owed: Owed,
+    elements: u64,
+    state: DevicePtr,
+    shift: u32,
+    width: u32,
+    rank: u64,
+}
+
+#[repr(C)]
+struct Mark {
+    owed: Owed,
+    elements: u64,
+    state: DevicePtr,
+    marks: DevicePtr,
+    tiles: DevicePtr,
+    again: u64,
+}
+
+#[repr(C)]
+struct Decide {
+    state: DevicePtr,
+    tiles: DevicePtr,
+    before: DevicePtr,
+    count: u64,
+    fewest: u64,
+    most: u64,
+    again: u64,
+}
+
+#[repr(C)]
+struct Emit {
+    owed: Owed,
+    elements: u64,
+    state: DevicePtr,
+    marks: DevicePtr,
+    before: DevicePtr,
+    indices: DevicePtr,
+    values: DevicePtr,
+    takes: u64,
+}
+
+#[repr(C)]
+struct Widths {
+    state: DevicePtr,
+    indices: DevicePtr,
+    widths: DevicePtr,
+    lengths: DevicePtr,
+}
+
+#[repr(C)]
+struct Lengths {
+    state: DevicePtr,
+    lengths: DevicePtr,
+    starts: DevicePtr,
+    value_bytes: ValueBytes,
+}
+
+#[repr(C)]
+struct Pack {
+    state: DevicePtr,
+    indices: DevicePtr,
+    widths: DevicePtr,
+    starts: DevicePtr,
+    packed: DevicePtr,
+}
+
+#[repr(C)]
+struct Finish {
+    state: DevicePtr,
+    packed: DevicePtr,
+    values: DevicePtr,
+    encoding: DevicePtr,
+}
+
+#[repr(C)]
+struct Return {
+    state: DevicePtr,
+    indices: DevicePtr,
+    values: DevicePtr,
+    residual: DevicePtr,
+}
+
+#[repr(C)]
+struct Groups {
+    state: DevicePtr,
+    encoding: DevicePtr,
+    length: u64,
+    elements: u64,
+    most: u64,
+    starts: DevicePtr,
+    value_bytes: ValueBytes,
+}
+
+#[repr(C)]
+struct Unpack {
+    state: DevicePtr,
+    encoding: DevicePtr,
+    starts: DevicePtr,
+    elements: u64,
+    indices: DevicePtr,
+    sums: DevicePtr,
+}
+
+#[repr(C)]
+struct Bases {
+    state: DevicePtr,
+    sums: DevicePtr,
+    bases: DevicePtr,
+    elements: u64,
+}
+
+#[repr(C)]
+struct CopyValues {
+    state: DevicePtr,
+    encoding: DevicePtr,
+    length: u64,
+    value_bytes: ValueBytes,
+    into: DevicePtr,
+}
+
+#[repr(C)]
+struct Scatter {
+    state: DevicePtr,
+    indices: DevicePtr,
+    bases: DevicePtr,
+    values: DevicePtr,
+    into: DevicePtr,
+    fault: DevicePtr,
+}
+
+impl TopK {
+    pub(super) fn new(
+        codecs: &Codecs,
+        rate: f64,
+        selection: Selection,
+        values: Values,
+        elements: usize,
+    ) -> Result<TopK, CudaError> {
+        let plan = selection.plan(rate, elements);
+        let values = match values {
+            Values::Fp16 => ValueCodec::Float(Float::Fp16),
+            Values::Bf16 => ValueCodec::Float(Float::Bf16),
+            Values::Int8 => ValueCodec::Quantized(Quantizer::Int8(Rounding::Nearest)),
+            Values::Int4 => ValueCodec::Quantized(Quantizer::Int4(Rounding::Nearest)),
+            // As they are.
+            _ => ValueCodec::F32,
+        };
+        let most = plan.wanted.max(plan.most).min(elements);
+        let (tiles, groups) = (elements.div_ceil(TILE), most.div_ceil(GROUP));
+        let mut bytes = 0;
+        let mut place = |size: usize| {
+            let at = bytes;
+            bytes += size.next_multiple_of(256);
+            at
+        };
+        let state = place(STATE);
+        let read = place(STATE);
+        let sample = place(plan.sample.unwrap_or(0) * 4);
+        let marks = place(tiles * TILE / 8);
+        let (tile_counts, before) = (place(tiles * 4), place(tiles * 8));
+        let (indices, value_words, encoded) =
+            (place(most * 4), place(most * 4), place(most * 4 + 4));
+        let (widths, lengths, starts) = (place(groups * 4), place(groups * 4), place(groups * 8));
+        let packed = place(packed_bytes(elements, most));
+        let memory = DeviceMemory::new(codecs.context(), bytes)?;
+        let at = |offset: usize| memory.pointer().offset(offset);
+        let places = Places {
+            state: at(state),
+            read: at(read),
+            sample: at(sample),
+            marks: at(marks),
+            tiles: at(tile_counts),
+            before: at(before),
+            indices: at(indices),
+            values: at(value_words),
+            encoded: at(encoded),
+            widths: at(widths),
+            lengths: at(lengths),
+            starts: at(starts),
+            packed: at(packed),
+        };
+        let stream = Stream::new(codecs.context(), 0)?;
+        // SAFETY: the memory has as many bytes, and nothing else uses it yet.
+        unsafe { stream.fill(places.read, 0, STATE)? };
+        stream.synchronize()?;
+        Ok(TopK { plan, values, elements, most, _memory: memory, places, decoded: 0 })
+    }
+
+    /// Bytes that an encoding has at the most.
+    pub(super) fn most_bytes(&self) -> usize {
+        4 + packed_bytes(self.elements, self.most) + self.value_bytes().of(self.most)
+    }
+
+    fn value_bytes(&self) -> ValueBytes {
+        let (block, scale, bits) = match self.values {
+            ValueCodec::F32 => (1, 0, 32),
+            ValueCodec::Float(_) => (1, 0, 16),
+            ValueCodec::Quantized(Quantizer::Int8(_)) => (256, 2, 8),
+            ValueCodec::Quantized(_) => (128, 2, 4),
+        };
+        ValueBytes { block, scale, bits, unused: 0 }
+    }
+
+    /// # Safety
+    /// As for [`DeviceCodec::encode`](super::DeviceCodec::encode).
+    pub(super) unsafe fn encode(
+        &self,
+        codecs: &Codecs,
+        stream: &Stream,
+        key: Key,
+        gradient: DevicePtr,
+        residual: Option<DevicePtr>,
+        encoding: DevicePtr,
+    ) -> Result<(), CudaError> {
+        let p = self.places;
+        let fresh = Owed::new(Some(gradient), residual);
+        // After all elements were marked, the residual is the sum.
+        let marked = match residual {
+            None => fresh,
+            Some(residual) => Owed::new(None, Some(residual)),
+        };
+        // SAFETY: every place has room for as much as its kernels touch, in this parameter and of as many
+        // elements as can be sent; the rest is the caller's promise.
+        unsafe {
+            stream.fill(p.state, 0, STATE)?;
+            stream.fill(p.packed, 0, packed_bytes(self.elements, self.most))?;
+            match self.plan.sample {
+                Some(size) => {
+                    let strata = Strata::new(key, self.elements, size);
+                    let call = Sample { owed: fresh, strata, into: p.sample };
+                    let blocks = size.div_ceil(THREADS);
+                    codecs.launch(stream, Family::TopK, "topk_sample", blocks, call)?;
+                    let rank = SAMPLED_ABOVE.min(size) as u64;
+                    let call =
+                        Select { values: p.sample, elements: size as u64, rank, state: p.state };
+                    codecs.launch(stream, Family::TopK, "topk_select", 1, call)?;
+                    self.mark(codecs, stream, fresh, false)?;
+                    self.cut_exactly(codecs, stream, marked)?;
+                    self.mark(codecs, stream, marked, true)?;
+                }
+                None => {
+                    stream.fill_words(p.state.offset(EXACT_AT), 1, 1)?;
+                    self.cut_exactly(codecs, stream, fresh)?;
+                    self.mark(codecs, stream, fresh, true)?;
+                }
+            }
+            self.emit(codecs, stream, key, marked, residual)?;
+            self.pack(codecs, stream)?;
+            let values = match self.values {
+                ValueCodec::F32 => p.values,
+                _ => p.encoded,
+            };
+            let call = Finish { state: p.state, packed: p.packed, values, encoding };
+            self.launch_most(codecs, stream, "topk_finish", call)
+        }
+    }
+
+    /// Marks and counts what the cut takes.
+    ///
+    /// # Safety
+    /// As for `encode`.
+    unsafe fn mark(
+        &self,
+        codecs: &Codecs,
+        stream: &Stream,
+        owed: Owed,
+        again: bool,
+    ) -> Result<(), CudaError> {
+        let p = self.places;
+        let (elements, tiles) = (self.elements as u64, self.elements.div_ceil(TILE));
+        let second = u64::from(again);
+        let blocks = if again { tiles.min(SECOND_BLOCKS) } else { tiles };
+        let call =
+            Mark { owed, elements, state: p.state, marks: p.marks, tiles: p.tiles, again: second };
+        // SAFETY: the kernels take such calls; the rest is the caller's promise.
+        unsafe {
+            codecs.launch(stream, Family::TopK, "topk_mark", blocks, call)?;
+            let call = Decide {
+                state: p.state,
+                tiles: p.tiles,
+                before: p.before,
+                count: tiles as u64,
+                fewest: self.plan.fewest as u64,
+                most: self.plan.most as u64,
+                again: second,
+            };
+            codecs.launch(stream, Family::TopK, "topk_decide", 1, call)
+        }
+    }
+
+    /// Finds the cut that takes exactly as many as wanted, if it is needed.
+    ///
+    /// # Safety
+    /// As for `encode`.
+    unsafe fn cut_exactly(
+        &self,
+        codecs: &Codecs,
+        stream: &Stream,
+        owed: Owed,
+    ) -> Result<(), CudaError> {
+        let (elements, state) = (self.elements as u64, self.places.state);
+        let blocks = self.elements.div_ceil(TILE).min(SECOND_BLOCKS);
+        for (shift, width, rank) in [(20, 11, self.plan.wanted as u64), (10, 10, 0), (0, 10, 0)] {
+            let call = Count { owed, elements, state, shift, width, rank };
+            // SAFETY: the kernel takes such a call; the rest is the caller's promise.
+            unsafe { codecs.launch(stream, Family::TopK, "topk_count", blocks, call)? };
+        }
+        Ok(())
+    }
+
+    /// Lists indices and values, and encodes these.
+    ///
+    /// # Safety
+    /// As for `encode`.
+    unsafe fn emit(
+        &self,
+        codecs: &Codecs,
+        stream: &Stream,
+        key: Key,
+        owed: Owed,
+        residual: Option<DevicePtr>,
+    ) -> Result<(), CudaError> {
+        let p = self.places;
+        let (most, counted) = (self.most, Some(p.state.offset(COUNT_AT)));
+        let values = Owed::new(None, Some(p.values));
+        let call = Emit {
+            owed,
+            elements: self.elements as u64,
+            state: p.state,
+            marks: p.marks,
+            before: p.before,
+            indices: p.indices,
+            values: p.values,
+            takes: u64::from(matches!(self.values, ValueCodec::F32)),
+        };
+        // SAFETY: the kernels take such calls; the rest is the caller's promise.
+        unsafe {
+            let blocks = self.elements.div_ceil(TILE);
+            codecs.launch(stream, Family::TopK, "topk_emit", blocks, call)?;
+            match self.values {
+                ValueCodec::F32 => return Ok(()),
+                ValueCodec::Float(float) => {
+                    float.encode(codecs, stream, values, most, counted, p.encoded)?;
+                }
+                ValueCodec::Quantized(quantizer) => {
+                    let into = p.encoded;
+                    quantizer.encode(codecs, stream, key, 0, values, most, counted, into)?;
+                }
+            }
+            let Some(residual) = residual else { return Ok(()) };
+            let call = Return { state: p.state, indices: p.indices, values: p.values, residual };
+            self.launch_most(codecs, stream, "topk_return", call)
+        }
+    }
+
+    /// Packs the indices.
+    ///
+    /// # Safety
+    /// As for `encode`.
+    unsafe fn pack(&self, codecs: &Codecs, stream: &Stream) -> Result<(), CudaError> {
+        let Places { state, indices, widths, lengths, starts, packed, .. } = self.places;
+        let value_bytes = self.value_bytes();
+        let warps = self.most.div_ceil(GROUP).div_ceil(THREADS / 32);
+        // SAFETY: the kernels take such calls; the rest is the caller's promise.
+        unsafe {
+            let call = Widths { state, indices, widths, lengths };
+            codecs.launch(stream, Family::TopK, "topk_widths", warps, call)?;
+            let call = Lengths { state, lengths, starts, value_bytes };
+            codecs.launch(stream, Family::TopK, "topk_lengths", 1, call)?;
+            let call = Pack { state, indices, widths, starts, packed };
+            codecs.launch(stream, Family::TopK, "topk_pack", warps, call)
+        }
+    }
+
+    /// Launches a kernel with a thread for each element that may be sent; one block at least.
+    ///
+    /// # Safety
+    /// As for `Codecs::launch`.
+    unsafe fn launch_most<Call>(
+        &self,
+        codecs: &Codecs,
+        stream: &Stream,
+        name: &str,
+        call: Call,
+    ) -> Result<(), CudaError> {
+        let blocks = self.most.div_ceil(THREADS).max(1);
+        // SAFETY: the caller's promise.
+        unsafe { codecs.launch(stream, Family::TopK, name, blocks, call) }
+    }
+
+    /// Bytes of the encoding that was submitted last; waits for it.
+    pub(super) fn length(&self, stream: &Stream) -> Result<usize, CudaError> {
+        let mut length = 0_u64;
+        let from = self.places.state.offset(LENGTH_AT);
+        // SAFETY: the word is in the state, and the copy is waited for.
+        unsafe { stream.copy_to_host((&raw mut length).cast(), from, 8)? };
+        stream.synchronize()?;
+        Ok(length as usize)
+    }
+
+    /// # Safety
+    /// As for [`DeviceCodec::decode`](super::DeviceCodec::decode); `fault` is a word of eight bytes.
+    #[expect(clippy::too_many_arguments, reason = "one flat call, as its caller")]
+    pub(super) unsafe fn decode(
+        &mut self,
+        codecs: &Codecs,
+        stream: &Stream,
+        encoding: DevicePtr,
+        length: usize,
+        into: DevicePtr,
+        placement: Placement,
+        fault: DevicePtr,
+    ) -> Result<(), CudaError> {
+        self.decoded = length;
+        let Places { read: state, indices, values, encoded, widths, lengths, starts, .. } =
+            self.places;
+        let (elements, most, value_bytes) =
+            (self.elements as u64, self.most as u64, self.value_bytes());
+        let counted = Some(state.offset(COUNT_AT));
+        let decoded = Into::new(values, Placement::Overwrite);
+        // SAFETY: every place has room for as many elements as can be sent, and the first kernel refuses more;
+        // the rest is the caller's promise.
+        unsafe {
+            if placement == Placement::Overwrite && self.elements > 0 {
+                stream.fill_words(into, 0, self.elements)?;
+            }
+            let length = length as u64;
+            let call = Groups { state, encoding, length, elements, most, starts, value_bytes };
+            codecs.launch(stream, Family::TopK, "topk_groups", 1, call)?;
+            let blocks = self.most.div_ceil(GROUP).div_ceil(THREADS);
+            let call = Unpack { state, encoding, starts, elements, indices, sums: lengths };
+            codecs.launch(stream, Family::TopK, "topk_unpack", blocks, call)?;
+            let call = Bases { state, sums: lengths, bases: widths, elements };
+            codecs.launch(stream, Family::TopK, "topk_bases", 1, call)?;
+            let call = CopyValues { state, encoding, length, value_bytes, into: encoded };
+            self.launch_most(codecs, stream, "topk_values", call)?;
+            let (values, fault) = match self.values {
+                ValueCodec::F32 => (encoded, DevicePtr::default()),
+                ValueCodec::Float(float) => {
+                    float.decode(codecs, stream, encoded, self.most, counted, decoded)?;
+                    (values, DevicePtr::default())
+                }
+                ValueCodec::Quantized(quantizer) => {
+                    let most = self.most;
+                    quantizer.decode(codecs, stream, encoded, most, counted, decoded, fault)?;
+                    (values, fault)
+                }
+            };
+            let call = Scatter { state, indices, bases: widths, values, into, fault };
+            self.launch_most(codecs, stream, "topk_scatter", call)
+        }
+    }
+
+    /// What decoders found wrong with indices; waits for them.
+    pub(super) fn damage(&self, stream: &Stream) -> Result<Option<BadEncoding>, CudaError> {
+        let mut damage = [0_u32; 3];
+        let from = self.places.read.offset(DAMAGE_AT);
+        // SAFETY: the words are in the state, and the copy is waited for before they are touched again.
+        unsafe {
+            stream.copy_to_host(damage.as_mut_ptr().cast(), from, size_of_val(&damage))?;
+            stream.synchronize()?;
+            stream.fill(from, 0, size_of_val(&damage))?;
+        }
+        let [kind, low, high] = damage;
+        let found = u64::from(high) << 32 | u64::from(low);
+        let (codec, elements) = ("topk", self.elements);
+        Ok(match kind {
+            0 => None,
+            1 => Some(BadEncoding::Length { codec, expected: found as usize, found: self.decoded }),
+            2 => Some(BadEncoding::Count { codec, found: found as usize, elements }),
+            3 => Some(BadEncoding::Index { codec, index: found, elements }),
+            _ => Some(BadEncoding::Field { codec, field: "padding", found }),
+        })
+    }
+
+    /// The codec of values, in errors.
+    pub(super) fn values_name(&self) -> &'static str {
+        match self.values {
+            ValueCodec::Quantized(Quantizer::Int8(_)) => "int8",
+            ValueCodec::Quantized(_) => "int4",
+            _ => "topk",
+        }
+    }
+}
+
+impl ValueBytes {
+    fn of(self, count: usize) -> usize {
+        let (block, scale, bits) = (self.block as usize, self.scale as usize, self.bits as usize);
+        let rest = match count % block {
+            0 => 0,
+            rest => scale + (rest * bits).div_ceil(8),
+        };
+        count / block * (scale + block * bits / 8) + rest
+    }
+}
+
+/// The most bytes that as many indices take: 3 bits each above the logarithm of the mean gap, with a group's
+/// width and what fills up a word.
+fn packed_bytes(elements: usize, count: usize) -> usize {
+    let mean = elements.checked_div(count).unwrap_or(0) + 1;
+    let bits = count * (4 + mean.ilog2() as usize) + 8 * count.div_ceil(GROUP);
+    bits.div_ceil(32) * 4 + 8
+}
