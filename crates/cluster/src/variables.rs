@@ -9,11 +9,12 @@ use std::ffi::OsString;
 const PREFIX: &str = "UNISONO_";
 
 /// Every variable that Unisono reads or sets.
-pub const KNOWN: [&str; 29] = [
+pub const KNOWN: [&str; 31] = [
     "UNISONO_ALGORITHM",
     "UNISONO_CANONICAL",
     "UNISONO_COLUMNS",
     "UNISONO_CUDA_DRIVER",
+    "UNISONO_DEVICE_ENGINE",
     "UNISONO_ENCRYPT",
     "UNISONO_ETCD_CA",
     "UNISONO_ETCD_CERT",
@@ -27,6 +28,7 @@ pub const KNOWN: [&str; 29] = [
     "UNISONO_LISTEN_FD",
     "UNISONO_LOG",
     "UNISONO_MEMBERSHIP",
+    "UNISONO_NCCL",
     "UNISONO_NETLAB",
     "UNISONO_PEERS",
     "UNISONO_PROGRAM",

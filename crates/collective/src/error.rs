@@ -306,8 +306,9 @@ pub enum FormError {
         /// The transport that was asked for.
         transport: crate::options::Transport,
     },
-    /// The ranks' devices cannot share memory. Start them on one host, on devices that reach each other.
-    #[error("rank {rank} cannot share device memory with the other ranks: {reason}")]
+    /// A rank has no device, or the engine of device memory that was asked for does not open there. Give each rank a
+    /// device, or leave the choice of the engine to the ranks.
+    #[error("rank {rank} cannot take part in calls on device memory: {reason}")]
     Device {
         /// The first rank that cannot.
         rank: Rank,

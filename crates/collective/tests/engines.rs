@@ -154,12 +154,15 @@ impl Engine for Device {
     }
 }
 
+fn make_device(wires: &Arc<Wires>) -> Arc<MakeEngine> {
+    let wires = wires.clone();
+    Arc::new(move |host| Ok(Box::new(Device::open(host, wires.clone())?) as Box<dyn Engine>))
+}
+
 /// A world of threads with a device.
 fn start(world: usize, wires: &Arc<Wires>) -> Vec<Group> {
     let (hub, epoch) = (LocalHub::new(world), Epoch::new(0));
-    let wires = wires.clone();
-    let make = move |host| Ok(Box::new(Device::open(host, wires.clone())?) as Box<dyn Engine>);
-    let make: Arc<MakeEngine> = Arc::new(make);
+    let make = make_device(wires);
     std::thread::scope(|scope| {
         let form = |rank| {
             let (hub, epoch, make) = (hub.clone(), epoch.clone(), make.clone());
@@ -230,6 +233,30 @@ fn groups_made_of_a_group_have_its_engine() {
         let mut ranks = [group.rank() as f32; 1000];
         half.run(on_device(&mut ranks, Reduction::Sum)).unwrap();
         assert_eq!(ranks, [if group.rank() % 2 == 0 { 2.0 } else { 4.0 }; 1000]);
+    });
+}
+
+#[test]
+fn a_group_beside_another_has_its_ranks_and_an_engine_of_its_own() {
+    let (groups, make) =
+        (Group::local(3, &Options::default()).unwrap(), make_device(&Arc::default()));
+    on_all(&groups, |group| {
+        // One engine that cannot be made leaves all ranks as they were.
+        let reason = "it has none".to_owned();
+        let none = FormError::Device { rank: Rank(1), reason };
+        let missing = none.clone();
+        let refused = group.beside(Arc::new(move |_| Err(missing.clone()))).err();
+        assert_eq!(refused, Some(none));
+        for _ in 0..2 {
+            let beside = group.beside(make.clone()).unwrap();
+            assert_eq!((beside.rank(), beside.members()), (group.rank(), group.members()));
+            let mut ones = [1f32; 1000];
+            beside.run(on_device(&mut ones, Reduction::Sum)).unwrap();
+            assert_eq!((ones, beside.calls(), group.calls()), ([3.0; 1000], 1, 0));
+        }
+        let refused = group.run(on_device(&mut [1.0], Reduction::Sum)).unwrap_err();
+        assert_eq!(refused, Error::InvalidCall(InvalidCall::Memory { memory: DEVICE }));
+        group.barrier().unwrap();
     });
 }
 

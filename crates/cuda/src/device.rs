@@ -39,6 +39,10 @@ pub enum Attribute {
     Integrated = 18,
     /// 0 where any number of processes may use it.
     ComputeMode = 20,
+    /// The clock of its memory, in kHz.
+    MemoryClock = 36,
+    /// The width of its memory's bus, in bits.
+    MemoryBusWidth = 37,
     /// Copies that can run beside kernels.
     CopyEngines = 40,
     /// Before the point of its [`Capability`].

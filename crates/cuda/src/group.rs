@@ -6,23 +6,23 @@ use unisono_collective::engine::Memory;
 use unisono_collective::fabric::Connector;
 use unisono_collective::{Dtype, Epoch, Error, FormError, Group, Op, Options, Reduction, Request};
 
+use crate::choice::{DeviceOptions, engine};
 use crate::driver::Driver;
 use crate::library::DevicePtr;
 use crate::stream::Stream;
-use crate::window::{WindowOptions, engine};
 
 /// A rank of a group that has a device: makes calls on the memory of that device, in the order of a stream.
 ///
 /// ```no_run
 /// use unisono_collective::fabric::LocalHub;
 /// use unisono_collective::{Dtype, Epoch, Options, Reduction};
-/// use unisono_cuda::{Context, DeviceMemory, Driver, Stream, WindowOptions};
+/// use unisono_cuda::{Context, DeviceMemory, DeviceOptions, Driver, Stream};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let (connector, rank, world) = (LocalHub::new(1), 0, 1);
 /// // As all ranks do, on the first device that each of them sees.
-/// let (options, window) = (Options::default(), WindowOptions::default());
-/// let group = unisono_cuda::join(connector, Epoch::new(0), rank, world, options, 0, window)?;
+/// let (options, engine) = (Options::default(), DeviceOptions::default());
+/// let group = unisono_cuda::join(connector, Epoch::new(0), rank, world, options, 0, engine)?;
 ///
 /// let context = Context::new(&Driver::load()?.device(0)?)?;
 /// let stream = Stream::new(&context, 0)?;
@@ -44,8 +44,8 @@ pub struct DeviceGroup {
     device: u32,
 }
 
-/// Joins the world of a job with a device of this process, by its number. All ranks of the job do so; where
-/// one cannot use its device or does not reach the others', all get [`FormError::Device`].
+/// Joins the world of a job with a device of this process, by its number. All ranks of the job do so, with equal
+/// options; where one cannot use its device, or the engine that is asked for does not open, all get [`FormError::Device`].
 pub fn join(
     connector: Arc<dyn Connector>,
     epoch: Arc<Epoch>,
@@ -53,9 +53,9 @@ pub fn join(
     world: usize,
     options: Options,
     device: u32,
-    window: WindowOptions,
+    device_options: impl Into<DeviceOptions>,
 ) -> Result<DeviceGroup, FormError> {
-    let engine = engine(move || Driver::load()?.device(device), window);
+    let engine = engine(move || Driver::load()?.device(device), device_options);
     let group = Group::with_engine(connector, epoch, rank, world, options, engine)?;
     Ok(DeviceGroup { group, device })
 }
@@ -64,6 +64,16 @@ impl DeviceGroup {
     /// A group that has the [engine](crate::engine()) of this device, such as a sub-group of another one.
     pub fn new(group: Group, device: u32) -> DeviceGroup {
         DeviceGroup { group, device }
+    }
+
+    /// The name of the engine that runs its calls on device memory.
+    pub fn engine(&self) -> Result<&'static str, Error> {
+        let asked = Request::sized(Op::AllReduce, Dtype::U8, 1);
+        // SAFETY: a call that is only explained has no memory.
+        let asked = unsafe { asked.in_memory(Memory::Device(self.device)) };
+        let engine = self.group.explain(asked)?.engine;
+        // After the name comes where the data of such a call goes.
+        Ok(engine.split_once(',').map_or(engine, |(name, _)| name))
     }
 
     /// The group, whose calls are on host memory.

@@ -10,9 +10,16 @@
 //! [kernels](unisono_collective::kernel): the canonical tree, rounded at every node. Its kernels are
 //! compiled beforehand to PTX, which the driver turns into the code of the device.
 //!
-//! A [`DeviceGroup`] makes collective calls on device memory. Its engine is the device [`window`], for ranks
-//! of one host that share a GPU or whose GPUs reach each other's memory.
+//! A [`DeviceCodec`] encodes gradients on the device, with the bytes of the host's [codecs](unisono_codec).
+//!
+//! A [`DeviceGroup`] makes collective calls on device memory. Its [engine](DeviceEngine), which all ranks choose together
+//! by what they share, is a [`window`], through device memory or host memory that all ranks of a host reach, [`nccl`], for
+//! ranks of any hosts, or the host's own collectives, from which calls [`bounce`].
 
+mod agreement;
+pub mod bounce;
+mod choice;
+pub mod codec;
 mod context;
 mod device;
 mod driver;
@@ -23,9 +30,14 @@ mod group;
 mod library;
 mod memory;
 mod module;
+pub mod nccl;
+mod order;
 mod stream;
 pub mod window;
 
+pub use bounce::BounceOptions;
+pub use choice::{DeviceEngine, DeviceOptions, ENGINE_VARIABLE, engine};
+pub use codec::{CodecError, Codecs, DeviceCodec, Placement};
 pub use context::{Context, Entered};
 pub use device::{Attribute, Capability, Device, Uuid};
 pub use driver::{DRIVER_VARIABLE, Driver};
@@ -38,5 +50,6 @@ pub use memory::{
     DeviceMemory, HostMemory, ImportedMemory, MemoryHandle, MemoryKind, Pointer, RegisteredMemory,
 };
 pub use module::{Kernel, Module};
+pub use nccl::{NCCL_VARIABLE, NcclEngine, NcclError, NcclOptions, nccl_engine};
 pub use stream::{Capture, Stream};
-pub use window::{DeviceCosts, WindowOptions, engine};
+pub use window::{DeviceCosts, Rounds, Way, WindowOptions};

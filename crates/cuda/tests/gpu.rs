@@ -10,7 +10,10 @@ use unisono_cuda::{
     HostMemory, MemoryKind, Module, Pointer, RegisteredMemory, Stream,
 };
 
+#[path = "common/codecs.rs"]
+mod codecs;
 mod common;
+use codecs::{Bench, Kind, lengths, with_spans};
 use common::{Arena, Case, Layout, Machine, Outputs, check, check_patterns, check_type};
 
 /// A device, and an arena of its own.
@@ -114,6 +117,94 @@ fn bf16_by_the_code_for_older_devices() {
     let mut gpu = Gpu::new(&context, Some(Capability { major: 7, minor: 5 }));
     check_type(&mut gpu, Dtype::Bf16, [1, 2, 7, 8, 9, 16, 33], &[1, 333]);
     check_patterns(&mut gpu, Dtype::Bf16);
+}
+
+/// Gradients whose encodings are specified to the last bit.
+const NUMBERS: [Kind; 4] = [Kind::Normal, Kind::Ties, Kind::Edges, Kind::Zeros];
+
+fn check_codecs(texts: &[&str], kinds: &[Kind], large: usize) {
+    let Some(context) = context() else { return };
+    for shift in [0, 4] {
+        let bench = Bench::new(&context, shift);
+        for text in texts {
+            let spec = text.parse().unwrap();
+            for length in lengths(usize::MAX).chain([large]) {
+                kinds.iter().for_each(|kind| bench.check(&spec, &[length], *kind));
+            }
+            with_spans(&spec, |spans| {
+                kinds.iter().for_each(|kind| bench.check_spans(&spec, spans, *kind));
+            });
+        }
+    }
+}
+
+#[test]
+fn casts_on_the_device() {
+    check_codecs(&["fp16", "bf16"], &Kind::ALL, 3_000_001);
+}
+
+#[test]
+fn quantizers_on_the_device() {
+    let texts =
+        ["int8", "int8:stochastic", "int4", "int4:stochastic", "qsgd:2", "qsgd:5", "qsgd:8"];
+    check_codecs(&texts, &Kind::ALL, 3_000_001);
+}
+
+#[test]
+fn sign_on_the_device() {
+    check_codecs(&["sign"], &NUMBERS, 3_000_001);
+}
+
+#[test]
+fn topk_on_the_device() {
+    let texts = ["topk:1%", "topk:4%,exact", "topk:0.1%", "topk:10%+int8", "topk:50%,exact+int4"];
+    check_codecs(&texts, &NUMBERS, 3_000_001);
+    check_codecs(&["topk:5%+fp16", "topk:5%+bf16"], &NUMBERS, 300_001);
+}
+
+#[test]
+fn randk_on_the_device() {
+    check_codecs(&["randk:10%", "randk:1%+fp16", "randk:50%+bf16"], &NUMBERS, 3_000_001);
+}
+
+#[test]
+fn powersgd_on_the_device() {
+    let Some(context) = context() else { return };
+    let shapes: [&[usize]; 9] = [
+        &[0, 3],
+        &[1, 1],
+        &[7, 300],
+        &[33, 3, 5],
+        &[130, 64],
+        &[6, 2500],
+        &[257, 40],
+        &[1003, 1500],
+        &[3, 100_001],
+    ];
+    for shift in [0, 4] {
+        let bench = Bench::new(&context, shift);
+        for text in ["powersgd:1", "powersgd:4", "powersgd:3+fp16", "powersgd:32+bf16"] {
+            for shape in shapes {
+                for kind in [Kind::Normal, Kind::Ties, Kind::Zeros] {
+                    bench.check(&text.parse().unwrap(), shape, kind);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn damaged_encodings_on_the_device() {
+    let Some(context) = context() else { return };
+    let bench = Bench::new(&context, 0);
+    for text in ["int8", "int4", "qsgd:4", "sign"] {
+        for (places, byte) in [(&[1][..], 0x7f), (&[3], 0xff), (&[520, 521, 522, 523], 0xff)] {
+            bench.check_damage(&text.parse().unwrap(), 5000, places, byte);
+        }
+    }
+    for text in ["topk:1%", "topk:10%+int8"] {
+        bench.check_sparse_damage(&text.parse().unwrap(), 20_000);
+    }
 }
 
 #[test]

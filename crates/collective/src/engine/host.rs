@@ -9,7 +9,7 @@ use crate::call::Call;
 use crate::cost::{Contest, Costs, Cut, Prediction};
 use crate::dtype::Dtype;
 use crate::error::{Error, InvalidCall};
-use crate::fabric::staging_buffer;
+use crate::fabric::{available_memory, staging_buffer};
 use crate::link::{Links, Run};
 use crate::options::Options;
 use crate::request::{Checked, Request};
@@ -18,7 +18,7 @@ use crate::state::GroupState;
 use crate::window::WindowMemory;
 use crate::window::clocks::Clocks;
 
-use super::{CallPlan, Engine, Explanation, Memory, tune};
+use super::{CallPlan, Engine, Explanation, Memory, SharedMemory, tune};
 
 /// Segments in flight over links. More: more overlap of sending, receiving and folding, until the
 /// socket buffers hold them all anyway. Fewer: less scratch memory.
@@ -46,6 +46,9 @@ pub struct HostEngine {
 }
 
 impl HostEngine {
+    /// What explanations call it.
+    pub const NAME: &'static str = "host";
+
     pub(crate) fn new(
         rank: usize,
         topology: Topology,
@@ -107,6 +110,36 @@ impl HostEngine {
         window.map(WindowMemory::clocks_for_engine)
     }
 
+    /// Makes memory of so many bytes for ranks of this host to [take](HostEngine::take_memory), until this rank
+    /// [withdraws](HostEngine::withdraw_memory) it or offers other memory. They do so after they have heard of it.
+    /// Bytes of sealed memory are reserved when it is made; where there are too few, the reason says so.
+    pub fn offer_memory(&self, bytes: usize) -> Result<Arc<SharedMemory>, String> {
+        if let Some(available) = available_memory()
+            && bytes as u64 > available
+        {
+            return Err(format!("{bytes} bytes of shared memory; only {available} are available"));
+        }
+        let memory = SharedMemory::create(bytes).map_err(|error| error.to_string())?;
+        let memory = Arc::new(memory);
+        if let Some(network) = self.links.network() {
+            network.offer(Some(&memory));
+        }
+        Ok(memory)
+    }
+
+    /// Maps so many bytes of what another rank of this host offers.
+    pub fn take_memory(&self, from: usize, bytes: usize) -> Result<Arc<SharedMemory>, String> {
+        let network = self.links.network().ok_or("the rank has no connections")?;
+        network.take(from, bytes, &|| self.state.is_over())
+    }
+
+    /// Hands out nothing any more. Who has taken it keeps it.
+    pub fn withdraw_memory(&self) {
+        if let Some(network) = self.links.network() {
+            network.offer(None);
+        }
+    }
+
     /// Runs a call that all ranks make while the group forms: it has no number.
     pub fn run_unnumbered(&mut self, request: Request<'_>) -> Result<(), Error> {
         let request = request.check(self.rank, &self.topology)?;
@@ -115,6 +148,21 @@ impl HostEngine {
             return Err(self.state.settled_error(Some(call)));
         }
         self.run(&call, &request).map_err(|error| self.state.fail_in(&call, error))
+    }
+
+    /// Waits until all ranks make this call, and compares what they call; nothing moves. For an engine
+    /// whose own wires carry no headers: a rank that does not come, or comes with another call, is named here.
+    pub fn meet(&mut self, call: &Call) -> Result<(), Error> {
+        let barrier = Request::barrier().check(self.rank, &self.topology)?;
+        let plan = self.plan(&barrier)?;
+        let schedule = self.schedule(barrier.op(), plan.algorithm)?;
+        let (mut buffers, segments) = barrier.cut(&schedule, plan.column, DEPTH);
+        buffers.scratch = self.links.scratch.reserve(buffers.scratch_bytes());
+        for phase in &schedule.phases {
+            // SAFETY: buffers of no elements.
+            unsafe { self.run_phase(phase, call, &buffers, 0..segments) }?;
+        }
+        Ok(())
     }
 
     /// Measures the group, from which on calls are priced by its own costs.
@@ -296,7 +344,7 @@ impl Engine for HostEngine {
         others.retain(|a| candidates.iter().all(|candidate| candidate.algorithm != *a));
         let contest = Contest::new(request.op(), &self.topology, &others);
         let others = contest.predict(&self.costs, |a, s| self.cut(request, s, a));
-        Ok(Explanation { candidates, others, chosen })
+        Ok(Explanation { engine: HostEngine::NAME, candidates, others, chosen })
     }
 
     fn run(&mut self, call: &Call, request: &Checked<'_>) -> Result<(), Error> {

@@ -24,6 +24,7 @@ pub use crate::traffic::Meter;
 pub use crate::window::clock;
 pub use crate::window::clocks::{ClockView, Clocks, Patience};
 pub use host::HostEngine;
+pub use unisono_net::memory::Memory as SharedMemory;
 
 /// Runs the calls of one rank of a group, one after the other.
 pub trait Engine: Send {
@@ -76,6 +77,8 @@ pub struct CallPlan {
 /// What is known about a call before it runs: its algorithm and predicted times.
 #[derive(Clone, Debug)]
 pub struct Explanation {
+    /// The engine that runs it, and where its data goes if it has a choice.
+    pub engine: &'static str,
     /// Every candidate with its predicted time, best first.
     pub candidates: Vec<Prediction>,
     /// What could do the call, and gives the bits that were promised, but is not considered unless

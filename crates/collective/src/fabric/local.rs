@@ -5,6 +5,7 @@ use std::io;
 use std::sync::{Arc, Mutex};
 
 use socket2::{Domain, Socket, Type};
+use unisono_net::memory::Memory;
 use unisono_net::{Connection, descriptors, fork};
 
 use super::cores::{available_cores, crowd};
@@ -106,12 +107,15 @@ struct Member {
     others: Arrivals,
     /// Streams of links to higher ranks, by rank and number, that either has opened.
     opened: Mutex<HashSet<(usize, u32)>>,
+    /// Memory that it offers.
+    offered: Mutex<Option<Arc<Memory>>>,
 }
 
 impl Member {
     fn new() -> io::Result<Member> {
         let (links, others) = (Arrivals::new()?, Arrivals::new()?);
-        Ok(Member { links, others, opened: Mutex::default() })
+        let (opened, offered) = Default::default();
+        Ok(Member { links, others, opened, offered })
     }
 }
 
@@ -152,6 +156,24 @@ impl Network for LocalNetwork {
 
     fn others(&self) -> &Arrivals {
         &self.members[self.me].others
+    }
+
+    fn offer(&self, memory: Option<&Arc<Memory>>) {
+        let mut offered = self.members[self.me].offered.lock().expect("no panic while locked");
+        *offered = memory.cloned();
+    }
+
+    fn take(
+        &self,
+        peer: usize,
+        bytes: usize,
+        _over: &dyn Fn() -> bool,
+    ) -> Result<Arc<Memory>, String> {
+        let offered = self.members[peer].offered.lock().expect("no panic while locked");
+        let file = offered.as_ref().and_then(|memory| memory.file());
+        let file = file.ok_or("it offers no memory")?;
+        // Mapped again, as in another process: what a rank does to its mapping is no other's affair.
+        Memory::open(file, bytes).map(Arc::new).map_err(|error| error.to_string())
     }
 }
 

@@ -8,6 +8,7 @@ use std::time::Instant;
 use rustix::event::{EventfdFlags, PollFd, PollFlags};
 use unisono_net::Connection;
 use unisono_net::dial::Dials;
+use unisono_net::memory::Memory;
 
 /// What a connection between two ranks of a group is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,6 +39,21 @@ pub trait Network: Send + Sync {
 
     /// All other connections that they have opened.
     fn others(&self) -> &Arrivals;
+
+    /// Hands memory to the ranks of this host that [take](Network::take) it, until it offers something else, or
+    /// nothing.
+    fn offer(&self, _memory: Option<&Arc<Memory>>) {}
+
+    /// So many bytes of what a rank of this host offers now, mapped. An error if it cannot be had, or if the wait
+    /// for it is `over`.
+    fn take(
+        &self,
+        _peer: usize,
+        _bytes: usize,
+        _over: &dyn Fn() -> bool,
+    ) -> Result<Arc<Memory>, String> {
+        Err("the ranks share no memory".into())
+    }
 }
 
 /// A connection on its way.

@@ -3,18 +3,20 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::RecvFlags;
 use unisono_net::dial::{Dials, Door, Refused};
 use unisono_net::keepalive::keep_alive;
-use unisono_net::{Acceptor, Connection, Dialer, Introduction, Purpose, Target, Token};
+use unisono_net::memory::{Memory, receive_with};
+use unisono_net::{Acceptor, Connection, Dialer, Introduction, Purpose, Target, Token, timespec};
 
 use super::cores::{crowd, shared_cores};
 use super::endpoint::{Address, HostId};
 use super::forming::form;
 use super::inbox::Inbox;
 use super::network::{Arrivals, Network, Opening, Use};
-use super::{CONTROL, Connector, DATA, Fabric, GroupSetup, MESSAGES, system};
+use super::{CONTROL, Connector, DATA, Fabric, GroupSetup, MEMORY, MESSAGES, system};
 use crate::error::FormError;
 use crate::options::Transport;
 use crate::schedule::Topology;
@@ -22,6 +24,9 @@ use crate::schedule::Topology;
 /// A deadline that is never reached: a group that has formed has other means to notice that a rank is
 /// gone.
 const NEVER: Duration = Duration::from_secs(31_536_000);
+
+/// How long a rank that waits for memory sleeps before it looks whether the group still stands.
+const NAP: Duration = Duration::from_millis(20);
 
 /// A rank that knows all the others.
 pub struct ProcessHub {
@@ -199,6 +204,56 @@ impl Network for ProcessNetwork {
 
     fn others(&self) -> &Arrivals {
         &self.others
+    }
+
+    fn offer(&self, memory: Option<&Arc<Memory>>) {
+        match memory {
+            Some(memory) => self.hub.inbox.share(self.instance, memory),
+            None => self.hub.inbox.keep(self.instance),
+        }
+    }
+
+    fn take(
+        &self,
+        peer: usize,
+        bytes: usize,
+        over: &dyn Fn() -> bool,
+    ) -> Result<Arc<Memory>, String> {
+        let deadline = self.setup.options.deadline(1);
+        let goes_on = || match over() {
+            true => Err("the group is over".to_owned()),
+            false if Instant::now() > deadline => Err("it did not answer in time".to_owned()),
+            false => Ok(()),
+        };
+        let what = (MEMORY, self.instance, 0);
+        let door = self.hub.door(&self.setup, &self.topology, peer, what);
+        let mut opening = Opening::Dialing(Dials::new(vec![door]));
+        let connection = loop {
+            if let Some(connection) = self.advance(&mut opening)? {
+                break connection;
+            }
+            goes_on()?;
+            let mut fds = Vec::new();
+            let next = opening.watch(&mut fds);
+            let left = next.map_or(NAP, |at| at.saturating_duration_since(Instant::now()).min(NAP));
+            // Interrupted or failed: the loop comes round again.
+            let _ = poll(&mut fds, Some(&timespec(left)));
+        };
+        connection.socket().set_nonblocking(true).map_err(|error| error.to_string())?;
+        loop {
+            let mut file = None;
+            match (receive_with(connection.socket(), &mut [0], &mut file), file) {
+                (Err(Errno::AGAIN | Errno::INTR), _) => goes_on()?,
+                (Ok(1), Some(file)) => {
+                    let memory = Memory::open(&file, bytes).map_err(|error| error.to_string())?;
+                    return Ok(Arc::new(memory));
+                }
+                _ => return Err("it sent no memory".into()),
+            }
+            let mut fds = [PollFd::new(&**connection.socket(), PollFlags::IN)];
+            // As above.
+            let _ = poll(&mut fds, Some(&timespec(NAP)));
+        }
     }
 }
 

@@ -1,9 +1,10 @@
 //! Groups inside a group.
 
-use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 
 use super::{Group, Pricing};
+use crate::engine::MakeEngine;
 use crate::error::{FormError, InvalidCall};
 use crate::fabric::GroupSetup;
 
@@ -23,7 +24,8 @@ impl Group {
             .collect();
         members.sort_unstable();
         let members: Vec<usize> = members.into_iter().map(|(_, rank)| rank).collect();
-        self.descend(&members, self.child_id(number, u64::from(color))).map(Some)
+        let id = self.child_id(number, u64::from(color));
+        self.descend(&members, id, self.inner.make_engine.clone()).map(Some)
     }
 
     /// A group of the ranks in `members`, in this order. Only they call it, all with the same
@@ -39,16 +41,34 @@ impl Group {
         if let Some(&rank) = sorted.iter().find(|&&m| m >= world) {
             return Err(InvalidCall::NoSuchRank { rank, world }.into());
         }
-        // Ranks outside the list do not take part, and of those inside some may have tried before
-        // without the others: there is no number on which all agree. So all groups of a list have
-        // the same id, and this rank makes one after the other. When one has formed, every member
-        // has taken all connections that are meant for it, and those of the next are its own.
+        self.listed(b"list", members, self.inner.make_engine.clone())
+    }
+
+    /// A group of the same ranks over another engine, beside this one. Every rank must call it, with an engine
+    /// that is the same on all.
+    pub fn beside(&self, make_engine: Arc<MakeEngine>) -> Result<Group, FormError> {
+        let all: Vec<usize> = (0..self.size()).collect();
+        self.listed(b"beside", &all, make_engine)
+    }
+
+    /// The next group of a list of ranks.
+    ///
+    /// Ranks outside the list do not take part, and of those inside some may have tried before
+    /// without the others: there is no number on which all agree. So all groups of a list have
+    /// the same id, and this rank makes one after the other. When one has formed, every member
+    /// has taken all connections that are meant for it, and those of the next are its own.
+    fn listed(
+        &self,
+        kind: &[u8],
+        members: &[usize],
+        make_engine: Arc<MakeEngine>,
+    ) -> Result<Group, FormError> {
         let list: Vec<u8> = members.iter().flat_map(|m| (*m as u64).to_le_bytes()).collect();
-        let id = hash(&[b"list", &self.inner.setup.id.to_le_bytes(), &list]);
+        let id = hash(&[kind, &self.inner.setup.id.to_le_bytes(), &list]);
         let turn =
             self.inner.lists.lock().expect("no panic while locked").entry(id).or_default().clone();
         let _turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
-        self.descend(members, id)
+        self.descend(members, id, make_engine)
     }
 
     fn child_id(&self, number: u64, color: u64) -> u64 {
@@ -56,7 +76,12 @@ impl Group {
         hash(&[b"split", &id, &number.to_le_bytes(), &color.to_le_bytes()])
     }
 
-    fn descend(&self, members: &[usize], id: u64) -> Result<Group, FormError> {
+    fn descend(
+        &self,
+        members: &[usize],
+        id: u64,
+        make_engine: Arc<MakeEngine>,
+    ) -> Result<Group, FormError> {
         if let Some(failure) = self.failure() {
             return Err(failure.into());
         }
@@ -71,7 +96,7 @@ impl Group {
         };
         let (connector, epoch) = (inner.connector.clone(), inner.epoch.clone());
         let pricing = Pricing::Inherited(inner.costs);
-        let formed = Group::form(connector, epoch, setup, pricing, inner.make_engine.clone());
+        let formed = Group::form(connector, epoch, setup, pricing, make_engine);
         formed.map_err(|error| match error {
             // A rank that is missed here is about to be missed in this group, whose error says more.
             FormError::Peer { .. } | FormError::Missing { .. } => {

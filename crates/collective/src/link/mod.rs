@@ -71,6 +71,11 @@ impl Links {
         Links { streams, of_peer, opener: Some(opener), patience, flights, inputs, scratch }
     }
 
+    /// Opens the connections of the group.
+    pub fn network(&self) -> Option<&Arc<dyn Network>> {
+        self.opener.as_ref().map(Opener::network)
+    }
+
     /// The only link of a rank, to another one.
     #[cfg(test)]
     fn to_one(peer: usize, connection: unisono_net::Connection, patience: Patience) -> Links {

@@ -38,6 +38,10 @@ impl Opener {
     pub fn new(rank: usize, streams: usize, network: Arc<dyn Network>, watcher: Watcher) -> Opener {
         Opener { rank, streams, network, watcher, early: Vec::new() }
     }
+
+    pub fn network(&self) -> &Arc<dyn Network> {
+        &self.network
+    }
 }
 
 impl Links {

@@ -20,6 +20,7 @@ use crate::library::DevicePtr;
 use crate::module::{Kernel, Module};
 use crate::stream::Stream;
 
+pub use code::OLDEST;
 pub use plan::{Alignment, Arity, FoldKernel, FoldPlan, FoldShape, MOST_INPUTS};
 
 /// Addresses that fit the parameters of a launch, as the kernels have it.

@@ -9,23 +9,17 @@
 //! processes only.
 
 use unisono_collective::engine::HostEngine;
-use unisono_collective::{Error, FormError, Rank, Request};
+use unisono_collective::{Error, Rank, Request};
 
+use crate::agreement::{self, Reason, Refused};
 use crate::context::Context;
 use crate::device::{Device, Uuid};
 use crate::error::CudaError;
-use crate::fold::FoldError;
 use crate::library::DevicePtr;
 use crate::memory::{DeviceMemory, ImportedMemory, MemoryHandle};
 
-/// Bytes of a reason that travel. More: longer messages. Fewer: shorter texts.
-const REASON: usize = 400;
-
 /// Bytes of an [`Offer`] as it travels.
 const OFFER: usize = 8 + 16 + 8 + 8 + 64 + 16;
-
-/// Bytes of what a rank says in a step: what it offers, or why it cannot.
-const SAID: usize = 8 + OFFER + REASON;
 
 /// The driver gives away memory in pieces of this size, and handles are of whole pieces.
 const PIECE: usize = 2 << 20;
@@ -37,21 +31,6 @@ pub struct Shared {
     /// What was opened. It is closed before the own memory is freed.
     pub opened: Vec<ImportedMemory>,
     own: DeviceMemory,
-}
-
-/// Why a rank cannot take part, for all ranks to read.
-pub struct Reason(String);
-
-impl From<CudaError> for Reason {
-    fn from(error: CudaError) -> Reason {
-        Reason(error.to_string())
-    }
-}
-
-impl From<FoldError> for Reason {
-    fn from(error: FoldError) -> Reason {
-        Reason(error.to_string())
-    }
 }
 
 /// What a rank tells the others of its memory.
@@ -72,50 +51,44 @@ struct Process {
     namespace: [u8; 16],
 }
 
-/// Shares `bytes` of staging memory for each rank. What a rank has `prepared` besides is given back; where it
-/// could not, or cannot share its memory, all ranks fail.
-pub fn share<Prepared>(
+/// Shares `bytes` of staging memory for each rank; all ranks have it, or none has.
+pub fn share(
     host: &mut HostEngine,
+    context: &Context,
     bytes: usize,
-    prepare: impl FnOnce() -> Result<(Context, Prepared), Reason>,
-) -> Result<(Shared, Prepared), FormError> {
-    let topology = host.topology().clone();
-    if !topology.is_one_host() {
-        let apart = |rank: &usize| !topology.together(0, *rank);
-        let rank = (0..topology.world()).find(apart).unwrap_or(0);
-        let reason = "it is on another host, or its transport is tcp".to_owned();
-        return Err(FormError::Device { rank: Rank(rank), reason });
-    }
-    let prepared = prepare().and_then(|(context, prepared)| {
-        let own = DeviceMemory::new(&context, bytes.next_multiple_of(PIECE))?;
-        let offer = Offer {
+) -> Result<Result<Shared, Refused>, Error> {
+    let (me, world) = (host.rank(), host.topology().world());
+    let offer = |own: &DeviceMemory| {
+        Ok::<_, Reason>(Offer {
             rank: host.state().job_rank(),
             process: Process::current(),
             device: context.device().uuid()?,
             address: own.pointer(),
-            // Alone there is nobody to open it, and not every device has handles.
-            handle: if topology.world() > 1 { own.handle()? } else { MemoryHandle([0; 64]) },
-        };
-        Ok((offer, (context, prepared, own)))
-    });
-    let (offer, kept) = match prepared {
-        Ok((offer, kept)) => (Ok(offer), Some(kept)),
-        Err(reason) => (Err(reason), None),
+            // Alone there is no rank to open it, and not every device has handles.
+            handle: if world > 1 { own.handle()? } else { MemoryHandle([0; 64]) },
+        })
     };
-    let offers = tell(host, offer.map(Offer::to_bytes))?.map_err(device_error)?;
+    let own = DeviceMemory::new(context, bytes.next_multiple_of(PIECE)).map_err(Reason::from);
+    let (own, offer) = match own.and_then(|own| Ok((offer(&own)?, own))) {
+        Ok((offer, own)) => (Some(own), Ok(offer)),
+        Err(reason) => (None, Err(reason)),
+    };
+    let offers = match agreement::tell(host, offer.map(Offer::to_bytes))? {
+        Ok(offers) => offers,
+        Err(refused) => return Ok(Err(refused)),
+    };
     let offers: Vec<Offer> = offers.iter().map(Offer::from_bytes).collect();
-    let (context, prepared, own) = kept.expect("all ranks have an offer");
+    let own = own.expect("all ranks have an offer");
 
-    let me = host.rank();
-    let (addresses, opened, outcome) = open(&context, me, &offers);
-    match tell(host, outcome.map(|()| [0; OFFER]))? {
-        Ok(_) => Ok((Shared { addresses, opened, own }, prepared)),
+    let (addresses, opened, outcome) = open(context, me, &offers);
+    match agreement::tell(host, outcome.map(|()| [0; 0]))? {
+        Ok(_) => Ok(Ok(Shared { addresses, opened, own })),
         Err(refused) => {
-            // Nobody frees what another one has open.
+            // No rank frees what another one has open.
             drop(opened);
             host.run_unnumbered(Request::barrier())?;
             drop(own);
-            Err(device_error(refused))
+            Ok(Err(refused))
         }
     }
 }
@@ -183,46 +156,6 @@ fn reach(context: &Context, own: &Offer, other: &Offer) -> Result<bool, Reason> 
 
 fn has_uuid(device: &Result<Device, CudaError>, uuid: Uuid) -> bool {
     device.as_ref().is_ok_and(|device| device.uuid() == Ok(uuid))
-}
-
-fn device_error((rank, reason): (Rank, String)) -> FormError {
-    FormError::Device { rank, reason }
-}
-
-/// A rank that cannot go on, and why.
-type Refused = (Rank, String);
-
-/// Tells all ranks how a step went; what all said, or the first of those that cannot go on.
-fn tell(
-    host: &mut HostEngine,
-    outcome: Result<[u8; OFFER], Reason>,
-) -> Result<Result<Vec<[u8; OFFER]>, Refused>, Error> {
-    let mut said = [0; SAID];
-    let (head, rest) = said.split_at_mut(8);
-    let (data, text) = rest.split_at_mut(OFFER);
-    head.copy_from_slice(&(host.state().job_rank().0 as u64).to_le_bytes());
-    match outcome {
-        Ok(bytes) => data.copy_from_slice(&bytes),
-        Err(Reason(reason)) => {
-            let whole = |end: &usize| reason.is_char_boundary(*end);
-            let end = (0..=reason.len().min(REASON)).rev().find(whole).unwrap_or(0);
-            let reason = if end == 0 { b"no reason" } else { &reason.as_bytes()[..end] };
-            text[..reason.len()].copy_from_slice(reason);
-        }
-    }
-    let mut all = vec![0; SAID * host.topology().world()];
-    host.run_unnumbered(Request::all_gather(&said, &mut all))?;
-    let said = all.chunks_exact(SAID).map(|said| {
-        let (head, rest) = said.split_at(8);
-        let (data, text) = rest.split_at(OFFER);
-        let end = text.iter().position(|&byte| byte == 0).unwrap_or(REASON);
-        if end > 0 {
-            let rank = u64::from_le_bytes(head.try_into().expect("eight bytes"));
-            return Err((Rank(rank as usize), String::from_utf8_lossy(&text[..end]).into_owned()));
-        }
-        Ok(data.try_into().expect("cut to its length"))
-    });
-    Ok(said.collect())
 }
 
 impl Offer {

@@ -10,21 +10,30 @@ use unisono_collective::{
     Algorithm, Dtype, Epoch, Error, FormError, Group, InvalidCall, Op, Options, Rank, Reduction,
     Request,
 };
-use unisono_cuda::{CudaError, DeviceCosts, DeviceGroup, DevicePtr, Driver, WindowOptions, engine};
+use unisono_cuda::{
+    CudaError, DeviceCosts, DeviceEngine, DeviceGroup, DeviceOptions, DevicePtr, Driver,
+    engine as engine_of,
+};
 
-use crate::fake::{fake_engine, library, on_all, world};
+use crate::fake::{ONE_ROUND, fake_engine, library, on_all, window, world, world_with};
 
-fn start(hosts: &[u32], options: &Options, bad: Option<usize>) -> Vec<Result<Group, FormError>> {
+fn start(
+    hosts: &[u32],
+    asked: &[Option<DeviceEngine>],
+    bad: Option<usize>,
+) -> Vec<Result<Group, FormError>> {
     let (hub, epoch) = (LocalHub::on_hosts(hosts), Epoch::new(0));
     std::thread::scope(|scope| {
-        let form = |rank| {
-            let (hub, epoch, options) = (hub.clone(), epoch.clone(), options.clone());
-            let library = library();
+        let form = |rank: usize| {
+            let (hub, epoch, library) = (hub.clone(), epoch.clone(), library());
             let device = move || {
                 let number = if bad == Some(rank) { 7 } else { 0 };
                 Driver::load_from(library.as_os_str())?.device(number)
             };
-            let make = engine(device, WindowOptions { buffer: 1024, ..WindowOptions::default() });
+            let window = window(1024, DeviceCosts::default());
+            let engine = asked[rank % asked.len()];
+            let make = engine_of(device, DeviceOptions { engine, window, ..Default::default() });
+            let options = Options::default();
             scope.spawn(move || Group::with_engine(hub, epoch, rank, hosts.len(), options, make))
         };
         let ranks: Vec<_> = (0..hosts.len()).map(form).collect();
@@ -40,7 +49,7 @@ fn all_reduce(group: &DeviceGroup, buffer: &mut [f32]) -> Result<(), Error> {
 
 #[test]
 fn a_rank_without_its_device_is_named_by_all() {
-    for formed in start(&[0; 3], &Options::default(), Some(1)) {
+    for formed in start(&[0; 3], &[None], Some(1)) {
         let error = formed.err().expect("no group forms");
         let FormError::Device { rank: Rank(1), reason } = &error else { panic!("{error}") };
         let cause = CudaError::NoSuchDevice { device: 7, devices: 1 }.to_string();
@@ -49,10 +58,44 @@ fn a_rank_without_its_device_is_named_by_all() {
 }
 
 #[test]
-fn ranks_of_different_hosts_are_refused() {
-    for formed in start(&[0, 0, 1], &Options::default(), None) {
+fn windows_of_different_hosts_are_refused() {
+    for engine in [DeviceEngine::Window, DeviceEngine::HostWindow] {
+        for formed in start(&[0, 0, 1], &[Some(engine)], None) {
+            let error = formed.err().expect("no group forms");
+            assert!(matches!(error, FormError::Device { rank: Rank(2), .. }), "{error}");
+        }
+    }
+}
+
+#[test]
+fn ranks_of_different_hosts_go_through_their_hosts() {
+    let groups = start(&[0, 0, 1], &[None], None).into_iter();
+    let groups: Vec<DeviceGroup> =
+        groups.map(|group| DeviceGroup::new(group.unwrap(), 0)).collect();
+    on_all(&groups, |group| {
+        assert_eq!(group.engine().unwrap(), "bounce");
+        let mut buffer = [1.5; 1000];
+        all_reduce(group, &mut buffer).unwrap();
+        assert_eq!(buffer, [4.5; 1000]);
+    });
+}
+
+#[test]
+fn ranks_that_want_different_engines_are_told() {
+    let asked = [Some(DeviceEngine::Window), Some(DeviceEngine::Window), None];
+    for formed in start(&[0; 3], &asked, None) {
         let error = formed.err().expect("no group forms");
-        assert!(matches!(error, FormError::Device { rank: Rank(2), .. }), "{error}");
+        let FormError::Device { rank: Rank(2), reason } = &error else { panic!("{error}") };
+        assert!(reason.contains("and rank 0 window"), "{reason}");
+    }
+}
+
+#[test]
+fn groups_tell_their_engine() {
+    for engine in [DeviceEngine::Window, DeviceEngine::HostWindow, DeviceEngine::Bounce] {
+        let groups =
+            world_with(2, DeviceOptions { window: window(1024, ONE_ROUND), ..engine.into() });
+        on_all(&groups, |group| assert_eq!(group.engine().unwrap(), engine.name()));
     }
 }
 
@@ -188,7 +231,7 @@ fn groups_made_of_a_group_have_staging_of_their_own() {
 
 #[test]
 fn a_world_with_devices_forms_twice_at_once() {
-    let make = fake_engine(2048, DeviceCosts::default());
+    let make = fake_engine(window(2048, DeviceCosts::default()));
     let groups: Vec<Vec<DeviceGroup>> =
         (0..2).map(|_| world(2, 1024, DeviceCosts::default())).collect();
     drop(make);

@@ -2,17 +2,13 @@
 
 use unisono_collective::engine::Memory;
 use unisono_collective::{Dtype, Op, Reduction, Request};
-use unisono_cuda::{Context, DeviceCosts, DeviceGroup, DeviceMemory, DevicePtr, Driver, Stream};
+use unisono_cuda::{Context, DeviceGroup, DeviceMemory, DevicePtr, Driver, Stream};
 
 use crate::common::{element, same};
-use crate::fake::{library, on_all, world};
+use crate::fake::{ONE_ROUND, TWO_ROUNDS, library, on_all, world};
 
 /// Bytes of a staging buffer: few, so that calls have several segments.
-const BUFFER: usize = 1 << 10;
-
-/// Costs by which every call takes one round, or two where an algorithm has them.
-const ONE_ROUND: DeviceCosts = DeviceCosts { round: 1.0, launch: 1e-9, byte: 1e-12 };
-const TWO_ROUNDS: DeviceCosts = DeviceCosts { round: 1e-12, launch: 1e-12, byte: 1.0 };
+pub const BUFFER: usize = 1 << 10;
 
 /// Memory for elements, aligned for all of them.
 struct Buffer {
@@ -146,9 +142,10 @@ fn operations(world: usize) -> Vec<Op> {
     ]
 }
 
-fn check(ranks: usize, costs: DeviceCosts, counts: &[usize]) {
-    let groups = world(ranks, BUFFER, costs);
-    on_all(&groups, |group| {
+/// Every operation with every type and reduction.
+pub fn check(groups: &[DeviceGroup], counts: &[usize]) {
+    let ranks = groups.len();
+    on_all(groups, |group| {
         for dtype in Dtype::ALL {
             for op in operations(ranks) {
                 let reductions: Vec<Reduction> = if op.reduces() {
@@ -168,29 +165,33 @@ fn check(ranks: usize, costs: DeviceCosts, counts: &[usize]) {
 
 #[test]
 fn one_rank_alone() {
-    check(1, ONE_ROUND, &[0, 1, 1000]);
+    check(&world(1, BUFFER, ONE_ROUND), &[0, 1, 1000]);
 }
 
 #[test]
 fn every_operation_has_the_bits_of_the_host_in_one_round() {
     for ranks in 2..=5 {
-        check(ranks, ONE_ROUND, &[0, 1, 3, 700]);
+        check(&world(ranks, BUFFER, ONE_ROUND), &[0, 1, 3, 700]);
     }
 }
 
 #[test]
 fn every_operation_has_the_bits_of_the_host_in_two_rounds() {
     for ranks in 2..=5 {
-        check(ranks, TWO_ROUNDS, &[0, 1, 3, 700]);
+        check(&world(ranks, BUFFER, TWO_ROUNDS), &[0, 1, 3, 700]);
     }
 }
 
 #[test]
 fn many_segments_follow_each_other() {
-    let groups = world(3, BUFFER, TWO_ROUNDS);
-    on_all(&groups, |group| {
+    check_long(&world(3, BUFFER, TWO_ROUNDS));
+}
+
+/// Calls that are longer than what is staged at a time.
+pub fn check_long(groups: &[DeviceGroup]) {
+    on_all(groups, |group| {
         for count in [5_001, 20_000] {
-            for op in operations(3) {
+            for op in operations(groups.len()) {
                 compare(group, op, Dtype::F32, Reduction::Sum, count);
                 compare(group, op, Dtype::Bf16, Reduction::Mean, count);
             }
@@ -200,12 +201,16 @@ fn many_segments_follow_each_other() {
 
 #[test]
 fn calls_are_in_the_order_of_the_callers_stream() {
+    follow_streams(&world(2, BUFFER, TWO_ROUNDS));
+}
+
+/// Calls among other work of a stream.
+pub fn follow_streams(groups: &[DeviceGroup]) {
     const COUNT: usize = 3000;
-    let groups = world(2, BUFFER, TWO_ROUNDS);
     let context =
         Context::new(&Driver::load_from(library().as_os_str()).unwrap().device(0).unwrap());
     let context = context.unwrap();
-    on_all(&groups, |group| {
+    on_all(groups, |group| {
         let stream = Stream::new(&context, 0).unwrap();
         let memory = DeviceMemory::new(&context, 4 * COUNT).unwrap();
         let at = memory.pointer();
@@ -221,6 +226,35 @@ fn calls_are_in_the_order_of_the_callers_stream() {
             stream.synchronize().unwrap();
             assert_eq!(found, [2.0 * round as f32; COUNT]);
         }
+    });
+}
+
+#[test]
+fn blocks_of_different_lengths_arrive() {
+    exchange_unequal(&world(3, BUFFER, TWO_ROUNDS));
+}
+
+/// An all-to-all of blocks of different lengths.
+pub fn exchange_unequal(groups: &[DeviceGroup]) {
+    on_all(groups, |group| {
+        let (rank, world) = (group.group().rank(), group.group().size());
+        let length = |from: usize, to: usize| (from * 3 + to * 5) % 7 * 331;
+        let sent: Vec<usize> = (0..world).map(|to| length(rank, to)).collect();
+        let received: Vec<usize> = (0..world).map(|from| length(from, rank)).collect();
+        let pattern = |from: usize, to: usize| {
+            (0..length(from, to)).map(move |i| (from * 89 + to * 41 + i * 7) as u8)
+        };
+        let input: Vec<u8> = (0..world).flat_map(|to| pattern(rank, to)).collect();
+        let expected: Vec<u8> = (0..world).flat_map(|from| pattern(from, rank)).collect();
+        let mut output = vec![0u8; expected.len()];
+        // SAFETY: the host's memory is the device's, and as long as the blocks together.
+        let request = unsafe {
+            let (input, output) = (input.as_ptr(), output.as_mut_ptr());
+            let request = Request::raw_all_to_all_unequal(input, &sent, output, &received);
+            request.unwrap().in_memory(Memory::Device(0))
+        };
+        group.group().run(request).unwrap();
+        assert_eq!(output, expected, "rank {rank}");
     });
 }
 

@@ -7,7 +7,9 @@ use std::sync::{Arc, OnceLock};
 use unisono_collective::engine::MakeEngine;
 use unisono_collective::fabric::LocalHub;
 use unisono_collective::{Dtype, Epoch, Group, Options};
-use unisono_cuda::{DeviceCosts, DeviceGroup, Driver, WindowOptions, engine};
+use unisono_cuda::{
+    DeviceCosts, DeviceGroup, DeviceOptions, Driver, Rounds, Way, WindowOptions, engine,
+};
 
 /// The driver's library; compiled once for all tests, and again when a source has changed.
 pub fn library() -> &'static Path {
@@ -55,19 +57,43 @@ fn compile(source: &Path, library: &Path, macros: &[String]) {
     std::fs::rename(&made, library).unwrap();
 }
 
-/// An engine over it, with staging buffers of so many bytes.
-pub fn fake_engine(buffer: usize, costs: DeviceCosts) -> Arc<MakeEngine> {
-    let library = library();
-    engine(
-        move || Driver::load_from(library.as_os_str())?.device(0),
-        WindowOptions { buffer, costs: Some(costs) },
-    )
+/// Costs by which every call takes one round, or two where an algorithm has them.
+pub const ONE_ROUND: DeviceCosts = costs(1.0, 1e-12);
+pub const TWO_ROUNDS: DeviceCosts = costs(1e-12, 1.0);
+
+const fn costs(round: f64, byte: f64) -> DeviceCosts {
+    let rounds = Rounds { first: round, second: round, segment: 0.0 };
+    let (bus, core) = (byte, byte);
+    DeviceCosts { device: rounds, host: rounds, folded: rounds, byte, bus, core }
 }
 
-/// A world of threads.
+/// A window with staging buffers of so many bytes.
+pub fn window(buffer: usize, costs: DeviceCosts) -> WindowOptions {
+    let (buffer, host_buffer) = (Some(buffer), buffer);
+    WindowOptions { buffer, host_buffer, costs: Some(costs), ..WindowOptions::default() }
+}
+
+/// An engine over it.
+pub fn fake_engine(options: impl Into<DeviceOptions>) -> Arc<MakeEngine> {
+    let library = library();
+    engine(move || Driver::load_from(library.as_os_str())?.device(0), options)
+}
+
+/// A world of threads that stages on the device, and where it is odd copies by kernels.
 pub fn world(world: usize, buffer: usize, costs: DeviceCosts) -> Vec<DeviceGroup> {
-    let (hub, epoch) = (LocalHub::new(world), Epoch::new(0));
-    let make = fake_engine(buffer, costs);
+    let (way, copies_by_kernel) = (Some(Way::Device), world % 2 == 1);
+    world_with(world, WindowOptions { way, copies_by_kernel, ..window(buffer, costs) })
+}
+
+/// The same with any engine.
+pub fn world_with(world: usize, options: impl Into<DeviceOptions>) -> Vec<DeviceGroup> {
+    world_on(&vec![0; world], options)
+}
+
+/// The same on several hosts.
+pub fn world_on(hosts: &[u32], options: impl Into<DeviceOptions>) -> Vec<DeviceGroup> {
+    let (world, hub, epoch) = (hosts.len(), LocalHub::on_hosts(hosts), Epoch::new(0));
+    let make = fake_engine(options);
     std::thread::scope(|scope| {
         let form = |rank| {
             let (hub, epoch, make) = (hub.clone(), epoch.clone(), make.clone());

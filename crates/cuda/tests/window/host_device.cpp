@@ -5,7 +5,8 @@
 // that it counts. So work is under way while its caller goes on, as on a device, and what is not
 // ordered happens in any order.
 //
-// FAKE_DEVICE is the last byte of the device's UUID, and after FAKE_LAUNCHES kernels no more are launched.
+// FAKE_DEVICE is the last byte of the device's UUID, and after FAKE_LAUNCHES kernels no more are launched. With FAKE_NO_IPC
+// no memory of another process can be opened, and with FAKE_NO_REGISTER none of the host registered.
 
 #include <condition_variable>
 #include <cstdint>
@@ -118,11 +119,15 @@ struct Handle {
 struct Kernel {
     std::string name;
     int (*launch)(const char *, void **, unsigned, unsigned);
+    // Of the one parameter that kernels other than folds take.
+    size_t bytes;
 };
 
 std::mutex all;
 std::map<uint64_t, Allocation> allocations, imports;
-std::map<Stream *, std::unique_ptr<Stream>> streams;
+// Memory of the host that stays in its place: bytes, by the address of the first.
+std::map<uint64_t, size_t> pinned;
+std::map<Stream *, std::shared_ptr<Stream>> streams;
 
 Stream &stream_of(void *raw) {
     static Stream *standard = new Stream;
@@ -133,14 +138,15 @@ std::shared_ptr<Event> &event_of(void *raw) { return *static_cast<std::shared_pt
 
 // As the driver does before it takes memory away.
 void finish_everything() {
-    std::vector<Stream *> running;
+    // Another thread may destroy them meanwhile.
+    std::vector<std::shared_ptr<Stream>> running;
     {
         std::lock_guard<std::mutex> lock(all);
         for (auto &entry : streams)
-            running.push_back(entry.first);
+            running.push_back(entry.second);
     }
     stream_of(nullptr).synchronize();
-    for (Stream *stream : running)
+    for (auto &stream : running)
         stream->synchronize();
 }
 
@@ -162,6 +168,13 @@ int copy(void *into, const void *from, size_t bytes, void *stream) {
     return 0;
 }
 
+bool is_pinned(const void *pointer, size_t bytes) {
+    std::lock_guard<std::mutex> lock(all);
+    const uint64_t first = reinterpret_cast<uint64_t>(pointer);
+    auto after = pinned.upper_bound(first);
+    return after != pinned.begin() && (--after, first + bytes <= after->first + after->second);
+}
+
 void *at(uint64_t pointer) { return reinterpret_cast<void *>(pointer); }
 
 } // namespace
@@ -171,7 +184,7 @@ extern "C" {
 // How much of the device is in use, for tests.
 int host_device_allocations() {
     std::lock_guard<std::mutex> lock(all);
-    return static_cast<int>(allocations.size() + imports.size());
+    return static_cast<int>(allocations.size() + imports.size() + pinned.size());
 }
 
 int cuInit(unsigned) { return 0; }
@@ -201,18 +214,22 @@ int cuCtxGetStreamPriorityRange(int *least, int *greatest) { return *least = 0, 
 int cuCtxEnablePeerAccess(void *, unsigned) { return 0; }
 
 int cuModuleLoadDataEx(void **module, const char *image, unsigned, int *, void **) {
-    const char *entry = strstr(image, ".entry fold_");
+    const char *fold = strstr(image, ".entry fold_"), *entry = fold ? fold : strstr(image, ".entry ");
     if (!entry)
         return INVALID_VALUE;
-    const std::string rest = entry + strlen(".entry fold_");
-    const std::string path = std::string(KERNELS) + "/fold_" + rest.substr(0, rest.find('_')) + ".so";
+    // The name of a kernel begins with that of its family, and of folds, their type comes next.
+    const std::string rest = entry + strlen(fold ? ".entry fold_" : ".entry ");
+    const std::string path = std::string(KERNELS) + (fold ? "/fold_" : "/") + rest.substr(0, rest.find('_')) + ".so";
     *module = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     return *module ? 0 : NOT_FOUND;
 }
 int cuModuleUnload(void *) { return 0; }
 int cuModuleGetFunction(void **function, void *module, const char *name) {
     auto launch = reinterpret_cast<int (*)(const char *, void **, unsigned, unsigned)>(dlsym(module, "launch"));
-    *function = new Kernel{name, launch};
+    auto bytes = reinterpret_cast<size_t (*)(const char *)>(dlsym(module, "parameter_bytes"));
+    *function = new Kernel{name, launch, bytes ? bytes(name) : 0};
+    if (bytes && !bytes(name))
+        return NOT_FOUND;
     return launch ? 0 : NOT_FOUND;
 }
 int cuLaunchKernel(Kernel *kernel, unsigned grid, unsigned, unsigned, unsigned block, unsigned, unsigned, unsigned, void *stream, void **parameters, void **) {
@@ -226,7 +243,9 @@ int cuLaunchKernel(Kernel *kernel, unsigned grid, unsigned, unsigned, unsigned b
     }
     std::vector<size_t> sizes;
     const std::string inputs = kernel->name.substr(kernel->name.rfind('_') + 1);
-    if (kernel->name == "list_inputs")
+    if (kernel->bytes)
+        sizes = {kernel->bytes};
+    else if (kernel->name == "list_inputs")
         sizes = {8, 8, ANY};
     else
         sizes = {CALL, inputs == "any" ? ANY : 8 * static_cast<size_t>(atoi(inputs.c_str()))};
@@ -262,10 +281,22 @@ int cuMemFree_v2(uint64_t pointer) { return release(allocations, pointer); }
 int cuMemAllocAsync(uint64_t *pointer, size_t bytes, void *) { return cuMemAlloc_v2(pointer, bytes); }
 int cuMemFreeAsync(uint64_t pointer, void *) { return cuMemFree_v2(pointer); }
 int cuPointerGetAttribute(void *, int, uint64_t) { return INVALID_VALUE; }
-int cuMemHostAlloc(void **pointer, size_t bytes, unsigned) { return *pointer = malloc(bytes), 0; }
-int cuMemFreeHost(void *pointer) { return free(pointer), 0; }
-int cuMemHostRegister_v2(void *, size_t, unsigned) { return 0; }
-int cuMemHostUnregister(void *) { return 0; }
+int pin(void *pointer, size_t bytes) {
+    std::lock_guard<std::mutex> lock(all);
+    pinned[reinterpret_cast<uint64_t>(pointer)] = bytes;
+    return 0;
+}
+int cuMemHostRegister_v2(void *pointer, size_t bytes, unsigned) { return getenv("FAKE_NO_REGISTER") ? OUT_OF_MEMORY : pin(pointer, bytes); }
+int cuMemHostUnregister(void *pointer) {
+    finish_everything();
+    std::lock_guard<std::mutex> lock(all);
+    return pinned.erase(reinterpret_cast<uint64_t>(pointer)) ? 0 : INVALID_VALUE;
+}
+int cuMemHostAlloc(void **pointer, size_t bytes, unsigned) { return *pointer = malloc(bytes), pin(*pointer, bytes); }
+int cuMemFreeHost(void *pointer) {
+    const int status = cuMemHostUnregister(pointer);
+    return free(pointer), status;
+}
 int cuMemHostGetDevicePointer_v2(uint64_t *pointer, void *host, unsigned) { return *pointer = reinterpret_cast<uint64_t>(host), 0; }
 
 int cuIpcGetMemHandle(char *handle, uint64_t pointer) {
@@ -283,7 +314,7 @@ struct RawHandle {
 int cuIpcOpenMemHandle_v2(uint64_t *pointer, RawHandle raw, unsigned) {
     Handle handle;
     memcpy(&handle, raw.bytes, sizeof handle);
-    if (handle.process == getpid())
+    if (handle.process == getpid() || getenv("FAKE_NO_IPC"))
         return INVALID_CONTEXT;
     char path[64];
     snprintf(path, sizeof path, "/proc/%d/fd/%d", handle.process, handle.file);
@@ -303,6 +334,8 @@ int cuIpcCloseMemHandle(uint64_t pointer) { return release(imports, pointer); }
 
 int cuMemcpyAsync(uint64_t into, uint64_t from, size_t bytes, void *stream) { return copy(at(into), at(from), bytes, stream); }
 int cuMemcpyHtoDAsync_v2(uint64_t into, const void *from, size_t bytes, void *stream) {
+    if (is_pinned(from, bytes))
+        return copy(at(into), from, bytes, stream);
     // What is not pinned is read before the call returns.
     std::vector<char> read(static_cast<const char *>(from), static_cast<const char *>(from) + bytes);
     stream_of(stream).submit([=] { memcpy(at(into), read.data(), bytes); });
@@ -310,7 +343,8 @@ int cuMemcpyHtoDAsync_v2(uint64_t into, const void *from, size_t bytes, void *st
 }
 int cuMemcpyDtoHAsync_v2(void *into, uint64_t from, size_t bytes, void *stream) {
     copy(into, at(from), bytes, stream);
-    stream_of(stream).synchronize();
+    if (!is_pinned(into, bytes))
+        stream_of(stream).synchronize();
     return 0;
 }
 int cuMemcpyDtoDAsync_v2(uint64_t into, uint64_t from, size_t bytes, void *stream) { return copy(at(into), at(from), bytes, stream); }
@@ -328,14 +362,14 @@ int cuMemsetD32Async(uint64_t into, unsigned word, size_t count, void *stream) {
 }
 
 int cuStreamCreateWithPriority(void **stream, unsigned, int) {
-    auto made = std::make_unique<Stream>();
+    auto made = std::make_shared<Stream>();
     std::lock_guard<std::mutex> lock(all);
     *stream = made.get();
     streams[made.get()] = std::move(made);
     return 0;
 }
 int cuStreamDestroy_v2(void *stream) {
-    std::unique_ptr<Stream> ended;
+    std::shared_ptr<Stream> ended;
     std::lock_guard<std::mutex> lock(all);
     ended = std::move(streams[static_cast<Stream *>(stream)]);
     streams.erase(static_cast<Stream *>(stream));
@@ -351,6 +385,10 @@ int cuStreamWaitEvent(void *stream, void *raw, unsigned) {
         number = event->recorded;
     }
     stream_of(stream).submit([=] { event->wait(number); });
+    return 0;
+}
+int cuLaunchHostFunc(void *stream, void (*function)(void *), void *data) {
+    stream_of(stream).submit([=] { function(data); });
     return 0;
 }
 int cuStreamIsCapturing(void *stream, int *status) { return *status = reinterpret_cast<uintptr_t>(stream) == RECORDING, 0; }

@@ -1,9 +1,11 @@
-//! The device window without a device: the whole engine over a driver whose device is the host.
+//! The windows, and calls through the host's collectives, without a device: whole engines over a driver whose device is
+//! the host.
 
 mod agreement;
 mod bits;
 mod fake;
 mod faults;
+mod host;
 
 #[path = "../common/mod.rs"]
 #[allow(dead_code, reason = "only the elements are used here")]

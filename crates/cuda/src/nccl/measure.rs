@@ -1,0 +1,83 @@
+//! How long messages take between the ranks of a group.
+//!
+//! What lies between two GPUs, NVLink, PCIe, a network or sockets, is NCCL's to know. So the ranks try it when the
+//! group forms: an all-gather of a few bytes, which also makes the connections of all pairs, and one of more.
+
+use std::time::Instant;
+
+use unisono_collective::engine::HostEngine;
+use unisono_collective::schedule::{self, Problem};
+use unisono_collective::{
+    Algorithm, Call, Dtype, Error, FormError, InvalidCall, Op, Reduction, Request, Unit,
+};
+
+use super::cost::NcclCosts;
+use super::run::Lane;
+use crate::memory::DeviceMemory;
+use crate::order::failed;
+
+/// Calls that are timed; their median counts. More: groups form later. Fewer: one that was disturbed may count.
+const CALLS: usize = 5;
+
+/// Bytes of each rank, in small calls and in large ones. Of the large ones, more: groups form later. Fewer:
+/// what is measured is how long it takes to begin.
+const SMALL: usize = 256;
+const LARGE: usize = 4 << 20;
+
+/// The costs of messages, which all ranks of the group agree on.
+pub fn costs(host: &mut HostEngine, lane: &mut Lane) -> Result<NcclCosts, FormError> {
+    let world = host.topology().world();
+    let memory = DeviceMemory::new(lane.context(), LARGE * (world + 1)).map_err(failed)?;
+    // The first call makes connections, and loads what it needs.
+    all_gather(host, lane, &memory, SMALL)?;
+    let mut median = |bytes| {
+        let mut times = [0.0; CALLS];
+        for time in &mut times {
+            let start = Instant::now();
+            all_gather(host, lane, &memory, bytes)?;
+            *time = start.elapsed().as_secs_f64();
+        }
+        times.sort_by(f64::total_cmp);
+        Ok::<f64, FormError>(times[CALLS / 2])
+    };
+    let mut times = [median(SMALL)?, median(LARGE)?];
+    host.run_unnumbered(Request::all_reduce(&mut times, Reduction::Max))?;
+    let [group, large] = times;
+    let typical = NcclCosts::default();
+    let byte = (large - group) / ((world - 1) * LARGE) as f64;
+    Ok(NcclCosts { group, byte: byte.max(typical.byte / 10.0), ..typical })
+}
+
+/// Runs an all-gather of so many bytes of each rank.
+fn all_gather(
+    host: &HostEngine,
+    lane: &mut Lane,
+    memory: &DeviceMemory,
+    bytes: usize,
+) -> Result<(), Error> {
+    let (rank, world) = (host.rank(), host.topology().world());
+    let (op, algorithm) = (Op::AllGather, Algorithm::Pairwise);
+    let problem = Problem { op, rank, world };
+    let schedule = schedule::build(algorithm, &problem, host.topology())
+        .ok_or(InvalidCall::UnsupportedAlgorithm { algorithm, op: op.name() })?;
+    let (input, output) = (memory.pointer(), memory.pointer().offset(bytes));
+    // SAFETY: the memory has room for one block and for those of all ranks, and nothing else uses it.
+    let request =
+        unsafe { Request::raw(op, Dtype::U8, bytes, input.0 as *const u8, output.0 as *mut u8)? };
+    let request = request.check(rank, host.topology())?;
+    let call = Call {
+        seq: Call::MEASURING,
+        op,
+        barrier: false,
+        dtype: Dtype::U8,
+        unit: Unit::OWN,
+        reduction: Reduction::Sum,
+        count: bytes as u64,
+        shape: 0,
+        algorithm,
+        column: bytes as u32,
+    };
+    let (buffers, segments) = request.cut(&schedule, bytes, 1);
+    // SAFETY: the memory is the device's, and the call is over when this returns.
+    unsafe { lane.run(&call, &schedule, buffers, segments, host.state()) }
+}
