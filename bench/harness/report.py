@@ -24,6 +24,8 @@ TARGETS = [
     (range(16, 10**6), "all-reduce", "shm",   {8, 16},  "gloo", 256 * KIB, 2.5),
     (range(16, 10**6), "all-reduce", "shm",   {8, 16},  "mpi",  256 * KIB, 2.0),
     (range(16, 10**6), "all-reduce", "shm",   {8, 16},  "mpi",  16 * MIB,  3.0),
+    (ANY,         "all-reduce",     "gpu",    {2},      "gloo", 64 * MIB,  30.0),
+    (ANY,         "all-reduce",     "gpu",    {2},      "nccl", 64 * MIB,  30.0),
     (ANY,         "reduce-scatter", ANY,      ANY,      "gloo", 0,         1.0),
     (ANY,         "all-gather",     ANY,      ANY,      "gloo", 0,         1.0),
     (ANY,         "broadcast",      ANY,      ANY,      "gloo", 0,         1.0),

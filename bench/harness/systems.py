@@ -110,7 +110,7 @@ class Gloo:
             _do(*pip, "torch")
 
     def commands(self, world, _transport, directory, name):
-        script = os.path.join(BENCH, "peers", "gloo.py")
+        script = os.path.join(BENCH, "peers", "pytorch.py")
         environment = {
             "WORLD_SIZE": str(world),
             "GLOO_SOCKET_IFNAME": "lo",

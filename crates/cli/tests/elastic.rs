@@ -109,6 +109,11 @@ fn every_crash_point_of_every_rank() {
         let ranks: Vec<usize> = (0..workers).collect();
         survives_crashes(workers, &ranks, &["kill", "stop"], &POINTS);
     }
+}
+
+#[test]
+#[ignore = "soak: some minutes; its last result is in docs/measurements/elastic.md"]
+fn every_crash_point_of_a_worker_that_joins() {
     let crashes = survives_crashes_of_joins(&["kill", "stop"], &JOINS);
     println!("{crashes} crashes survived while workers joined");
 }
@@ -335,24 +340,45 @@ fn random_kills_change_no_bit_of_compressed_runs() {
     }
 }
 
+/// A soak of other runs: 250 kills of each. With a codec, the number of shards must be said: by default it is that of
+/// the workers.
+fn survives_many_kills(arguments: &str, kept: &str) {
+    survives_kills(250, 25, arguments, kept);
+}
+
+const OFTEN_KEPT: &str = "--checkpoint-dir kept-RUN --checkpoint-every 20";
+
 #[test]
-#[ignore = "soak: some minutes; docs/measurements/elastic.md says whether it was run"]
-fn a_thousand_random_kills_of_other_runs_change_no_bit() {
-    let kept = "--checkpoint-dir kept-RUN --checkpoint-every 20";
-    for codec in ["int8", "topk:1% --codec-warmup 20"] {
-        survives_kills(250, 25, &format!("--steps 3000 --codec {codec}"), kept);
-    }
-    survives_kills(250, 25, "--model transformer --data text:text --steps 200", "");
-    survives_kills(250, 25, "--model conv --steps 400", "");
+#[ignore = "soak: some minutes; its last result is in docs/measurements/elastic.md"]
+fn many_random_kills_change_no_bit_of_int8() {
+    survives_many_kills("--steps 3000 --shards 4 --codec int8", OFTEN_KEPT);
 }
 
 #[test]
-#[ignore = "soak of hours; docs/measurements/elastic.md says whether it was run"]
+#[ignore = "soak: some minutes; its last result is in docs/measurements/elastic.md"]
+fn many_random_kills_change_no_bit_of_topk() {
+    survives_many_kills("--steps 3000 --shards 4 --codec topk:1% --codec-warmup 20", OFTEN_KEPT);
+}
+
+#[test]
+#[ignore = "soak: some minutes; its last result is in docs/measurements/elastic.md"]
+fn many_random_kills_change_no_bit_of_a_transformer() {
+    survives_many_kills("--model transformer --data text:text --steps 200", "");
+}
+
+#[test]
+#[ignore = "soak: some minutes; its last result is in docs/measurements/elastic.md"]
+fn many_random_kills_change_no_bit_of_conv() {
+    survives_many_kills("--model conv --steps 400", "");
+}
+
+#[test]
+#[ignore = "soak: most of an hour; its last result is in docs/measurements/elastic.md"]
 fn ten_thousand_random_kills_change_no_bit() {
     let kills = std::env::var("UNISONO_TEST_KILLS").map_or(10_000, |kills| kills.parse().unwrap());
     // Checkpoints, should all workers be lost at once: else the run would begin anew.
     let kept = "--checkpoint-dir kept-RUN --checkpoint-every 200";
-    survives_kills(kills, 1000, "--steps 20000", kept);
+    survives_kills(kills, kills.min(1000), "--steps 20000", kept);
 }
 
 #[test]

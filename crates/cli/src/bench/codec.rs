@@ -5,6 +5,7 @@
 //! disturbs the machine disturbs all alike. Every repetition starts from a fresh gradient, as one does
 //! that backward has just written.
 
+mod device;
 mod products;
 mod trip;
 
@@ -19,6 +20,7 @@ use serde::Serialize;
 use unisono_codec::topk::Selection;
 use unisono_codec::{BadCodec, Codec, CodecSpec, Key, Rounding, Task};
 
+use super::device::{DeviceArgs, DeviceKind};
 use super::{FEWEST, expect_memory, expect_seconds, median, print, sizes};
 use crate::exit::Wrong;
 use products::Products;
@@ -46,6 +48,8 @@ pub struct CodecArgs {
     /// Print one JSON object per codec instead of a table.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    device: DeviceArgs,
 }
 
 /// One line of the report. Rates are bytes of f32 per second.
@@ -66,6 +70,9 @@ struct Row {
     products_gbs: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     of_products: Option<f64>,
+    /// Where the codecs ran, if not on the host.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    device: Option<&'static str>,
 }
 
 /// Measures all codecs.
@@ -79,9 +86,10 @@ pub fn run(args: CodecArgs) -> anyhow::Result<ExitCode> {
         sizes::format(4 * ROWS)
     );
     expect_seconds(args.seconds)?;
+    let device = args.device.kind()?;
     let shape = [ROWS, bytes / 4 / ROWS];
     let codecs: Vec<(CodecSpec, Arc<dyn Codec>)> =
-        specs.into_iter().map(|spec| (spec.clone(), spec.build())).collect();
+        specs.iter().map(|spec| (spec.clone(), spec.build())).collect();
     // The gradient, the copy that is encoded, what is decoded, and the momentum of one codec.
     let encodings: usize = codecs.iter().map(|(_, codec)| codec.encoded_bytes(&shape)).sum();
     let needed = bytes.saturating_mul(4).saturating_add(encodings);
@@ -96,10 +104,17 @@ pub fn run(args: CodecArgs) -> anyhow::Result<ExitCode> {
 
     // Long after any warm-up.
     let task = Task { shape: &shape, parameter: 0, step: 1 << 20, seed: 1 };
-    let mut entries: Vec<Entry> =
-        codecs.iter().map(|(spec, codec)| Entry::new(spec, codec.as_ref(), task)).collect();
-    let memcpy = measure(&mut entries, bytes, args.seconds)?;
-    report(&entries, bytes, &memcpy, args.json)
+    let report = match device {
+        Some(DeviceKind::Cuda) => device::run(&specs, &args.codecs, task, args.seconds)?,
+        None => {
+            let mut entries: Vec<Entry> =
+                codecs.iter().map(|(spec, codec)| Entry::new(spec, codec.as_ref(), task)).collect();
+            let memcpy = measure(&mut entries, bytes, args.seconds)?.median();
+            let figures = entries.iter().map(Entry::figures).collect();
+            Report { figures, memcpy, place: "one core".to_owned(), device: None }
+        }
+    };
+    report.print(bytes, args.json)
 }
 
 /// The codecs of a list. Commas also separate the arguments of one codec: what is no codec by itself
@@ -141,54 +156,95 @@ fn measure(entries: &mut [Entry], bytes: usize, seconds: f64) -> anyhow::Result<
     Ok(memcpy)
 }
 
-fn report(entries: &[Entry], bytes: usize, memcpy: &Times, json: bool) -> anyhow::Result<ExitCode> {
-    let gbs = |seconds: f64| bytes as f64 / seconds / 1e9;
-    let memcpy_gbs = gbs(memcpy.median());
-    if !json {
-        result_line!(
-            "{} of f32 on one core, memcpy {memcpy_gbs:.2} GB/s; every result verified",
-            sizes::format(bytes)
-        )?;
-        result_line!(
-            "{:<18} {:>8} {:>12} {:>12} {:>10} {:>10} {:>9} {:>12}",
-            "codec",
-            "ratio",
-            "encode GB/s",
-            "decode GB/s",
-            "both GB/s",
-            "of memcpy",
-            "error",
-            "of products"
-        )?;
+/// What was measured of all codecs.
+struct Report {
+    figures: Vec<Figures>,
+    /// Seconds of a copy of the gradient.
+    memcpy: f64,
+    /// Where, in words.
+    place: String,
+    device: Option<DeviceKind>,
+}
+
+/// What was measured of one codec, in seconds and bytes.
+struct Figures {
+    codec: String,
+    encoded_bytes: usize,
+    encode: f64,
+    decode: f64,
+    error: f64,
+    products: Option<f64>,
+}
+
+impl Report {
+    fn print(&self, bytes: usize, json: bool) -> anyhow::Result<ExitCode> {
+        let memcpy_gbs = bytes as f64 / self.memcpy / 1e9;
+        if !json {
+            result_line!(
+                "{} of f32 on {}, memcpy {memcpy_gbs:.2} GB/s; every result verified",
+                sizes::format(bytes),
+                self.place
+            )?;
+            let rest = match self.device {
+                None => format!("{:>12}", "of products"),
+                // What each reads and writes, beside what a copy does.
+                Some(_) => format!("{:>15} {:>15}", "encode of copy", "decode of copy"),
+            };
+            result_line!(
+                "{:<18} {:>8} {:>12} {:>12} {:>10} {:>10} {:>9} {rest}",
+                "codec",
+                "ratio",
+                "encode GB/s",
+                "decode GB/s",
+                "both GB/s",
+                "of memcpy",
+                "error",
+            )?;
+        }
+        for figures in &self.figures {
+            let row = self.row(figures, bytes);
+            print(&row, json, || self.line(&row, figures))?;
+        }
+        Ok(ExitCode::SUCCESS)
     }
-    for entry in entries {
-        let (encode, decode) = (entry.encode.median(), entry.decode.median());
-        let products = entry.products.as_ref().map(|(_, times)| times.median());
-        let encoded_bytes = entry.trip.bytes();
-        let row = Row {
-            codec: entry.spec.to_string(),
+
+    fn row(&self, figures: &Figures, bytes: usize) -> Row {
+        let gbs = |seconds: f64| bytes as f64 / seconds / 1e9;
+        let Figures { encode, decode, encoded_bytes, .. } = *figures;
+        Row {
+            codec: figures.codec.clone(),
             bytes,
             encoded_bytes,
             ratio: bytes as f64 / encoded_bytes as f64,
             encode_gbs: gbs(encode),
             decode_gbs: gbs(decode),
             gbs: gbs(encode + decode),
-            memcpy_gbs,
-            of_memcpy: gbs(encode + decode) / memcpy_gbs,
-            error: entry.error,
-            products_gbs: products.map(gbs),
-            of_products: products.map(|products| products / (encode + decode)),
-        };
-        print(&row, json, || {
-            let Row { codec, ratio, encode_gbs, decode_gbs, gbs, of_memcpy, error, .. } = &row;
-            let of_products = row.of_products.map_or(String::new(), |share| format!("{share:.3}"));
-            format!(
-                "{codec:<18} {ratio:>8.2} {encode_gbs:>12.2} {decode_gbs:>12.2} {gbs:>10.2} \
-                 {of_memcpy:>10.3} {error:>9.6} {of_products:>12}"
-            )
-        })?;
+            memcpy_gbs: gbs(self.memcpy),
+            of_memcpy: gbs(encode + decode) / gbs(self.memcpy),
+            error: figures.error,
+            products_gbs: figures.products.map(gbs),
+            of_products: figures.products.map(|products| products / (encode + decode)),
+            device: self.device.map(DeviceKind::name),
+        }
     }
-    Ok(ExitCode::SUCCESS)
+
+    fn line(&self, row: &Row, figures: &Figures) -> String {
+        let Row { codec, ratio, encode_gbs, decode_gbs, gbs, of_memcpy, error, .. } = row;
+        let rest = match (self.device, row.of_products) {
+            (Some(_), _) => {
+                let moved = (row.bytes + row.encoded_bytes) as f64 / (2 * row.bytes) as f64;
+                let of_copy = |seconds: f64| moved * self.memcpy / seconds;
+                let (encode, decode) = (of_copy(figures.encode), of_copy(figures.decode));
+                format!("{encode:>15.3} {decode:>15.3}")
+            }
+            (None, Some(share)) => format!("{share:>12.3}"),
+            (None, None) => format!("{:>12}", ""),
+        };
+        format!(
+            "{codec:<18} {ratio:>8.2} {encode_gbs:>12.2} {decode_gbs:>12.2} {gbs:>10.2} \
+             {of_memcpy:>10.3} {error:>9.6} {rest}"
+        )
+    }
 }
 
 /// A codec that is measured.
@@ -221,19 +277,35 @@ impl<'a> Entry<'a> {
         }
     }
 
-    /// Refuses a result that this codec cannot have.
     fn verify(&mut self, gradient: &[f32], decoded: &[f32]) -> anyhow::Result<()> {
-        let error = relative_error(gradient, decoded);
-        let bound = largest_error(self.spec);
-        // An error that is no number is above all bounds.
-        if !error.is_finite() || error > bound {
-            bail!("{} decoded with an error of {error}, where {bound} is the limit", self.spec);
-        }
+        let error = verified_error(self.spec, gradient, decoded)?;
         if self.error.is_nan() {
             self.error = error;
         }
         Ok(())
     }
+
+    fn figures(&self) -> Figures {
+        Figures {
+            codec: self.spec.to_string(),
+            encoded_bytes: self.trip.bytes(),
+            encode: self.encode.median(),
+            decode: self.decode.median(),
+            error: self.error,
+            products: self.products.as_ref().map(|(_, times)| times.median()),
+        }
+    }
+}
+
+/// The error of a result; refuses one that the codec cannot have.
+fn verified_error(spec: &CodecSpec, gradient: &[f32], decoded: &[f32]) -> anyhow::Result<f64> {
+    let error = relative_error(gradient, decoded);
+    let bound = largest_error(spec);
+    // An error that is no number is above all bounds.
+    if !error.is_finite() || error > bound {
+        bail!("{spec} decoded with an error of {error}, where {bound} is the limit");
+    }
+    Ok(error)
 }
 
 /// Seconds of every repetition.

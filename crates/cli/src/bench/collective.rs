@@ -1,6 +1,9 @@
 //! `unisono bench collective`: starts its own ranks, times an operation, checks what it timed.
 
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::process::ExitCode;
+use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -9,6 +12,7 @@ use serde::Serialize;
 use unisono::collective::cost::Prediction;
 use unisono::{Algorithm, Dtype, Group, Job, Options, Reduction, Transport};
 
+use super::device::{self, DeviceKind, EngineArgs, Gpu, Roofline, Sharing, Way};
 use super::workload::{self, Operation, Workload, verify_step};
 use super::{expect_memory, limit, sizes};
 use crate::exit::Wrong;
@@ -52,6 +56,8 @@ pub struct CollectiveArgs {
     /// Print one JSON object per size instead of a table.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    device: EngineArgs,
     /// This process is one of the ranks.
     #[arg(long, hide = true)]
     as_rank: bool,
@@ -72,11 +78,19 @@ struct Row {
     busbw_gbs: f64,
     limit_gbs: f64,
     verified: bool,
+    /// Where the memory is, if not on the host.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    device: Option<&'static str>,
 }
 
 /// Starts the ranks, or is one of them.
 pub fn run(args: CollectiveArgs) -> anyhow::Result<ExitCode> {
     let sizes = args.sizes()?;
+    demand!(
+        !args.device.device.is_wanted() || args.op != Operation::Barrier,
+        "--op barrier: it moves no memory of a device; leave --device out"
+    );
+    args.device.device.kind()?;
     // Under a launcher this process is a rank already.
     if args.as_rank || std::env::var_os("RANK").is_some() {
         return be_rank(&args);
@@ -113,13 +127,14 @@ fn be_rank(args: &CollectiveArgs) -> anyhow::Result<ExitCode> {
     if args.transport != Transport::Auto {
         options.transport = args.transport;
     }
-    let job = Job::join_with(options).context("joining the job")?;
+    let (job, gpu) = args.device.join(options)?;
     let group = job.world();
-    let mut report = Report::new(args, &job);
+    let mut report = Report::new(args, &job, gpu.clone())?;
     let sizes = args.sizes()?;
     check_memory(args.op, &sizes, job.place().local_world as usize)?;
     for bytes in sizes {
-        let mut workload = workload::make(args.op, args.dtype, bytes, group, args.algorithm);
+        let mut workload =
+            workload::make(args.op, args.dtype, bytes, group, args.algorithm, gpu.as_ref())?;
         let samples = measure(workload.as_mut(), group, args)?;
         report.add(workload.as_mut(), group, samples)?;
     }
@@ -152,7 +167,7 @@ fn measure(
     let repetitions = ((args.seconds / each[0]) as usize).clamp(10, 100_000);
     let mut samples = Vec::with_capacity(repetitions);
     while samples.len() < repetitions {
-        workload.fill();
+        workload.fill()?;
         group.barrier()?;
         for _ in 0..endurance.min(repetitions - samples.len()) {
             let start = Instant::now();
@@ -171,12 +186,57 @@ struct Report<'a> {
     transport: &'static str,
     /// The address this rank uses among the ranks.
     ip: std::net::IpAddr,
+    /// The ranks' devices, if the calls are on their memory.
+    devices: Option<Devices>,
     started: bool,
 }
 
+/// The devices of the ranks, and what they could do at best.
+struct Devices {
+    kind: DeviceKind,
+    gpu: Rc<Gpu>,
+    sharing: Sharing,
+    /// Of what calls have had to pass so far.
+    rooflines: BTreeMap<Way, Roofline>,
+    /// The engine that was explained last.
+    explained: Option<&'static str>,
+}
+
+impl Devices {
+    /// The bus bandwidth that the machine allows calls of this engine; all ranks at once.
+    fn limit(
+        &mut self,
+        operation: Operation,
+        engine: &str,
+        group: &Group,
+        ip: std::net::IpAddr,
+    ) -> anyhow::Result<f64> {
+        let way = device::way(engine, group, self.sharing);
+        let roofline = match self.rooflines.entry(way) {
+            Entry::Occupied(known) => *known.get(),
+            Entry::Vacant(unknown) => {
+                *unknown.insert(Roofline::measure(group, &self.gpu, self.sharing, way, ip)?)
+            }
+        };
+        Ok(roofline.bus(operation))
+    }
+}
+
 impl<'a> Report<'a> {
-    fn new(args: &'a CollectiveArgs, job: &Job) -> Report<'a> {
+    fn new(
+        args: &'a CollectiveArgs,
+        job: &Job,
+        gpu: Option<Rc<Gpu>>,
+    ) -> anyhow::Result<Report<'a>> {
         let group = job.world();
+        let devices = match (args.device.device.kind()?, gpu) {
+            (Some(kind), Some(gpu)) => {
+                let sharing = Sharing::of(group, &gpu)?;
+                let rooflines = BTreeMap::new();
+                Some(Devices { kind, gpu, sharing, rooflines, explained: None })
+            }
+            _ => None,
+        };
         let topology = group.topology();
         let transport = match group.options().transport {
             Transport::Tcp => "tcp",
@@ -184,7 +244,7 @@ impl<'a> Report<'a> {
             _ if topology.is_all_apart() => "tcp",
             _ => "shm+tcp",
         };
-        Report { args, transport, ip: job.ip(), started: false }
+        Ok(Report { args, transport, ip: job.ip(), devices, started: false })
     }
 
     fn add(
@@ -195,13 +255,19 @@ impl<'a> Report<'a> {
     ) -> anyhow::Result<()> {
         let args = self.args;
         let world = group.size();
-        let limit = if self.transport == "shm" {
-            limit::shared_memory_bus(args.op, world, &group.costs().window)
-        } else {
-            limit::link_rate(group, self.ip)?
-        };
         let request = workload.request();
         let explanation = group.explain(request)?;
+        let limit = match &mut self.devices {
+            // What lies between the ranks' devices is a matter of the engine.
+            Some(devices) => {
+                self.transport = explanation.engine;
+                devices.limit(args.op, explanation.engine, group, self.ip)?
+            }
+            None if self.transport == "shm" => {
+                limit::shared_memory_bus(args.op, world, &group.costs().window)
+            }
+            None => limit::link_rate(group, self.ip)?,
+        };
         if group.rank() != 0 {
             return Ok(());
         }
@@ -222,11 +288,13 @@ impl<'a> Report<'a> {
             limit_gbs: limit / 1e9,
             // A wrong result ends the measurement with an error.
             verified: true,
+            device: self.devices.as_ref().map(|devices| devices.kind.name()),
         };
         self.print(&row, &explanation)
     }
 
     fn print(&mut self, row: &Row, explanation: &unisono::Explanation) -> anyhow::Result<()> {
+        self.explain_engine(explanation.engine)?;
         if self.args.json {
             result_line!("{}", serde_json::to_string(row)?)?;
         } else {
@@ -236,7 +304,10 @@ impl<'a> Report<'a> {
                     row.op,
                     row.dtype,
                     row.transport,
-                    counted(row.ranks, "rank")
+                    match &self.devices {
+                        Some(devices) => devices.sharing.told(&devices.gpu.name()?),
+                        None => counted(row.ranks, "rank"),
+                    }
                 )?;
                 result_line!(
                     "{:>10}  {:<16} {:>11} {:>11} {:>9} {:>9} {:>9}",
@@ -277,8 +348,30 @@ impl<'a> Report<'a> {
                     "",
                     seconds * 1e6
                 );
-                if self.args.json { say!("{line}") } else { result_line!("{line}")? }
+                self.explain(&line)?;
             }
+        }
+        Ok(())
+    }
+
+    /// Says which engine runs calls on the devices, and why, where it is another than before.
+    fn explain_engine(&mut self, engine: &'static str) -> anyhow::Result<()> {
+        let Some(devices) = self.devices.as_mut().filter(|_| self.args.explain) else {
+            return Ok(());
+        };
+        if devices.explained.replace(engine) == Some(engine) {
+            return Ok(());
+        }
+        let why = self.args.device.reason(engine, devices.sharing);
+        self.explain(&format!("engine: {engine}, for {why}"))
+    }
+
+    /// Prints an explanation where it does not disturb the results.
+    fn explain(&self, line: &str) -> anyhow::Result<()> {
+        if self.args.json {
+            say!("{line}");
+        } else {
+            result_line!("{line}")?;
         }
         Ok(())
     }

@@ -2,6 +2,7 @@
 
 mod codec;
 mod collective;
+mod device;
 mod hogwild;
 mod limit;
 mod serve;

@@ -9,12 +9,14 @@ use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::rc::Rc;
 use std::time::Instant;
 
 use anyhow::{Context, bail, ensure};
 use clap::{Args, ValueEnum};
-use unisono::{Dtype, Group, Job, Options, Transport};
+use unisono::{Dtype, Group, Options, Transport};
 
+use super::device::{EngineArgs, Gpu};
 use super::workload::{self, Operation, verify_step};
 
 /// A sample is as many operations as fill this time, in microseconds, at most
@@ -34,13 +36,15 @@ pub struct ServeArgs {
     /// How the ranks exchange data.
     #[arg(long, default_value = "auto")]
     transport: Transport,
+    #[command(flatten)]
+    device: EngineArgs,
 }
 
 /// Serves until told to quit.
 pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
     let mut options = Options::from_env()?;
     options.transport = args.transport;
-    let job = Job::join_with(options).context("joining the job")?;
+    let (job, gpu) = args.device.join(options)?;
     let group = job.world();
     let commands = args.fifo_dir.join(format!("{}.{}", args.name, group.rank()));
     let answers = args.fifo_dir.join(format!("{}.out", args.name));
@@ -54,7 +58,8 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
             ["quit"] => break,
             ["run", op, bytes, iterations, warmup] => {
                 let op = Operation::from_str(op, true).map_err(anyhow::Error::msg)?;
-                match measure(group, op, bytes.parse()?, iterations.parse()?, warmup.parse()?) {
+                let (bytes, iterations) = (bytes.parse()?, iterations.parse()?);
+                match measure(group, gpu.as_ref(), op, bytes, iterations, warmup.parse()?) {
                     Ok(samples) => serde_json::to_string(&samples)? + "\n",
                     Err(error) => format!("error rank {}: {error:#}\n", group.rank()),
                 }
@@ -69,20 +74,21 @@ pub fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
 
 fn measure(
     group: &Group,
+    gpu: Option<&Rc<Gpu>>,
     operation: Operation,
     bytes: usize,
     iterations: usize,
     warmup: usize,
 ) -> anyhow::Result<Vec<f64>> {
     ensure!(iterations > 0, "nothing to measure");
-    let mut workload = workload::make(operation, Dtype::F32, bytes, group, None);
+    let mut workload = workload::make(operation, Dtype::F32, bytes, group, None, gpu)?;
     verify_step(workload.as_mut(), group)?;
     let stretch = workload.endurance();
     // The fastest, since a preemption would make all operations look long.
     let mut fastest = f64::INFINITY;
     for i in 0..warmup {
         if i % stretch == 0 {
-            workload.fill();
+            workload.fill()?;
         }
         let start = Instant::now();
         workload.step(group)?;
@@ -95,7 +101,7 @@ fn measure(
     let mut samples: Vec<f64> = Vec::with_capacity(iterations);
     let mut done = 0;
     while done < iterations {
-        workload.fill();
+        workload.fill()?;
         group.barrier()?;
         workload.step(group)?;
         let mut repeats = 1;

@@ -1,8 +1,15 @@
 //! The buffers of a measured operation, and whether it did what it should.
 
+mod device;
+
+use std::rc::Rc;
+
 use anyhow::{Context, bail};
 use unisono::collective::schedule::Op;
 use unisono::{Algorithm, Dtype, Element, Group, Reduction, Request};
+
+use super::device::Gpu;
+use device::DeviceBuffers;
 
 /// The operations that can be measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -70,32 +77,39 @@ pub trait Workload {
     /// Bytes of the whole buffer: a multiple of what the operation needs, near what was asked.
     fn bytes(&self) -> usize;
     /// Puts this rank's pattern into the buffers.
-    fn fill(&mut self);
+    fn fill(&mut self) -> anyhow::Result<()>;
     /// Does the operation once.
-    fn step(&mut self, group: &Group) -> Result<(), unisono::Error>;
+    fn step(&mut self, group: &Group) -> anyhow::Result<()>;
     /// Whether the buffers hold what one step after [`Workload::fill`] must give.
-    fn verify(&self, group: &Group) -> anyhow::Result<()>;
+    fn verify(&mut self, group: &Group) -> anyhow::Result<()>;
     /// Steps after which the values must be filled in anew, so that they stay finite.
     fn endurance(&self) -> usize;
     /// The call, to ask what it would cost.
     fn request(&mut self) -> Request<'_>;
 }
 
-/// Makes the workload of an operation on a buffer of about `bytes`.
+/// Makes the workload of an operation on a buffer of about `bytes`, in memory of a device if there is one.
 pub fn make(
     operation: Operation,
     dtype: Dtype,
     bytes: usize,
     group: &Group,
     algorithm: Option<Algorithm>,
-) -> Box<dyn Workload> {
+    gpu: Option<&Rc<Gpu>>,
+) -> anyhow::Result<Box<dyn Workload>> {
     fn typed<T: Number>(
         operation: Operation,
         bytes: usize,
         group: &Group,
         algorithm: Option<Algorithm>,
-    ) -> Box<dyn Workload> {
-        Box::new(Buffers::<T>::new(operation, bytes, group, algorithm))
+        gpu: Option<&Rc<Gpu>>,
+    ) -> anyhow::Result<Box<dyn Workload>> {
+        Ok(match gpu {
+            None => Box::new(Buffers::<T>::new(operation, bytes, group, algorithm)),
+            Some(gpu) => {
+                Box::new(DeviceBuffers::<T>::new(operation, bytes, group, algorithm, gpu)?)
+            }
+        })
     }
     let make = match dtype {
         Dtype::F32 => typed::<f32>,
@@ -107,11 +121,11 @@ pub fn make(
         Dtype::I32 => typed::<i32>,
         Dtype::I64 => typed::<i64>,
     };
-    make(operation, bytes, group, algorithm)
+    make(operation, bytes, group, algorithm, gpu)
 }
 
 /// A type whose small whole numbers are exact.
-trait Number: Element + PartialEq + std::fmt::Debug {
+trait Number: Element + PartialEq + std::fmt::Debug + 'static {
     /// The number; its low bits, where the type has no more.
     fn of(n: u32) -> Self;
 }
@@ -204,18 +218,19 @@ impl<T: Number> Workload for Buffers<T> {
         self.count * blocks * size_of::<T>()
     }
 
-    fn fill(&mut self) {
+    fn fill(&mut self) -> anyhow::Result<()> {
         for (i, value) in self.input.iter_mut().enumerate() {
             *value = T::of(pattern(self.world, self.rank, i));
         }
         self.output.fill(T::of(99));
+        Ok(())
     }
 
-    fn step(&mut self, group: &Group) -> Result<(), unisono::Error> {
-        group.run(self.request()).map(drop)
+    fn step(&mut self, group: &Group) -> anyhow::Result<()> {
+        Ok(group.run(self.request()).map(drop)?)
     }
 
-    fn verify(&self, group: &Group) -> anyhow::Result<()> {
+    fn verify(&mut self, group: &Group) -> anyhow::Result<()> {
         use Operation::{Gather, Reduce};
         if matches!(self.operation, Reduce | Gather) && group.rank() != 0 {
             return Ok(());
@@ -258,7 +273,7 @@ impl<T: Number> Workload for Buffers<T> {
 
 /// Does a step on fresh data and checks every element, on all ranks.
 pub fn verify_step(workload: &mut dyn Workload, group: &Group) -> anyhow::Result<()> {
-    workload.fill();
+    workload.fill()?;
     workload.step(group).context("the operation failed")?;
     let outcome = workload.verify(group);
     let mut bad = [i32::from(outcome.is_err())];

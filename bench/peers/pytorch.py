@@ -1,6 +1,9 @@
-"""A benchmark rank of Gloo, through torch.distributed; ../README.md describes the protocol.
+"""A benchmark rank of a backend of torch.distributed; ../README.md describes the protocol.
 
-    RANK=R WORLD_SIZE=N python gloo.py DIR NAME
+    RANK=R WORLD_SIZE=N python pytorch.py DIR NAME [BACKEND [DEVICE]]
+
+The backend is Gloo unless another is named, and the device the CPU. On `cuda`, a rank has the GPU of its
+number modulo their number, and an operation has ended when the GPU has done it.
 """
 
 import json
@@ -25,6 +28,10 @@ GROWTH_BITS = 192
 
 def pattern(count):
     return (1 + torch.arange(count) % 251).to(torch.float32)
+
+
+def finish():
+    """Waits until the device has done what was asked of it: the CPU has."""
 
 
 class Collective:
@@ -122,7 +129,12 @@ def run(name, size, iterations, warmup):
     """
     world = dist.get_world_size()
     collective = COLLECTIVES[name](size // 4, size // 4 // world)
-    operate = collective.operate
+
+    def operate(times=1):
+        for _ in range(times):
+            collective.operate()
+            finish()
+
     stretch = GROWTH_BITS // max(1, (world - 1).bit_length())
     clock = time.perf_counter_ns
 
@@ -135,6 +147,7 @@ def run(name, size, iterations, warmup):
     for done in range(warmup):
         if done % stretch == 0:
             collective.refill()
+            finish()
         start = clock()
         operate()
         fastest = min(fastest, (clock() - start) / 1000)
@@ -146,14 +159,14 @@ def run(name, size, iterations, warmup):
     done = 0
     while done < iterations:
         collective.refill()
+        finish()
         dist.barrier()
         operate()
         repeats = 0
         while repeats < stretch and done < iterations:
             todo = min(batch, stretch - repeats, iterations - done)
             start = clock()
-            for _ in range(todo):
-                operate()
+            operate(todo)
             samples.append((clock() - start) / todo / 1000)
             repeats += todo
             done += todo
@@ -175,11 +188,18 @@ def answer(line):
 
 
 def main():
-    directory, name = sys.argv[1:]
+    global finish
+    directory, name = sys.argv[1:3]
+    backend = sys.argv[3] if len(sys.argv) > 3 else "gloo"
+    device = sys.argv[4] if len(sys.argv) > 4 else "cpu"
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.set_default_device("cuda")
+        finish = torch.cuda.synchronize
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{directory}/{name}.store",
         rank=rank,
         world_size=world,
