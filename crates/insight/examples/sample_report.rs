@@ -161,6 +161,7 @@ fn measure(step: u64, steps: u64, begins: &[f64], noise: &mut Noise) -> StepReco
             end: reduced + 0.0011,
             compute,
             backward,
+            device: None,
             buckets: buckets.collect(),
         }
     };

@@ -125,6 +125,7 @@ mod tests {
                 end: seconds,
                 compute: 1.0,
                 backward: 0.5,
+                device: None,
                 buckets: Vec::new(),
             }],
             agreed: true,

@@ -22,6 +22,7 @@
 //!     end: 0.015,
 //!     compute: computed,
 //!     backward: computed / 2.0,
+//!     device: None,
 //!     buckets: Vec::new(),
 //! };
 //! let record = StepRecord {
@@ -53,4 +54,6 @@ pub mod updates;
 pub mod verdict;
 
 pub use advice::{Advice, Prediction};
-pub use record::{BucketSpan, Outcome, RankStep, RunInfo, Scaling, StepRecord, Summary};
+pub use record::{
+    BucketSpan, DeviceTimes, Outcome, RankStep, RunInfo, Scaling, StepRecord, Summary,
+};

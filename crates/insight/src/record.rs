@@ -55,6 +55,24 @@ pub struct RankStep {
     pub backward: f64,
     /// The buckets, in order of submission.
     pub buckets: Vec<BucketSpan>,
+    /// What its device did, if it computes on one that was watched.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device: Option<DeviceTimes>,
+}
+
+/// How a device spent a step, in seconds. What it computed, what was exposed and what it was idle add up to the step.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DeviceTimes {
+    /// Kernels ran that are no communication.
+    pub compute: f64,
+    /// Kernels of communication ran, or gradients and means were copied from it or to it.
+    pub communication: f64,
+    /// It communicated or copied, and computed nothing.
+    pub exposed: f64,
+    /// Anything was copied between it and the host's memory.
+    pub copies: f64,
+    /// It did nothing.
+    pub idle: f64,
 }
 
 /// One step of all ranks: one line of `steps.jsonl`.

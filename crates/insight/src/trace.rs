@@ -269,6 +269,7 @@ mod tests {
             end: begin + 1.0,
             compute: 0.4,
             backward: 0.3,
+            device: None,
             buckets: vec![
                 BucketSpan {
                     bytes: 100,
@@ -405,6 +406,7 @@ mod tests {
         ) {
             let ranks = times.chunks(9).map(|t| RankStep {
                 begin: t[0], computed: t[1], reduced: t[2], end: t[3], compute: t[4], backward: t[5],
+                device: None,
                 buckets: vec![BucketSpan { bytes: 1, ready: t[6], started: t[7], ended: t[8], folding: t[0], coding: t[1] }],
             });
             let ranks: Vec<_> = ranks.collect();

@@ -1,19 +1,21 @@
 //! A job whose workers may come and go: one group after the other.
 //!
 //! A worker that waits for its launcher waits for no group, so that no engine asks whether it should stop. Such
-//! a wait is made on another thread, while the thread that Python called looks for signals. Where a handler
-//! raises, the worker has left the job: what the other thread gets meanwhile is dropped.
+//! a wait is made on another thread, while the thread that Python called looks for signals, and answers what the other
+//! asks of Python. Where a handler raises, the worker has left the job: what the other thread gets meanwhile is
+//! dropped.
 
-use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use pyo3::prelude::*;
-use unisono::elastic::{ElasticError, ElasticJob as Library};
+use unisono::elastic::{Donor, ElasticError, ElasticJob as Library};
 use unisono_cluster::membership::{self, FirstStep, MembershipError};
 use unisono_collective::{Options, Rank};
 use unisono_sync::SyncError;
 
 use crate::error::{Operation, Site, made, not_begun, not_formed};
+use crate::following::{Asked, Copies, PythonFollower};
 use crate::group::Group;
 use crate::signals::CHECK_EVERY;
 use crate::sync::Synchronizer;
@@ -25,6 +27,14 @@ pub struct ElasticJob {
     library: Mutex<Option<Library>>,
     /// The process that joined. A child of `fork` has its memory, but not its threads.
     process: u32,
+}
+
+/// What the thread that waits tells the one that Python called.
+enum Told<R> {
+    /// It has waited.
+    Waited(Box<Library>, Result<R, ElasticError>),
+    /// It needs something of Python first.
+    Asks(Asked, Sender<bool>),
 }
 
 impl ElasticJob {
@@ -42,19 +52,27 @@ impl ElasticJob {
     }
 
     /// Calls the library, which waits for the launcher or for other workers, and lets Python handle signals
-    /// meanwhile.
+    /// meanwhile, and what the call asks.
     fn wait<R: Send + 'static>(
         &self,
         py: Python<'_>,
-        call: impl FnOnce(&mut Library) -> Result<R, ElasticError> + Send + 'static,
+        call: impl FnOnce(
+            &mut Library,
+            Box<dyn Fn(Asked, Sender<bool>) -> bool + Send>,
+        ) -> Result<R, ElasticError>
+        + Send
+        + 'static,
+        answer: impl Fn(Asked) -> PyResult<bool>,
     ) -> PyResult<R> {
         self.expect_own(py)?;
-        let mut library = self.lock().take().ok_or_else(|| not_in(py))?;
+        let mut library = Box::new(self.lock().take().ok_or_else(|| not_in(py))?);
         let (tell, mut told) = mpsc::channel();
         let waiting = move || {
-            let outcome = call(&mut library);
+            let asking = tell.clone();
+            let ask = move |asked, answer| asking.send(Told::Asks(asked, answer)).is_ok();
+            let outcome = call(&mut library, Box::new(ask));
             // Fails if the wait was interrupted: then this worker leaves the job here.
-            let _ = tell.send((library, outcome));
+            let _ = tell.send(Told::Waited(library, outcome));
         };
         let name = "unisono-elastic".into();
         let spawned = std::thread::Builder::new().name(name).spawn(waiting);
@@ -62,14 +80,25 @@ impl ElasticJob {
         loop {
             let told = &mut told;
             match py.detach(move || told.recv_timeout(CHECK_EVERY)) {
-                Ok((library, outcome)) => {
-                    *self.lock() = Some(library);
+                Ok(Told::Waited(library, outcome)) => {
+                    *self.lock() = Some(*library);
                     return outcome.map_err(|error| failed(py, &error));
+                }
+                Ok(Told::Asks(asked, answers)) => {
+                    let follows = answer(asked)?;
+                    // Fails if the other thread has ended, which is noticed next.
+                    let _ = answers.send(follows);
+                    py.check_signals()?;
                 }
                 Err(RecvTimeoutError::Timeout) => py.check_signals()?,
                 Err(RecvTimeoutError::Disconnected) => return Err(not_in(py)),
             }
         }
+    }
+
+    /// What gives this worker's state to workers that join; None before it has entered an epoch.
+    fn donor(&self, py: Python<'_>) -> PyResult<Option<Arc<Donor>>> {
+        self.with(py, |library| library.donor().cloned())
     }
 
     fn expect_own(&self, py: Python<'_>) -> PyResult<()> {
@@ -98,9 +127,68 @@ impl ElasticJob {
         }))
     }
 
-    /// Waits until this worker is in an epoch, and forms its group; None when the run is complete.
-    fn enter(&self, py: Python<'_>) -> PyResult<Option<Group>> {
-        Ok(self.wait(py, Library::enter)?.map(Group::new))
+    /// Waits until this worker is in an epoch, and forms its group; None when the run is complete. A worker that was in
+    /// none yet first gets the state of a member, and follows its steps, if it has a `follower` for that.
+    #[pyo3(signature = (follower=None))]
+    fn enter(
+        &self,
+        py: Python<'_>,
+        follower: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Option<Group>> {
+        let Some(follower) = follower else {
+            let never = |_| Ok(false);
+            return Ok(self.wait(py, |library, _| library.enter(), never)?.map(Group::new));
+        };
+        let fingerprint = follower.getattr("fingerprint")?.extract::<[u8; 32]>()?;
+        let call = move |library: &mut Library, ask| {
+            library.enter_with(&mut PythonFollower { fingerprint, ask, is_over: false })
+        };
+        Ok(self.wait(py, call, |asked: Asked| asked.of(follower))?.map(Group::new))
+    }
+
+    /// From now on workers that join may ask for the state of this one, if they have the same fingerprint. A step
+    /// changes about so many bytes of it.
+    fn offer(&self, py: Python<'_>, fingerprint: [u8; 32], bytes: usize) -> PyResult<()> {
+        if let Some(donor) = self.donor(py)? {
+            donor.offer(fingerprint, bytes.div_ceil(size_of::<f32>()));
+        }
+        Ok(())
+    }
+
+    /// Whether a worker that joins has asked for the state; and whether one follows.
+    #[getter]
+    fn joiner(&self, py: Python<'_>) -> PyResult<(bool, bool)> {
+        let donor = self.donor(py)?;
+        Ok(donor.map_or((false, false), |donor| (donor.is_asked(), donor.is_followed())))
+    }
+
+    /// Gives the worker that has asked the state after so many steps.
+    fn give_state(&self, py: Python<'_>, steps: u64, copies: &Copies) -> PyResult<()> {
+        if let Some(donor) = self.donor(py)? {
+            donor.tell(steps, copies.take());
+        }
+        Ok(())
+    }
+
+    /// Gives the worker that follows what a step has changed.
+    fn give_step(
+        &self,
+        py: Python<'_>,
+        steps: u64,
+        copies: Vec<PyRef<'_, Copies>>,
+    ) -> PyResult<()> {
+        if let Some(donor) = self.donor(py)? {
+            donor.tell_step(steps, copies.iter().flat_map(|copies| copies.take()).collect());
+        }
+        Ok(())
+    }
+
+    /// The state of this worker is no longer what the worker that follows gets to.
+    fn break_off(&self, py: Python<'_>) -> PyResult<()> {
+        if let Some(donor) = self.donor(py)? {
+            donor.break_off();
+        }
+        Ok(())
     }
 
     /// The number of the epoch that this worker is in, or was in last.
@@ -162,7 +250,7 @@ impl ElasticJob {
 
     /// Hands in the result of the run, as rank 0, and waits until the launcher has it.
     fn finish(&self, py: Python<'_>, result: Vec<u8>) -> PyResult<()> {
-        self.wait(py, move |library| library.finish(result))
+        self.wait(py, move |library, _| library.finish(result), |_| Ok(false))
     }
 }
 

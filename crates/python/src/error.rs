@@ -60,7 +60,9 @@ impl Site {
         match error {
             FormError::Parent(cause) => self.failed_with(py, cause, error),
             FormError::InvalidCall(_) => self.raise(py, "InvalidCall", None, error),
-            FormError::Peer { peer, .. } => self.raise(py, "FormError", Some(*peer), error),
+            FormError::Peer { peer: rank, .. } | FormError::Device { rank, .. } => {
+                self.raise(py, "FormError", Some(*rank), error)
+            }
             _ => self.raise(py, "FormError", None, error),
         }
     }

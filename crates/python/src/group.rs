@@ -3,10 +3,11 @@
 use std::sync::{Arc, Mutex};
 
 use pyo3::prelude::*;
-use unisono_collective::{Error, Rank};
+use unisono_collective::{Error, Rank, Request};
 
 use crate::closable::{Closable, PATIENCE};
 use crate::deadline::{self, Deadlines};
+use crate::device::{self, Device, Flight, GREETING};
 use crate::dispatch::Dispatcher;
 use crate::error::{Operation, Site};
 use crate::request::{Call, Origin};
@@ -28,11 +29,17 @@ pub struct Group {
     dispatcher: Arc<Dispatcher>,
     /// Why a call failed that may have left the group as it was, such as the receipt of a message.
     failure: Mutex<Option<Error>>,
+    /// Where the memory of its collective calls is, if not on the host.
+    device: Option<Device>,
 }
 
 impl Group {
     /// Makes a group of the engine one of Python's.
     pub fn new(group: unisono_collective::Group) -> Group {
+        Group::on(group, None)
+    }
+
+    fn on(group: unisono_collective::Group, device: Option<Device>) -> Group {
         group.stop_waiting_if(signals::interrupt);
         let (rank, size, ends) = (group.rank(), group.size(), group.abort_handle());
         Group {
@@ -43,6 +50,7 @@ impl Group {
             deadlines: Deadlines::new(ends),
             dispatcher: Arc::default(),
             failure: Mutex::default(),
+            device,
         }
     }
 
@@ -90,6 +98,42 @@ impl Group {
     fn end_threads(&self) {
         self.deadlines.close();
         self.dispatcher.close(PATIENCE);
+        if let Some(device) = &self.device {
+            device.forget_all();
+        }
+    }
+
+    /// Runs a call on the caller's thread, at most for `seconds`.
+    fn run_here(
+        &self,
+        py: Python<'_>,
+        site: Site,
+        group: &unisono_collective::Group,
+        request: Request<'_>,
+        seconds: f64,
+    ) -> PyResult<()> {
+        let (outcome, interruption) = py.detach(|| {
+            let _noted = self.deadlines.note(deadline::limit(seconds));
+            signals::during(|| group.run(request))
+        });
+        match interruption {
+            Some(raised) => Err(raised),
+            None => outcome.map(drop).map_err(|error| site.failed(py, &error)),
+        }
+    }
+
+    /// The device and the stream of a call: both, or neither.
+    fn place(
+        &self,
+        py: Python<'_>,
+        site: Site,
+        stream: Option<usize>,
+    ) -> PyResult<Option<(&Device, usize)>> {
+        match (&self.device, stream) {
+            (None, None) => Ok(None),
+            (Some(device), Some(stream)) => Ok(Some((device, stream))),
+            _ => Err(site.invalid(py, "a call on a device has a stream, and no other call has")),
+        }
     }
 
     fn started(
@@ -103,44 +147,85 @@ impl Group {
         // The thread that ends calls has no lock on the interpreter: PyO3 frees the reference when
         // a thread takes the lock next.
         work.on_completion(move |_| drop(keep));
+        Ok(self.work(site, work, None))
+    }
+
+    fn work(
+        &self,
+        site: Site,
+        work: unisono_collective::Work,
+        flight: Option<Arc<Flight>>,
+    ) -> Work {
         let (dispatcher, deadlines) = (self.dispatcher.clone(), self.deadlines.clone());
-        Ok(Work { work, dispatcher, deadlines, site })
+        Work { work, dispatcher, deadlines, site, flight }
     }
 }
 
 #[pymethods]
 impl Group {
     /// Runs a call and waits for it, at most `seconds`. The caller keeps its memory alive, and away
-    /// from others, meanwhile.
-    fn run(&self, py: Python<'_>, call: &Call, origin: &Origin, seconds: f64) -> PyResult<()> {
+    /// from others, meanwhile. On a device it runs in the order of a stream, and may have ended on the host
+    /// only.
+    #[pyo3(signature = (call, origin, seconds, stream=None))]
+    fn run(
+        &self,
+        py: Python<'_>,
+        call: &Call,
+        origin: &Origin,
+        seconds: f64,
+        stream: Option<usize>,
+    ) -> PyResult<()> {
         let site = self.site(Operation::Collective(call.name()));
-        // SAFETY: the caller keeps the memory valid and to itself until this returns.
-        let request = unsafe { call.request(origin) }.map_err(|error| site.failed(py, &error))?;
         let group = self.open(py, site)?;
-        let (outcome, interruption) = py.detach(|| {
-            let _noted = self.deadlines.note(deadline::limit(seconds));
-            signals::during(|| group.run(request))
-        });
-        match interruption {
-            Some(raised) => Err(raised),
-            None => outcome.map(drop).map_err(|error| site.failed(py, &error)),
-        }
+        let place = self.place(py, site, stream)?;
+        // SAFETY: the caller keeps the memory valid and to itself until this returns, and on a device, where
+        // it is that device's, until the stream has come to the end of the call.
+        let request = unsafe {
+            call.request(origin).and_then(|request| match place {
+                Some((device, stream)) => device.ordered(request, stream),
+                None => Ok(request),
+            })
+        };
+        let request = request.map_err(|error| site.failed(py, &error))?;
+        self.run_here(py, site, &group, request, seconds)
     }
 
-    /// Starts a call on memory that `keep` owns. The program leaves it alone until the call has ended.
+    /// Starts a call on memory that `keep` owns. The program leaves it alone until the call has ended. On a
+    /// device it begins when a stream has come to where it is now.
+    #[pyo3(signature = (call, origin, keep, stream=None))]
     fn submit(
         &self,
         py: Python<'_>,
         call: &Call,
         origin: &Origin,
         keep: Py<PyAny>,
+        stream: Option<usize>,
     ) -> PyResult<Work> {
         let site = self.site(Operation::Collective(call.name()));
         let group = self.open(py, site)?;
-        // SAFETY: `keep` owns the memory and is kept until the call has ended; the caller leaves it
-        // alone until then.
-        let work = unsafe { call.request(origin).and_then(|request| group.submit(request)) };
-        self.started(py, site, work, keep)
+        let Some((device, stream)) = self.place(py, site, stream)? else {
+            // SAFETY: `keep` owns the memory and is kept until the call has ended; the caller leaves it
+            // alone until then.
+            let work = unsafe { call.request(origin).and_then(|request| group.submit(request)) };
+            return self.started(py, site, work, keep);
+        };
+        let started = || {
+            // SAFETY: the flight keeps `keep`, which owns memory of the device, until the device has done the
+            // call; the caller leaves it alone until then.
+            unsafe {
+                let (request, flight) = device.start(call.request(origin)?, stream, keep)?;
+                Ok((group.submit(request)?, flight))
+            }
+        };
+        let (work, flight) = started().map_err(|error: Error| site.failed(py, &error))?;
+        device.note(&flight);
+        let own = flight.clone();
+        work.on_completion(move |_| {
+            if let Err(error) = own.submitted() {
+                log::error!("the end of a call on a device was not noted: {error}");
+            }
+        });
+        Ok(self.work(site, work, Some(flight)))
     }
 
     /// Starts to send `length` bytes, which `keep` owns and the program does not change until they
@@ -188,6 +273,41 @@ impl Group {
         let group = self.open(py, site)?;
         let formed = py.detach(|| group.subgroup(&members));
         Ok(Group::new(formed.map_err(|error| site.not_formed(py, &error))?))
+    }
+
+    /// The group of the same ranks for calls on the memory of a device of each. All ranks call it, in the
+    /// order of the other calls of this group.
+    fn on_device(
+        &self,
+        py: Python<'_>,
+        number: u32,
+        origin: &Origin,
+        seconds: f64,
+    ) -> PyResult<Group> {
+        let site = self.site(Operation::Collective("the first call on a device"));
+        let group = self.open(py, site)?;
+        let engine =
+            device::engine(number).map_err(|error| site.invalid(py, &error.to_string()))?;
+        // A numbered call: a rank that makes another one in its place is found out, and named.
+        let mut all = vec![0; GREETING.len() * self.size];
+        let greeting = Request::all_gather(GREETING, &mut all).with_place(origin.line().cloned());
+        self.run_here(py, site, &group, greeting, seconds)?;
+        if let Some(rank) = all.chunks_exact(GREETING.len()).position(|said| said != GREETING) {
+            let text = format!("rank {} makes another call", self.job_rank(rank));
+            py.detach(|| group.abort(&text));
+            return Err(site.invalid(py, &text));
+        }
+        let formed = py.detach(|| group.beside(engine));
+        let formed = formed.map_err(|error| site.not_formed(py, &error))?;
+        let device =
+            Device::new(number).map_err(|error| site.failed(py, &device::failed(error)))?;
+        Ok(Group::on(formed, Some(device)))
+    }
+
+    /// The number of the device whose memory its calls are on, if they are on one.
+    #[getter]
+    fn device(&self) -> Option<u32> {
+        self.device.as_ref().map(Device::number)
     }
 
     /// The number of the last call of this rank, also of one that waits in line; 0 before the first.

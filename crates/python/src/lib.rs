@@ -8,10 +8,12 @@
 
 mod closable;
 mod deadline;
+mod device;
 mod dispatch;
 mod elastic;
 mod endpoint;
 mod error;
+mod following;
 mod group;
 mod handover;
 mod insight;
@@ -33,6 +35,8 @@ mod _native {
     #[pymodule_export]
     use super::endpoint::{Endpoint, new_token};
     #[pymodule_export]
+    use super::following::{Copies, hash_parts};
+    #[pymodule_export]
     use super::group::Group;
     #[pymodule_export]
     use super::handover::{exchange, receive_state, send_state};
@@ -43,7 +47,7 @@ mod _native {
     #[pymodule_export]
     use super::server::{InProcessServer, ServerClient, worker_from_env};
     #[pymodule_export]
-    use super::sync::{LocalSteps, Synchronizer, shards_of};
+    use super::sync::{LocalSteps, Sums, Synchronizer, shards_of};
     #[pymodule_export]
     use super::work::Work;
 

@@ -24,6 +24,13 @@ impl Origin {
     }
 }
 
+impl Origin {
+    /// The line of the program, if it is known.
+    pub fn line(&self) -> Option<&Arc<str>> {
+        self.line.as_ref()
+    }
+}
+
 /// A collective call: what to do, and with which memory. `unisono/torch/_backend/codes.py` has the
 /// codes.
 #[pyclass(frozen)]

@@ -8,6 +8,7 @@ use unisono_collective::Error;
 
 use crate::closable::PATIENCE;
 use crate::deadline::{self, Deadlines};
+use crate::device::{Flight, failed};
 use crate::dispatch::Dispatcher;
 use crate::error::{Operation, Site};
 use crate::signals;
@@ -19,9 +20,19 @@ pub struct Work {
     pub dispatcher: Arc<Dispatcher>,
     pub deadlines: Arc<Deadlines>,
     pub site: Site,
+    /// Of a call on a device.
+    pub flight: Option<Arc<Flight>>,
 }
 
 impl Work {
+    /// Lets a stream of the device wait for a call that has ended on the host.
+    fn lead(&self, py: Python<'_>, stream: Option<usize>) -> PyResult<()> {
+        let (Some(flight), Some(stream)) = (&self.flight, stream) else { return Ok(()) };
+        // SAFETY: the caller says that it is a stream of the device.
+        let led = unsafe { flight.precede(stream) };
+        led.map_err(|error| self.site.failed(py, &failed(error)))
+    }
+
     /// Ends the group because the operation takes too long; what became of the operation.
     fn time_out(&self, py: Python<'_>, limit: Duration) -> PyResult<()> {
         let (group, operation) = (self.deadlines.group(), self.site.operation);
@@ -49,24 +60,39 @@ impl Work {
 #[pymethods]
 impl Work {
     /// Waits until the operation has ended, and raises its error. If that takes longer than
-    /// `seconds`, ends the group and raises `TimedOut`.
-    fn wait(&self, py: Python<'_>, seconds: f64) -> PyResult<()> {
+    /// `seconds`, ends the group and raises `TimedOut`. A call on a device may have ended on the host only:
+    /// from then on `stream` waits for its end.
+    #[pyo3(signature = (seconds, stream=None))]
+    fn wait(&self, py: Python<'_>, seconds: f64, stream: Option<usize>) -> PyResult<()> {
         let limit = deadline::limit(seconds);
         let end = Instant::now() + limit;
         let _waits = self.work.waits_here();
         loop {
             let until = end.min(Instant::now() + signals::CHECK_EVERY);
             match py.detach(|| self.work.wait_until(until)) {
-                Some(outcome) => return outcome.map_err(|error| self.site.failed(py, &error)),
-                None if Instant::now() >= end => return self.time_out(py, limit),
+                Some(Ok(())) => return self.lead(py, stream),
+                Some(Err(error)) => return Err(self.site.failed(py, &error)),
+                None if Instant::now() >= end => {
+                    return self.time_out(py, limit).and_then(|()| self.lead(py, stream));
+                }
                 None => py.check_signals()?,
             }
         }
     }
 
-    /// Whether the operation has ended, well or not.
+    /// Whether the operation has ended, well or not; a call on a device, on the host.
     fn is_done(&self) -> bool {
         self.work.is_done()
+    }
+
+    /// Whether the operation has ended, on the device too if it is a call on one.
+    fn has_landed(&self) -> bool {
+        self.work.is_done()
+            && self.flight.as_ref().is_none_or(|flight| {
+                // An error of the device shows where a stream is to wait for the end.
+                let _ = flight.submitted();
+                flight.has_landed()
+            })
     }
 
     /// What went wrong, if the operation has ended and something did.

@@ -4,10 +4,16 @@
 
 The settings are JSON. `faults` are lists of a place, the `RANK` of a process, which of its lives it is to happen
 in, from 0 (-1 for any), the first step in which it can happen, and a signal. A fault is written to the file `proof` before it happens.
+The signal "donor" is a SIGKILL of the worker that has given its state last, which the diary knows.
 From step `hold` on, workers wait until all faults, or so many `kills`, have happened, as many workers are there as
-should be, and so many processes have `begun`. `poison` is a shard that kills its workers, a `mistake` something that a
-program should not do. To the file `diary` a worker writes, as lines of JSON, that it has begun, the groups that it was
-in, under its `name`, what it told the launcher, what it saved, and what it was after the loop.
+should be, and so many processes have `begun`; before step `beside` no longer than until a worker that joins is given the
+state, again if something happened to it or to its donor. Such a worker then waits until the others have made so many steps `ahead` before it
+follows. `poison` is a shard that kills its workers, a `mistake` something that a program should not do, `by_hand` what
+it may do between gradients and optimizer. `ballast` numbers make the state larger.
+To the file `diary` a worker writes, as lines of JSON, that it has begun, the groups that it was in, under its `name`,
+what it told the launcher, what it saved, what it was after the loop, the steps after which it gave a worker that joins
+the state, how many workers it saw that got the state inside of a group, and as a worker that joins the steps after which
+it has got a state, and those that it has followed.
 """
 
 import contextlib
@@ -24,10 +30,10 @@ import torch
 import unisono.torch
 from jobs.sharded import Network
 from torch import nn
-from unisono.torch._gradients import elastic, handover
+from unisono.torch._gradients import elastic, following, handover
 
 # Longer than a worker takes to start on a busy machine.
-PATIENCE = 120
+PATIENCE = 240
 
 settings = json.loads(sys.argv[1])
 life = int(os.environ.get("UNISONO_LIFE", "0"))
@@ -59,7 +65,10 @@ def reach(place: str) -> None:
                 continue
             with open(settings["proof"], "a") as file:
                 file.write(json.dumps(fault) + "\n")
-            os.kill(os.getpid(), getattr(signal, fault[4]))
+            if fault[4] == "donor":
+                os.kill(written("gave")[-1][1], signal.SIGKILL)
+            else:
+                os.kill(os.getpid(), getattr(signal, fault[4]))
 
 
 def before(owner, name: str, place: str) -> None:
@@ -81,6 +90,16 @@ def write_down(kind: str, *about) -> None:
     if "diary" in settings:
         with open(settings["diary"], "a") as file:
             file.write(json.dumps([kind, *about]) + "\n")
+
+
+def written(kind: str) -> list[list]:
+    """What workers have written down of a kind, in whole lines."""
+    try:
+        with open(settings["diary"]) as file:
+            lines = file.read().split("\n")[:-1]
+    except (KeyError, FileNotFoundError):
+        return []
+    return [entry[1:] for entry in map(json.loads, lines) if entry[0] == kind]
 
 
 class Places:
@@ -110,6 +129,8 @@ model = Network()
 mistake = settings.get("mistake")
 if settings.get("optimizer") == "nadam":
     model.bfloat16()
+if "ballast" in settings:
+    model.ballast = nn.Parameter(torch.arange(settings["ballast"]).float(), requires_grad=False)
 if mistake == "models" and rank == 1:
     model.last = nn.Linear(64, 4, bias=False)
 optimizer = {
@@ -189,10 +210,10 @@ class Entering:
         write_down("stepped", *about)
         self._job.stepped(*about)
 
-    def enter(self):
+    def enter(self, joiner):
         threading.Timer(0.02, reach, ["entering"]).start()
         reach("ready")
-        group = self._job.enter()
+        group = self._job.enter(joiner)
         if group is not None:
             write_down("formed", settings.get("name"), group.rank, group.size)
         reach("formed")
@@ -204,9 +225,60 @@ class Entering:
         reach("handed in")
 
 
+class Giving:
+    """The job as a worker sees it that gives its state, with places."""
+
+    def __init__(self, job):
+        self._job = job
+
+    def __getattr__(self, name):
+        return getattr(self._job, name)
+
+    def give_state(self, steps, copies):
+        reach("sending")
+        write_down("gave", steps, os.getpid(), len(proven()))
+        self._job.give_state(steps, copies)
+        reach("sent")
+
+
+class Joiner(following.Joiner):
+    """A worker that joins, with places."""
+
+    def take(self, vector):
+        super().take(vector)
+        if len(self._vectors) == 3:
+            reach("taking")
+
+    def complete(self, steps):
+        reach("receiving")
+        is_well = super().complete(steps)
+        write_down("joins", rank, life, steps)
+        while settings.get("ahead") and time.monotonic() < end:
+            if max((made for (made,) in written("made")), default=0) >= steps + settings["ahead"]:
+                break
+            time.sleep(0.005)
+        reach("received")
+        return is_well
+
+    def stepped(self, steps):
+        is_well = super().stepped(steps)
+        write_down("followed", rank, life, steps, is_well)
+        reach("following")
+        return is_well
+
+
+def hand_over(*arguments):
+    behind = original_hand_over(*arguments)
+    write_down("handed over", step.steps, behind)
+    return behind
+
+
 write_down("begun")
+following.Joiner = Joiner
+original_hand_over, step._hand_over = step._hand_over, hand_over
 if step._job is not None:
     step._job = Entering(step._job)
+    step._donor._job = Giving(step._donor._job)
 optimizer.register_step_pre_hook(lambda *_: reach("optimizer"))
 before(step, "_regroup", "regrouping")
 before(step, "_end", "ending")
@@ -242,6 +314,12 @@ def loss(batch):
     return nn.functional.mse_loss(model(inputs), inputs[:, :4].sin())
 
 
+def is_joining() -> bool:
+    """Whether a worker was given the state since the last fault."""
+    happened = len(proven())
+    return happened > 0 and any(gave[-1] == happened for gave in written("gave"))
+
+
 def have_begun() -> bool:
     """Whether as many processes have begun as should."""
     if "begun" not in settings:
@@ -258,6 +336,10 @@ def wait_for_faults(number: int) -> None:
             return
         if step._group.has_ended() or step._job.is_asked_to_regroup():
             return
+        if number < settings.get("beside", 0) and is_joining():
+            return
+        # Nothing has changed since the loop was asked for this step.
+        step._donor.attend(step.steps)
         time.sleep(0.005)
 
 
@@ -277,7 +359,20 @@ for number in step.until(settings.get("steps", 60)):
         wait_for_faults(number)
     if settings.get("pace"):
         time.sleep(settings["pace"])
-    mean = step([(number, shard) for shard in step.shards], loss)
+    if settings.get("by_hand"):
+        mean = step.gradients([(number, shard) for shard in step.shards], loss)
+        if mean is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            for group in optimizer.param_groups:
+                group["weight_decay"] = 0.01 * (number % 3)
+            optimizer.step()
+            scheduler.step()
+    else:
+        mean = step([(number, shard) for shard in step.shards], loss)
+    if mean is not None and settings.get("ahead"):
+        write_down("made", step.steps)
+    if mean is not None and mistake == "clamps":
+        model.last.bias.data.clamp_(-0.01, 0.01)
     if mean is not None or mistake == "objects":
         average.update_parameters(model)
     if mean is not None and mistake == "lossy":

@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 2 gpu_beside.py [--other gloo|nccl]
 
 CPU tensors go to Unisono and CUDA tensors to the other backend, in calls and in DDP, in the group of
-all and in others.  NCCL wants a GPU for every rank: with one, run it with one process.  Imports
-nothing of ours: torch finds the backend by its name.
+all and in others.  NCCL wants a GPU for every rank of a host: where there are fewer, the ranks say that they
+are on different hosts.  Imports nothing of ours: torch finds the backend by its name.
 """
 
 import argparse
@@ -25,6 +25,9 @@ def main() -> None:
     other = parser.parse_args().other
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
+    if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count():
+        os.environ.setdefault("NCCL_HOSTID", f"host {os.environ['RANK']}")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     for backend in (f"cpu:unisono,cuda:{other}", f"cuda:{other},cpu:unisono"):
         dist.init_process_group(backend)
         rank, world = dist.get_rank(), dist.get_world_size()

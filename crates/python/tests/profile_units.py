@@ -19,6 +19,7 @@ from tools import tomllib
 from torch import nn
 from torch._C._autograd import DeviceType
 from unisono.torch._profile import spans
+from unisono.torch._profile.describe import device_use
 from unisono.torch._profile.exchange import Exchange, Machine
 from unisono.torch._profile.spans import Kind, Span, length, union, within, without
 from unisono.torch._profile.steps import sent, steps
@@ -69,7 +70,11 @@ class Names(unittest.TestCase):
         self.assertEqual(spans.on_host(loader), (Kind.DATA, ""))
         collective = spans.on_device("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgs)")
         self.assertIs(collective, Kind.COMMUNICATION)
+        self.assertIs(spans.on_device("fold_bf16_sum_2"), Kind.COMMUNICATION)
         self.assertIs(spans.on_device("sm90_xmma_gemm_f32f32"), Kind.KERNEL)
+        self.assertIs(spans.on_device("Memcpy DtoH (Device -> Pinned)"), Kind.COPY)
+        self.assertIs(spans.on_device("Memcpy HtoD (Pageable -> Device)"), Kind.COPY)
+        self.assertIs(spans.on_device("Memcpy DtoD (Device -> Device)"), Kind.KERNEL)
 
     def test_bytes(self):
         self.assertEqual(spans.byte_count([[2, 3], [4]], ["float", "c10::BFloat16"]), 32)
@@ -206,6 +211,35 @@ class OnDevice(unittest.TestCase):
             seen(Kind.OPTIMIZER, 31, 32, "0"), kernel("sgd", 33, 35, 31),
         ], 0)
         self.assertEqual(instants(step), [0, 12, 28, 35, 10, 10])
+
+
+    def test_gradients_that_are_staged(self):
+        """A codec of the host: gradients are copied while backward goes on, the means after it; a batch is copied by
+        the program."""
+        [step] = steps([
+            kernel("Memcpy HtoD (Pageable -> Device)", 2, 6, 1),
+            seen(Kind.BACKWARD, 3, 60), seen(Kind.COMPUTED, 9), kernel("gemm", 6, 30, 4),
+            seen(Kind.STAGING, 5, 7), kernel("Memcpy DtoH (Device -> Pinned)", 20, 35, 6),
+            seen(Kind.COMMUNICATION, 36, 50, "synchronize", 8),
+            seen(Kind.STAGING, 48, 52), kernel("Memcpy HtoD (Pinned -> Device)", 50, 55, 51),
+            seen(Kind.OPTIMIZER, 61, 62, "0"), kernel("sgd", 63, 70, 61),
+        ], 0)
+        # Computes from 6 until 30; then only copies, the host's exchange, and copies.
+        self.assertEqual(instants(step), [0, 30, 30 + 5 + 19, 70, 24, 24])
+        device = {name: 1e6 * value for name, value in step.record(0.0)["device"].items()}
+        told = {name: round(value) for name, value in device.items()}
+        self.assertEqual(told, {"compute": 31, "communication": 20, "exposed": 14, "copies": 24, "idle": 25})
+
+    def test_the_use_of_a_device(self):
+        first, second = steps(self.step_of_nccl(100, 20) + self.step_of_nccl(180, 85), 80_000)
+        told = device_use([first.record(0.0), second.record(0.0), second.record(0.0)])
+        self.assertIn("computes 75 % of a step, waits for communication and copies 25 %, is idle 0 %", told)
+        self.assertIsNone(device_use([{"begin": 0.0, "end": 1.0}]))
+
+    def test_the_device_times_of_nccl(self):
+        first, _ = steps(self.step_of_nccl(100, 20) + self.step_of_nccl(180, 85), 80_000)
+        told = [first.device.compute, first.device.communication, first.device.exposed, first.device.idle]
+        self.assertEqual([time // 1000 for time in told], [60, 40, 20, 20])
 
 
 class FakeEvent:

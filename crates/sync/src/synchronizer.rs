@@ -12,6 +12,8 @@
 //! A parameter that got no gradient in a shard counts as zero there. One that got none in any shard
 //! of any worker is not handed out, so that no optimizer touches it.
 
+mod sums;
+
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -132,6 +134,8 @@ struct Step {
     accumulation: Accumulation,
     /// Whether the gradients of the shards are kept apart.
     apart: bool,
+    /// Whether the worker hands over sums of its gradients.
+    outside: bool,
     layout: Arc<Layout>,
     buckets: Vec<Bucket>,
     turns: Turns,
@@ -213,6 +217,7 @@ impl Synchronizer {
             (next.number, next.sent_before) = (step.number, step.sent_before);
             // A vote for a change of members has got what it was for.
             next.votes.stop = step.votes.stop;
+            next.outside = step.outside;
             *step = next;
             let strategy = step.queue.strategy().name();
             if all_survive { Ok(()) } else { Err(SyncError::StateLost { strategy }) }
@@ -320,18 +325,20 @@ impl Synchronizer {
         if !step.open {
             return false;
         }
+        assert!(!step.outside, "the worker hands over sums");
         assert!(!step.seen[parameter], "one gradient per shard");
         self.take(step, parameter, gradient, 1.0);
         true
     }
 
-    /// Ends the shard under way. Parameters that got no gradient have none in this shard.
+    /// Ends the shard under way. Parameters that got no gradient have none in this shard. A worker that [sums
+    /// outside](Synchronizer::sum_outside) has ended all sums that have their last shard in this one.
     pub fn end_shard(&self) {
         let mut guard = self.lock();
         let step = &mut *guard;
         assert!(step.open, "a shard ends that has begun");
         for parameter in (0..self.parameters.len()).rev() {
-            if !step.seen[parameter] {
+            if !step.seen[parameter] && !step.outside {
                 self.take(step, parameter, &Constant(0.0), 0.0);
             }
         }
@@ -563,9 +570,15 @@ impl Synchronizer {
         };
         let lengths: Vec<usize> = self.parameters.iter().map(Parameter::elements).collect();
         step.layout = Arc::new(Layout::new(&lengths, step.sizes, step.align));
-        let slots = step.accumulation.slots();
-        let memory = |len: usize| Bucket { slots: vec![vec![0.0; len]; slots], missing: 0 };
-        step.buckets = step.layout.buckets().iter().map(|b| memory(b.len)).collect();
+        // The numbers of the step, which are in the first bucket, are summed here in any case.
+        let slots = |bucket: usize| match step.outside && bucket > 0 {
+            true => step.accumulation.sums(),
+            false => step.accumulation.slots(),
+        };
+        let memory =
+            |(i, len): (usize, usize)| Bucket { slots: vec![vec![0.0; len]; slots(i)], missing: 0 };
+        step.buckets =
+            step.layout.buckets().iter().map(|b| b.len).enumerate().map(memory).collect();
         step.turns = Turns::new(step.buckets.len());
     }
 
@@ -611,6 +624,7 @@ impl Step {
             survives: true,
             number: 0,
             apart: false,
+            outside: false,
             accumulation: Accumulation::new(shards.count(), leaves.clone()),
             layout: Arc::new(Layout::new(&[], sizes, align)),
             buckets: Vec::new(),

@@ -3,6 +3,7 @@
 
 use unisono_collective::{Group, Options, Rank, Transport};
 use unisono_optimizer::OptimizerSpec;
+use unisono_sync::accumulate::Leaf;
 use unisono_sync::bucket::BucketSizes;
 use unisono_sync::{Parameter, Settings, StepOutcome, SyncError, Synchronizer};
 
@@ -23,13 +24,22 @@ struct Variant {
     buckets: Option<BucketSizes>,
     overlap: bool,
     withhold: bool,
+    /// Whether workers sum their gradients themselves.
+    outside: bool,
 }
 
 impl Variant {
     fn new(workers: usize) -> Variant {
         let first = Some(BucketSizes { first: 40, others: 400 });
         let transport = Transport::Auto;
-        Variant { workers, transport, buckets: first, overlap: true, withhold: false }
+        Variant {
+            workers,
+            transport,
+            buckets: first,
+            overlap: true,
+            withhold: false,
+            outside: false,
+        }
     }
 }
 
@@ -90,16 +100,23 @@ fn worker(group: &Group, variant: &Variant) -> Trained {
         .map(|(p, len)| (0..*len).map(|i| noise(p + i)).collect())
         .collect();
     let (mut losses, mut updates) = (Vec::new(), Vec::new());
+    if variant.outside {
+        sync.sum_outside();
+    }
     for step in 0..STEPS {
-        for _ in sync.shards() {
+        let mut stacks = vec![Stack::default(); LENGTHS.len()];
+        for leaf in 0..sync.shards().len() {
             let shard = sync.begin_shard();
             sync.begin_backward(noise(step * SHARDS + shard));
             // Every rank has an order of its own in which gradients become ready.
             let mut order: Vec<usize> = (0..LENGTHS.len()).collect();
             order.sort_by_key(|p| noise(p + 31 * step + 1000 * group.rank()).to_bits());
             for parameter in order {
-                if let Some(gradient) = gradient(step, shard, parameter, &weights[parameter]) {
-                    assert!(sync.gradient(parameter, &gradient));
+                let gradient = gradient(step, shard, parameter, &weights[parameter]);
+                match (gradient, variant.outside) {
+                    (Some(gradient), false) => assert!(sync.gradient(parameter, &gradient)),
+                    (None, false) => {}
+                    (gradient, true) => stacks[parameter].add(&sync, parameter, leaf, gradient),
                 }
             }
             sync.end_shard();
@@ -119,6 +136,45 @@ fn worker(group: &Group, variant: &Variant) -> Trained {
     Trained { weights, losses, updates }
 }
 
+/// The sums of a parameter that a worker makes itself, and of how many shards with a gradient each is.
+#[derive(Clone, Default)]
+struct Stack(Vec<(Vec<f32>, usize)>);
+
+impl Stack {
+    /// Adds the gradient of a shard, and hands over the sums after the last.
+    fn add(&mut self, sync: &Synchronizer, of: usize, leaf: usize, gradient: Option<Vec<f32>>) {
+        let plan = sync.accumulation();
+        let Leaf { slot, add, merges } = plan.leaf(leaf);
+        let count = usize::from(gradient.is_some());
+        let own = (gradient.unwrap_or_else(|| vec![0.0; LENGTHS[of]]), count);
+        match add {
+            true => self.merge(own),
+            false => self.0.push(own),
+        }
+        for _ in 0..merges {
+            let right = self.0.pop().unwrap();
+            self.merge(right);
+        }
+        assert_eq!(self.0.len(), slot + 1 - merges);
+        if leaf + 1 < plan.leaves() {
+            return;
+        }
+        assert_eq!(self.0.len(), plan.sums());
+        for (number, (sum, shards)) in self.0.iter().enumerate() {
+            // What has no gradient has no parts.
+            let parts = sum.chunks(7).enumerate().filter(|_| *shards > 0);
+            parts.for_each(|(i, part)| sync.sum_part(of, number, 7 * i, part));
+            sync.end_sum(of, number, *shards);
+        }
+    }
+
+    fn merge(&mut self, (right, shards): (Vec<f32>, usize)) {
+        let (left, count) = self.0.last_mut().unwrap();
+        left.iter_mut().zip(right).for_each(|(left, right)| *left += right);
+        *count += shards;
+    }
+}
+
 fn bits(weights: &[Vec<f32>]) -> Vec<Vec<u32>> {
     weights.iter().map(|w| w.iter().map(|x| x.to_bits()).collect()).collect()
 }
@@ -127,6 +183,9 @@ fn bits(weights: &[Vec<f32>]) -> Vec<Vec<u32>> {
 fn weights_do_not_depend_on_how_they_are_synchronized() {
     let expected = train(&Variant::new(1)).remove(0);
     let mut variants: Vec<Variant> = [1, 2, 3, 4, 5, 7, 8].map(Variant::new).to_vec();
+    variants.extend(
+        [1, 2, 3, 4, 5, 7, 8].map(|workers| Variant { outside: true, ..Variant::new(workers) }),
+    );
     for workers in [1, 2, 3, 4] {
         let plain = Variant::new(workers);
         variants.push(Variant { overlap: false, ..plain.clone() });

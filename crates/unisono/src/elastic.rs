@@ -35,6 +35,7 @@ mod wire;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use unisono_cluster::membership::{Client, FirstStep, MembershipError, Next, View};
@@ -48,12 +49,17 @@ use unisono_sync::SyncError;
 
 use crate::job::START_PATIENCE;
 
-pub(crate) use donor::Donor;
+pub use donor::{Donor, Means};
 use handover::Handover;
-pub(crate) use joiner::Follower;
+pub use joiner::{Follower, Unfit};
 use server::StateServer;
 pub use session::{GIVES_UP, Session, Source};
 pub use trainee::{Checkpoint, Saved, Trainee};
+
+/// How long a joiner may take nothing, at least, where it can take over the state only once all of it has arrived. A
+/// joiner that has ended is noticed at once. Longer: a member to which one that is stuck clings serves no other meanwhile;
+/// what waits for it is bounded. Shorter: one that loads a large model is taken for lost.
+const TAKING_OVER: Duration = Duration::from_secs(60);
 
 /// A worker's membership in a job whose workers may come and go.
 pub struct ElasticJob {
@@ -138,13 +144,14 @@ impl ElasticJob {
 
     /// As [`ElasticJob::enter`]. A worker that was in no epoch yet first gets the state of a member, and follows
     /// its steps, while the members go on.
-    pub(crate) fn enter_with(
-        &mut self,
-        model: &mut dyn Follower,
-    ) -> Result<Option<Group>, ElasticError> {
+    pub fn enter_with(&mut self, model: &mut dyn Follower) -> Result<Option<Group>, ElasticError> {
         let (ip, timeout) = (self.ip, self.options.timeout);
         if self.server.is_none() {
-            let server = StateServer::start(ip, self.client.token().clone(), timeout);
+            let patience = match model.lengths() {
+                Some(_) => timeout,
+                None => timeout.max(TAKING_OVER),
+            };
+            let server = StateServer::start(ip, self.client.token().clone(), patience);
             self.server = Some(server.map_err(|cause| ElasticError::Listen { ip, cause })?);
         }
         if self.epoch > 0 {
@@ -164,7 +171,7 @@ impl ElasticJob {
 
     /// What gives this worker's state to workers that join, once it has [entered](ElasticJob::enter_with) an
     /// epoch.
-    pub(crate) fn donor(&self) -> Option<&Arc<Donor>> {
+    pub fn donor(&self) -> Option<&Arc<Donor>> {
         self.server.as_ref().map(StateServer::donor)
     }
 

@@ -1,9 +1,12 @@
 //! Joining the job that this process was started for.
 
+use std::sync::Arc;
+
 use unisono_cluster::membership;
 use unisono_cluster::place::{Launcher, Place, PlaceError};
 use unisono_cluster::rendezvous::{self, RendezvousError};
 use unisono_cluster::variables;
+use unisono_collective::engine::MakeEngine;
 use unisono_collective::fabric::{Address, Endpoint};
 use unisono_collective::{BadSetting, Epoch, FormError, Group, Options};
 use unisono_net::descriptors;
@@ -17,7 +20,7 @@ pub(crate) const START_PATIENCE: u32 = 6;
 pub struct Job {
     place: Place,
     ip: std::net::IpAddr,
-    epoch: std::sync::Arc<Epoch>,
+    epoch: Arc<Epoch>,
     world: Group,
 }
 
@@ -29,6 +32,15 @@ impl Job {
 
     /// Joins with these settings, which must be equal on all ranks.
     pub fn join_with(options: Options) -> Result<Job, JoinError> {
+        Job::join_with_engine(options, Arc::new(|host| Ok(Box::new(host) as Box<_>)))
+    }
+
+    /// As [`Job::join_with`], with an engine for memory that the host's does not reach, such as that of a
+    /// device. All ranks join with the same one.
+    pub fn join_with_engine(
+        options: Options,
+        make_engine: Arc<MakeEngine>,
+    ) -> Result<Job, JoinError> {
         if std::env::var_os(membership::VARIABLE).is_some() {
             return Err(JoinError::Elastic);
         }
@@ -53,7 +65,8 @@ impl Job {
         let (rank, world) = (place.rank as usize, place.world as usize);
         let connector = endpoint.open(rank, gathered.token, roster).map_err(listening)?;
         let epoch = Epoch::new(0);
-        let world = Group::world(connector, epoch.clone(), rank, world, options)?;
+        let world =
+            Group::with_engine(connector, epoch.clone(), rank, world, options, make_engine)?;
         log::debug!("rank {rank} joined a world of {}", world.size());
         Ok(Job { place, ip, epoch, world })
     }

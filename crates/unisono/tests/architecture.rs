@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 const MAY_KNOW: [(&str, &[&str]); 16] = [
     ("net", &[]),
     ("collective", &["net"]),
-    ("cuda", &["net", "collective"]),
-    ("mpi", &["net", "collective"]),
     ("codec", &[]),
+    ("cuda", &["net", "collective", "codec"]),
+    ("mpi", &["net", "collective"]),
     ("optimizer", &[]),
     ("cluster", &["net"]),
     ("sync", &["net", "collective", "codec", "optimizer"]),

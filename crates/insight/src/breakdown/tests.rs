@@ -5,7 +5,8 @@ use crate::record::BucketSpan;
 
 fn rank(begin: f64, computed: f64, reduced: f64, end: f64) -> RankStep {
     let compute = computed - begin;
-    RankStep { begin, computed, reduced, end, compute, backward: compute / 2.0, buckets: vec![] }
+    let backward = compute / 2.0;
+    RankStep { begin, computed, reduced, end, compute, backward, buckets: vec![], device: None }
 }
 
 fn record(step: u64, ranks: Vec<RankStep>) -> StepRecord {
@@ -253,7 +254,7 @@ fn hostile_rank() -> impl Strategy<Value = RankStep> {
     let times = [(); 6].map(|()| hostile());
     (times, prop::collection::vec(bucket, 0..4)).prop_map(|(t, buckets)| {
         let [begin, computed, reduced, end, compute, backward] = t;
-        RankStep { begin, computed, reduced, end, compute, backward, buckets }
+        RankStep { begin, computed, reduced, end, compute, backward, buckets, device: None }
     })
 }
 
@@ -267,6 +268,7 @@ fn honest_rank() -> impl Strategy<Value = RankStep> {
             end: begin + a + b + c,
             compute: a * compute,
             backward: a * compute * backward,
+            device: None,
             buckets: vec![bucket(begin + a / 2.0, begin + a + b)],
         },
     )

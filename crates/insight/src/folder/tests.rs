@@ -22,6 +22,7 @@ fn step(step: u64) -> StepRecord {
         end: begin + 1.0,
         compute: 0.4,
         backward: 0.2,
+        device: None,
         buckets: vec![],
     };
     let ranks = vec![rank.clone(), rank];

@@ -141,6 +141,7 @@ mod tests {
                         end: begin + 1.0,
                         compute,
                         backward: 0.1,
+                        device: None,
                         buckets: vec![],
                     }
                 };

@@ -21,6 +21,7 @@ fn steps(n: u64, agreed: impl Fn(u64) -> bool) -> Vec<StepRecord> {
             end: begin + 1.0,
             compute: 0.7,
             backward: 0.4,
+            device: None,
             buckets: if agreed { vec![bucket] } else { Vec::new() },
         };
         let wire_bytes = if agreed { 400 } else { 0 };

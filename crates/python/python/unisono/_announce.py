@@ -18,7 +18,7 @@ def announce() -> None:
 
         is_old = dist.is_available() and not hasattr(dist.Backend, "_ensure_backend_registered")
         if is_old and "UNISONO" not in dist.Backend._plugins:
-            dist.Backend.register_backend("unisono", _create, extended_api=True, devices=["cpu"])
+            dist.Backend.register_backend("unisono", _create, extended_api=True, devices=["cpu", "cuda"])
     except Exception as error:  # Would fail the import of torch, also of programs that do not use us.
         logging.getLogger("unisono").debug("torch was not told of the backend: %r", error)
 

@@ -51,6 +51,34 @@ def send_state(group: Group, to: Sequence[int], state: bytes, seconds: float) ->
 def receive_state(group: Group, source: int, seconds: float, /) -> bytes:
     """The state that a rank sends; an error if it does not have its hash."""
 
+def hash_parts(buffers: Sequence[tuple[int, int]], part: int, of: int) -> bytes:
+    """A hash of one of so many parts of each of these buffers, given by address and bytes."""
+
+class Copies:
+    """A head and the memory of tensors, as they were when this was made."""
+
+    def __init__(self, head: bytes, buffers: Sequence[tuple[int, int]]) -> None:
+        """Copies a head, and buffers that are given by address and bytes."""
+
+class _Follower(Protocol):
+    """A worker that joins, and follows a member until it is let in."""
+
+    @property
+    def fingerprint(self) -> bytes:
+        """32 bytes, which it must have in common with the member."""
+
+    def begin(self) -> None:
+        """From now on its state is that of no step."""
+
+    def take(self, vector: bytearray) -> None:
+        """The next vector: first the head, with its length in 8 bytes before it, then the memory of the tensors."""
+
+    def complete(self, steps: int) -> bool:
+        """All of the state after so many steps was taken; whether it can follow from there."""
+
+    def stepped(self, steps: int) -> bool:
+        """All that the step with this number, from 1, has changed was taken; whether it can follow."""
+
 class ElasticJob:
     """A worker's membership in a job whose workers may come and go."""
 
@@ -58,8 +86,25 @@ class ElasticJob:
     def join(shards: int) -> ElasticJob | None:
         """Connects to the launcher; None if that did not make the job elastic."""
 
-    def enter(self) -> Group | None:
-        """Waits until this worker is in an epoch, and forms its group; None when the run is complete."""
+    def enter(self, follower: _Follower | None = None) -> Group | None:
+        """Waits until this worker is in an epoch, and forms its group; None when the run is complete. A worker that
+        was in none yet first follows a member."""
+
+    def offer(self, fingerprint: bytes, bytes: int) -> None:
+        """From now on workers that join may ask for the state of this one, of which a step changes so many bytes."""
+
+    @property
+    def joiner(self) -> tuple[bool, bool]:
+        """Whether a worker that joins has asked for the state; and whether one follows."""
+
+    def give_state(self, steps: int, copies: Copies) -> None:
+        """Gives the worker that has asked the state after so many steps."""
+
+    def give_step(self, steps: int, copies: Sequence[Copies]) -> None:
+        """Gives the worker that follows what a step has changed."""
+
+    def break_off(self) -> None:
+        """The state of this worker is no longer what the worker that follows gets to."""
 
     @property
     def epoch(self) -> int:
@@ -105,11 +150,25 @@ class Group:
     def size(self) -> int:
         """Ranks in the group."""
 
-    def run(self, call: Call, origin: Origin, seconds: float) -> None:
-        """Runs a call and waits for it. The caller keeps its memory to itself meanwhile."""
+    @property
+    def device(self) -> int | None:
+        """The number of the device whose memory its calls are on, if they are on one."""
 
-    def submit(self, call: Call, origin: Origin, keep: object) -> Work:
-        """Starts a call on memory that `keep` owns."""
+    def run(
+        self, call: Call, origin: Origin, seconds: float, stream: int | None = None
+    ) -> None:
+        """Runs a call and waits for it. The caller keeps its memory to itself meanwhile.
+
+        On a device it runs in the order of a stream, and may have ended on the host only.
+        """
+
+    def submit(
+        self, call: Call, origin: Origin, keep: object, stream: int | None = None
+    ) -> Work:
+        """Starts a call on memory that `keep` owns; on a device, once a stream has come to where it is now."""
+
+    def on_device(self, number: int, origin: Origin, seconds: float) -> Group:
+        """The group of the same ranks for calls on the memory of a device of each. All call it."""
 
     def send(self, address: int, length: int, to: int, tag: int, keep: object) -> Work:
         """Starts to send `length` bytes, which `keep` owns."""
@@ -359,14 +418,41 @@ class Synchronizer(_Replica):
         chosen after this step and why, if one was.
         """
 
+class Sums:
+    """The sums of a worker's own gradients, which it hands over instead of those of every shard."""
+
+    def __init__(self, synchronizer: Synchronizer) -> None:
+        """From the next step on, the synchronizer takes sums."""
+
+    def plan(self) -> tuple[list[tuple[int, bool, int]], int]:
+        """What happens to the gradients of each shard: the slot they go into, whether they are added to what is there,
+        and how many slots are merged after it; and how many sums remain, in the lowest slots."""
+
+    def part(self, parameter: int, sum: int, at: int, address: int, count: int) -> None:
+        """Takes a part of the next sum of a parameter, from an element on, and is done with its memory."""
+
+    def end(self, parameter: int, sum: int, shards: int) -> None:
+        """The next sum is complete: so many of its shards had a gradient. Of none, it is zero."""
+
+    def finish(
+        self, each: Callable[[int, int, int], object], seconds: float
+    ) -> tuple[float, list[int], tuple[str, str] | None]:
+        """As `Synchronizer.finish`, but calls `each` with a parameter, and the address and count of its mean."""
+
 class Work:
     """An operation that was started."""
 
-    def wait(self, seconds: float) -> None:
-        """Waits until the operation has ended, and raises its error."""
+    def wait(self, seconds: float, stream: int | None = None) -> None:
+        """Waits until the operation has ended, and raises its error.
+
+        A call on a device may have ended on the host only: from then on the stream waits for its end.
+        """
 
     def is_done(self) -> bool:
-        """Whether the operation has ended, well or not."""
+        """Whether the operation has ended, well or not; a call on a device, on the host."""
+
+    def has_landed(self) -> bool:
+        """Whether the operation has ended, on the device too if it is a call on one."""
 
     def error(self) -> Exception | None:
         """What went wrong, if the operation has ended and something did."""

@@ -16,7 +16,7 @@ mod settings;
 mod synchronizer;
 
 pub use local::LocalSteps;
-pub use synchronizer::Synchronizer;
+pub use synchronizer::{Sums, Synchronizer};
 
 use pyo3::prelude::*;
 use unisono_collective::Rank;

@@ -1,5 +1,7 @@
 //! One replica's view of a step.
 
+mod sums;
+
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 
@@ -7,6 +9,8 @@ use pyo3::prelude::*;
 use unisono_sync::bucket::BucketSizes;
 use unisono_sync::{Parameter, Settings, SyncError, Synchronizer as Library};
 
+pub use self::sums::Sums;
+use self::sums::SumsProgress;
 use super::buffers::ParameterBuffers;
 use super::member::GroupMember;
 use super::record::{BucketTransfer, ReplicaRecord};
@@ -59,6 +63,8 @@ struct StepProgress {
     phase: StepPhase,
     /// Which parameters have had their gradient in this shard.
     seen: Vec<bool>,
+    /// Of a worker that sums its gradients itself.
+    sums: Option<SumsProgress>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -155,13 +161,13 @@ impl Synchronizer {
             member.within(py, seconds, site, || Library::new(Some(&engine), listed, settings))?;
         let ends = library.abort_handle();
         member.watch(ends.clone());
-        let (begun, phase) = (0, StepPhase::Between);
+        let (begun, phase, sums) = (0, StepPhase::Between, None);
         let seen = vec![false; parameters.len()];
         let (own, rank) = (library.shards(), member.rank());
         Ok(Synchronizer {
             place: RwLock::new(Place { member: Arc::new(member), own }),
             library: Closable::new(library, ends, rank),
-            progress: Mutex::new(StepProgress { begun, phase, seen }),
+            progress: Mutex::new(StepProgress { begun, phase, seen, sums }),
             record: ReplicaRecord::default(),
             last: Mutex::default(),
             settings: text,
@@ -289,6 +295,9 @@ impl Synchronizer {
             if progress.begun == shards {
                 return Err("all shards of this step are computed; finish it".into());
             }
+            if let (0, Some(sums)) = (progress.begun, &mut progress.sums) {
+                sums.start_over(&library.accumulation());
+            }
             progress.begun += 1;
             progress.phase = StepPhase::Forward;
             progress.seen.fill(false);
@@ -323,6 +332,12 @@ impl Synchronizer {
             if progress.phase != StepPhase::Backward {
                 return Err(format!("the gradient of {} came outside of a backward pass", of.name));
             }
+            if progress.sums.is_some() {
+                return Err(format!(
+                    "the gradient of {} came from a worker that sums them",
+                    of.name
+                ));
+            }
             if progress.seen[parameter] {
                 return Err(format!("a second gradient of {} came in one shard", of.name));
             }
@@ -336,9 +351,13 @@ impl Synchronizer {
 
     /// Ends the shard under way. Parameters that got no gradient have none in it.
     fn end_shard(&self, py: Python<'_>) -> PyResult<()> {
+        let shards = self.place().own.len();
         self.call(py, "end_shard", |library, progress| {
             if progress.phase != StepPhase::Backward {
                 return Err("a shard ends after its backward pass".into());
+            }
+            if let (true, Some(sums)) = (progress.begun == shards, &progress.sums) {
+                sums.expect_all(&self.parameters)?;
             }
             progress.phase = StepPhase::Between;
             library.end_shard();
@@ -349,40 +368,12 @@ impl Synchronizer {
     /// Ends the step: waits for the means of all parameters, at most `seconds`, and writes each to
     /// its place. The caller keeps the memory alive, and away from others, meanwhile.
     fn finish(&self, py: Python<'_>, buffers: Vec<Buffer>, seconds: f64) -> PyResult<StepOutcome> {
-        let Place { member, own } = self.place();
-        let site = member.site("the end of a step");
-        self.call(py, "finish", |_, progress| match progress.phase {
-            StepPhase::Between if progress.begun == own.len() => Ok(()),
-            _ => Err("a step ends after all shards of this worker".into()),
-        })?;
+        let (member, site) = self.expect_computed(py)?;
         // SAFETY: the caller keeps the memory valid and to itself until this returns.
         let buffers = unsafe { ParameterBuffers::new(buffers, &self.parameters) };
         let mut buffers = buffers.map_err(|text| site.invalid(py, &text))?;
-        let library = self.open(py, &member, site)?;
-        member.within(py, seconds, site, || {
-            let mut progress = self.lock();
-            let mut used = Vec::with_capacity(self.parameters.len());
-            // Whatever happens now, this step does not happen again.
-            progress.phase = StepPhase::Failed;
-            let outcome = library.finish(|parameter, mean| {
-                buffers.of(parameter).copy_from_slice(mean);
-                used.push(parameter);
-            })?;
-            progress.phase = StepPhase::Between;
-            progress.begun = 0;
-            self.record.set_steps(self.record.steps() + 1);
-            self.record.note_sent(library.sent());
-            self.record.note_transfers(&outcome.times.buckets);
-            *self.last.lock().expect("no panic while locked") = LastStep {
-                regroup: outcome.regroup,
-                stop: outcome.stop,
-                compute: outcome.times.compute.as_secs_f64(),
-            };
-            let chosen = outcome.advice.map(|advice| {
-                let codec = advice.chosen.as_ref().map_or("none".to_owned(), ToString::to_string);
-                (codec, advice.reason.clone())
-            });
-            Ok((outcome.loss, used, chosen))
+        self.end_step(py, &member, site, seconds, |parameter, mean| {
+            buffers.of(parameter).copy_from_slice(mean);
         })
     }
 
@@ -425,6 +416,55 @@ impl Synchronizer {
 }
 
 impl Synchronizer {
+    /// The member that may end its step now, and where it does.
+    fn expect_computed(&self, py: Python<'_>) -> PyResult<(Arc<GroupMember>, Site)> {
+        let Place { member, own } = self.place();
+        let site = member.site("the end of a step");
+        self.call(py, "finish", |_, progress| match progress.phase {
+            StepPhase::Between if progress.begun == own.len() => Ok(()),
+            _ => Err("a step ends after all shards of this worker".into()),
+        })?;
+        Ok((member, site))
+    }
+
+    /// Waits for the means of all parameters, at most `seconds`, and calls `each` with every one that had a
+    /// gradient anywhere, without the interpreter's lock.
+    fn end_step(
+        &self,
+        py: Python<'_>,
+        member: &GroupMember,
+        site: Site,
+        seconds: f64,
+        mut each: impl FnMut(usize, &[f32]) + Send,
+    ) -> PyResult<StepOutcome> {
+        let library = self.open(py, member, site)?;
+        member.within(py, seconds, site, || {
+            let mut progress = self.lock();
+            let mut used = Vec::with_capacity(self.parameters.len());
+            // Whatever happens now, this step does not happen again.
+            progress.phase = StepPhase::Failed;
+            let outcome = library.finish(|parameter, mean| {
+                each(parameter, mean);
+                used.push(parameter);
+            })?;
+            progress.phase = StepPhase::Between;
+            progress.begun = 0;
+            self.record.set_steps(self.record.steps() + 1);
+            self.record.note_sent(library.sent());
+            self.record.note_transfers(&outcome.times.buckets);
+            *self.last.lock().expect("no panic while locked") = LastStep {
+                regroup: outcome.regroup,
+                stop: outcome.stop,
+                compute: outcome.times.compute.as_secs_f64(),
+            };
+            let chosen = outcome.advice.map(|advice| {
+                let codec = advice.chosen.as_ref().map_or("none".to_owned(), ToString::to_string);
+                (codec, advice.reason.clone())
+            });
+            Ok((outcome.loss, used, chosen))
+        })
+    }
+
     fn expect_between(&self, py: Python<'_>, operation: &'static str) -> PyResult<()> {
         self.call(py, operation, |_, progress| match (progress.phase, progress.begun) {
             (StepPhase::Between, 0) => Ok(()),

@@ -42,6 +42,26 @@ def case_beside_another_device() -> None:
         assert harness.run(_beside_another_device, 2, backend=backend) == [0, 0]
 
 
+def case_devices_only() -> None:
+    """Tensors of GPUs come to us, and those of CPUs go to the other backend."""
+    for backend in ("cpu:gloo,cuda:unisono", "cuda:unisono,cpu:gloo"):
+        assert harness.run(_devices_only, 2, backend=backend) == [0, 0]
+
+
+def _devices_only(rank, world):
+    for group in (dist.group.WORLD, dist.new_group()):
+        assert {device.type for device in group._device_types} == {"cpu", "cuda"}
+        assert isinstance(group._get_backend(torch.device("cpu")), dist.ProcessGroupGloo), group
+        ours = group._get_backend(_CUDA)
+        assert type(ours).__module__.startswith("unisono."), ours
+        before = ours._sent()
+        tensor = torch.ones(1000)
+        dist.all_reduce(tensor, group=group)
+        equal(tensor, torch.full((1000,), float(world)))
+        assert ours._sent() == before
+        dist.barrier(group)
+
+
 def _beside_another_device(rank, world):
     pairs = [dist.group.WORLD, dist.new_group(), dist.new_group([0, 1])]
     names = [dist.get_process_group_ranks(group) for group in pairs]
@@ -81,6 +101,7 @@ def _expect_passed_on(rank, world):
     """With tensors that are of no CPU."""
     group = dist.group.WORLD
     held, group._others = group._others, _Counting()
+    theirs, group._theirs = group._theirs, {"cuda", "meta"}
 
     def there(*shape):
         return torch.ones(*shape, device="meta")
@@ -103,7 +124,7 @@ def _expect_passed_on(rank, world):
     options.device = torch.device("cuda", 0)
     group.barrier(options)
     calls = group._others.calls
-    group._others = held
+    group._others, group._theirs = held, theirs
     assert calls == [
         "allreduce", "broadcast", "reduce", "allgather", "_allgather_base", "reduce_scatter",
         "_reduce_scatter_base", "alltoall", "alltoall_base", "gather", "scatter", "send", "recv",

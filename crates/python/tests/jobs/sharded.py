@@ -7,10 +7,12 @@ import hashlib
 import multiprocessing
 import os
 import tempfile
+from contextlib import nullcontext
 
 import harness
 import torch
 import unisono.torch
+from late_device import late_device
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -36,6 +38,13 @@ def case_sharded_worlds() -> None:
     # The hash can tell: another seed, and other shards, give other bits.
     assert _hash_on(0, optimizer="adamw", seed=1) != hashes[1]
     assert _hash_on(0, optimizer="adamw", shards=4) != hashes[1]
+
+
+def case_sharded_on_device() -> None:
+    """Nor does it matter that gradients are on a device."""
+    here = _hash_on(0, optimizer="momentum")
+    hashes = {world: _hash_on(world, optimizer="momentum", late=True) for world in (0, 1, 2, 3, 4)}
+    assert set(hashes.values()) == {here}, (here, hashes)
 
 
 def case_sharded_codecs() -> None:
@@ -84,7 +93,9 @@ def _train_alone(options, hashes):
 
 
 def _train_and_tell(rank, world, options, hashes):
-    hashes[rank] = train(rank, **options)
+    options = dict(options)
+    with late_device() if options.pop("late", False) else nullcontext():
+        hashes[rank] = train(rank, **options)
 
 
 class Network(nn.Module):

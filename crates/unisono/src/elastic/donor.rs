@@ -25,16 +25,35 @@ const QUEUED_LEAST: usize = 64 << 20;
 /// What is sent to a joiner.
 #[derive(Debug, PartialEq)]
 pub enum Item {
-    /// The state after so many steps.
-    State { version: u64, vectors: Vec<Vec<f32>> },
-    /// The means of a step, by the number of the parameter.
-    Means { version: u64, means: Means },
+    /// The state after so many steps, and whether the joiner must be told the lengths of its vectors.
+    State { version: u64, vectors: Vec<Vec<f32>>, are_told: bool },
+    /// What a step has changed.
+    Step { version: u64, changes: Changes },
     /// The last word.
     Last(Message),
 }
 
-/// The means of a step that were copied for a joiner.
+/// The means of a step that were copied for a joiner, by the number of the parameter.
 pub type Means = Vec<(usize, Vec<f32>)>;
+
+/// By what a joiner makes the same step.
+#[derive(Debug, PartialEq)]
+pub enum Changes {
+    /// The means of parameters whose lengths it knows.
+    Means(Means),
+    /// Whatever it makes of these vectors, whose lengths it must be told.
+    Vectors(Vec<Vec<f32>>),
+}
+
+impl Changes {
+    fn bytes(&self) -> usize {
+        let size = |values: &Vec<f32>| size_of_val(&values[..]);
+        match self {
+            Changes::Means(means) => means.iter().map(|(_, values)| size(values)).sum(),
+            Changes::Vectors(vectors) => vectors.iter().map(size).sum(),
+        }
+    }
+}
 
 /// What the serving thread has to do.
 #[derive(Debug, PartialEq)]
@@ -61,24 +80,24 @@ pub struct Outgoing {
 
 impl Outgoing {
     /// Begins with the state after so many steps.
-    pub fn new(version: u64, vectors: Vec<Vec<f32>>, limit: usize) -> Outgoing {
-        let items = VecDeque::from([Item::State { version, vectors }]);
+    pub fn new(version: u64, vectors: Vec<Vec<f32>>, are_told: bool, limit: usize) -> Outgoing {
+        let items = VecDeque::from([Item::State { version, vectors, are_told }]);
         Outgoing { newest: version, items, queued: 0, limit, is_over: false }
     }
 
-    /// Adds the means of a step. Those of another step than the next end the handover.
-    pub fn push(&mut self, version: u64, means: Means) {
+    /// Adds what a step has changed. Those of another step than the next end the handover.
+    pub fn push(&mut self, version: u64, changes: Changes) {
         if self.is_over {
             return;
         }
-        let bytes = bytes(&means);
+        let bytes = changes.bytes();
         if version != self.newest + 1 {
             self.break_off();
         } else if self.queued + bytes > self.limit {
             self.end_with(Message::TooSlow);
         } else {
             (self.newest, self.queued) = (version, self.queued + bytes);
-            self.items.push_back(Item::Means { version, means });
+            self.items.push_back(Item::Step { version, changes });
         }
     }
 
@@ -99,8 +118,8 @@ impl Outgoing {
     /// What to send next. `None` if there is nothing.
     pub fn pop(&mut self) -> Option<Item> {
         let item = self.items.pop_front();
-        if let Some(Item::Means { means, .. }) = &item {
-            self.queued -= bytes(means);
+        if let Some(Item::Step { changes, .. }) = &item {
+            self.queued -= changes.bytes();
         }
         item
     }
@@ -116,11 +135,8 @@ impl Outgoing {
     }
 }
 
-fn bytes(means: &Means) -> usize {
-    means.iter().map(|(_, values)| size_of_val(&values[..])).sum()
-}
-
-/// What a member shares with its serving threads.
+/// What a member shares with the threads that serve its joiners: the training thread gives it the state when a joiner has
+/// asked for it, and then what every step changes.
 pub struct Donor {
     /// One of the numbers below; the training thread looks at it in every step.
     activity: AtomicU8,
@@ -159,7 +175,8 @@ impl Donor {
         Arc::new(Donor { activity, inner, bell: Condvar::new() })
     }
 
-    /// From now on joiners that train this model, of so many parameters in all, may ask for its state.
+    /// From now on joiners that train this model, in each of whose steps so many elements change, may ask for its
+    /// state.
     pub fn offer(&self, model: [u8; 32], elements: usize) {
         let step = elements.saturating_mul(size_of::<f32>());
         let mut inner = self.lock();
@@ -183,19 +200,33 @@ impl Donor {
         self.activity.load(Ordering::Relaxed) == FOLLOWED
     }
 
-    /// Gives the joiner that has asked the state after so many steps.
+    /// Gives the joiner that has asked the state after so many steps, of which it knows the lengths.
     pub fn give(&self, version: u64, vectors: Vec<Vec<f32>>) {
-        let mut inner = self.lock();
-        let limit = inner.limit;
-        if let Some(joiner) = inner.joiner.as_mut().filter(|joiner| joiner.is_waiting()) {
-            joiner.outgoing = Some(Outgoing::new(version, vectors, limit));
-            self.note(&inner);
-        }
+        self.begin(version, vectors, false);
     }
 
     /// Gives the joiner that follows the means of a step, from which all members update their weights.
     pub fn give_means(&self, version: u64, means: Means) {
-        self.with_outgoing(|outgoing| outgoing.push(version, means));
+        self.with_outgoing(|outgoing| outgoing.push(version, Changes::Means(means)));
+    }
+
+    /// Gives the joiner that has asked the state after so many steps, and tells it the lengths.
+    pub fn tell(&self, version: u64, vectors: Vec<Vec<f32>>) {
+        self.begin(version, vectors, true);
+    }
+
+    /// Gives the joiner that follows what it needs to make a step, and tells it the lengths.
+    pub fn tell_step(&self, version: u64, vectors: Vec<Vec<f32>>) {
+        self.with_outgoing(|outgoing| outgoing.push(version, Changes::Vectors(vectors)));
+    }
+
+    fn begin(&self, version: u64, vectors: Vec<Vec<f32>>, are_told: bool) {
+        let mut inner = self.lock();
+        let limit = inner.limit;
+        if let Some(joiner) = inner.joiner.as_mut().filter(|joiner| joiner.is_waiting()) {
+            joiner.outgoing = Some(Outgoing::new(version, vectors, are_told, limit));
+            self.note(&inner);
+        }
     }
 
     /// The state of this worker was replaced by another, so that what follows does not belong to what was sent.
@@ -336,17 +367,21 @@ impl Joiner {
 mod tests {
     use super::*;
 
-    fn means(bytes: usize) -> Means {
-        vec![(0, vec![0.0; bytes / 4])]
+    fn means(bytes: usize) -> Changes {
+        Changes::Means(vec![(0, vec![0.0; bytes / 4])])
     }
 
     fn state(version: u64) -> Item {
-        Item::State { version, vectors: vec![] }
+        Item::State { version, vectors: vec![], are_told: false }
+    }
+
+    fn begun(version: u64) -> Outgoing {
+        Outgoing::new(version, vec![], false, 100)
     }
 
     #[test]
     fn the_means_of_every_step_follow_the_state_and_then_the_end() {
-        let mut outgoing = Outgoing::new(3, vec![], 100);
+        let mut outgoing = begun(3);
         outgoing.push(4, means(40));
         outgoing.push(5, means(40));
         outgoing.finish();
@@ -354,8 +389,8 @@ mod tests {
         let sent: Vec<Item> = std::iter::from_fn(|| outgoing.pop()).collect();
         let expected = [
             state(3),
-            Item::Means { version: 4, means: means(40) },
-            Item::Means { version: 5, means: means(40) },
+            Item::Step { version: 4, changes: means(40) },
+            Item::Step { version: 5, changes: means(40) },
             Item::Last(Message::End { steps: 5 }),
         ];
         assert_eq!(sent, expected);
@@ -364,13 +399,13 @@ mod tests {
 
     #[test]
     fn a_joiner_that_does_not_keep_up_is_dropped_and_told_so() {
-        let mut outgoing = Outgoing::new(0, vec![], 100);
+        let mut outgoing = begun(0);
         for version in 1..=2 {
             outgoing.push(version, means(40));
         }
         // What was sent makes room.
         assert_eq!(outgoing.pop(), Some(state(0)));
-        assert!(matches!(outgoing.pop(), Some(Item::Means { version: 1, .. })));
+        assert!(matches!(outgoing.pop(), Some(Item::Step { version: 1, .. })));
         outgoing.push(3, means(60));
         outgoing.push(4, means(4));
         assert_eq!(outgoing.pop(), Some(Item::Last(Message::TooSlow)));
@@ -381,7 +416,7 @@ mod tests {
     #[test]
     fn a_gap_between_two_steps_ends_the_handover() {
         for version in [0, 1, 3, u64::MAX] {
-            let mut outgoing = Outgoing::new(1, vec![], 100);
+            let mut outgoing = begun(1);
             outgoing.push(version, means(4));
             assert!(outgoing.is_over && outgoing.pop().is_none(), "{version}");
         }

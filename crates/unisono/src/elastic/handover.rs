@@ -26,6 +26,10 @@ const LEVEL: u64 = 1;
 /// Shorter: members that are busy are asked more often in vain.
 const PAUSE: Duration = Duration::from_millis(20);
 
+/// How long a joiner waits after it has lost its first donor, and twice as long after each further one. Longer: it joins
+/// later. Shorter: it gives up before the members have noticed that one of them is gone, and are in another epoch.
+const AFTER_LOSS: Duration = Duration::from_millis(100);
+
 /// A joiner that is level with its donor, and follows it.
 pub struct Handover {
     connection: Connection,
@@ -77,8 +81,13 @@ impl Handover {
                 Ok(Asked::Level(handover)) => return Ok(Some(*handover)),
                 Ok(Asked::Never) => return Ok(None),
                 Ok(Asked::NotNow) => std::thread::sleep(PAUSE),
+                Err(Failure::Lost(Lost::Unfit(why))) => {
+                    log::debug!("following the worker at {donor}: {why}");
+                    return Ok(None);
+                }
                 Err(error) => {
                     log::debug!("the state of the worker at {donor}: {error}");
+                    std::thread::sleep(AFTER_LOSS * (1 << lost));
                     lost += 1;
                 }
             }
@@ -100,8 +109,12 @@ impl Handover {
         frame::send(&mut connection.until(Instant::now() + timeout), &ask)?;
         let mut handover =
             Box::new(Handover { connection, following: Following::default(), timeout });
+        // A model that takes over its state only once all of it is there may take long to do so: what the donor said
+        // before is not what it has come to since.
+        let mut is_late = model.lengths().is_none();
         loop {
             match handover.hear(model, &|| false)? {
+                Heard::At { .. } if is_late => is_late = false,
                 Heard::At { steps, newest } if newest - steps <= LEVEL => {
                     return Ok(Asked::Level(handover));
                 }

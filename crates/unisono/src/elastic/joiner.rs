@@ -10,15 +10,19 @@ use unisono_net::frame::{self, FrameError};
 use unisono_net::{Receiver, crash, timespec};
 use zerocopy::IntoBytes;
 
-use super::wire::{Chunk, MAX_MESSAGE, Message, Refused, chunks, expect_parameters};
+use super::wire::{
+    Chunk, MAX_LENGTHS, MAX_MESSAGE, MAX_VECTORS, Message, Refused, chunks, expect_parameters,
+};
 
 /// A model that can take the state of another worker, and follow its steps.
 pub trait Follower {
     /// What it must have in common with the donor: parameters and optimizer.
     fn fingerprint(&self) -> [u8; 32];
 
-    /// The lengths of all vectors of the state; those of the parameters that are trained come first.
-    fn lengths(&self) -> Vec<usize>;
+    /// The lengths of all vectors of the state; those of the parameters that are trained come first. `None` if the
+    /// donor tells them: then no means are given by parameter, and all that a step needs is among the vectors that are
+    /// set before it is [made](Follower::stepped).
+    fn lengths(&self) -> Option<Vec<usize>>;
 
     /// How many parameters are trained.
     fn trained(&self) -> usize;
@@ -26,18 +30,23 @@ pub trait Follower {
     /// From now on the state is that of no step.
     fn begin(&mut self);
 
-    /// One of the vectors is this.
+    /// One of the vectors is this. They come in order; a vector of no elements does not come.
     fn set(&mut self, vector: usize, values: &[f32]);
 
     /// All vectors are those after so many steps.
-    fn complete(&mut self, steps: u64);
+    fn complete(&mut self, steps: u64) -> Result<(), Unfit>;
 
     /// Updates a parameter by its mean in a step, the first of which is 1.
     fn update(&mut self, step: u64, parameter: usize, mean: &[f32]);
 
-    /// All parameters are updated: so many steps are made.
-    fn stepped(&mut self, steps: u64);
+    /// All that changes in a step was given: so many steps are made.
+    fn stepped(&mut self, steps: u64) -> Result<(), Unfit>;
 }
+
+/// Why a model does not follow, whatever donor it has: its state is handed over inside of the group.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct Unfit(pub String);
 
 /// What a donor has said.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,6 +70,9 @@ pub enum Lost {
     /// What came over it.
     #[error(transparent)]
     Refused(#[from] Refused),
+    /// The model cannot take it.
+    #[error(transparent)]
+    Unfit(#[from] Unfit),
 }
 
 /// Where a follower is.
@@ -80,17 +92,18 @@ impl Following {
             (Message::Differs, None) | (Message::TooSlow, _) => Ok(Heard::Never),
             (Message::State { version }, None) => {
                 model.begin();
-                let lengths = model.lengths();
-                self.scratch.resize(lengths.iter().copied().max().unwrap_or(0), 0.0);
-                for chunk in chunks(version, &lengths) {
-                    receive(from, chunk, &mut self.scratch[chunk.range()])?;
-                    if chunk.index + 1 == chunk.of {
-                        let vector = chunk.vector as usize;
-                        model.set(vector, &self.scratch[..lengths[vector]]);
+                let lengths = match model.lengths() {
+                    Some(known) => {
+                        self.scratch.resize(known.iter().copied().max().unwrap_or(0), 0.0);
+                        known
                     }
-                }
+                    None => told(from)?,
+                };
+                self.take(from, version, &lengths, &mut |vector, values| {
+                    model.set(vector, values)
+                })?;
+                model.complete(version)?;
                 self.steps = Some(version);
-                model.complete(version);
                 self.hear_newest(from, version)
             }
             (Message::Means { version, parameters }, Some(steps)) => {
@@ -98,7 +111,15 @@ impl Following {
                     return Err(Refused::WrongStep.into());
                 }
                 let parameters = expect_parameters(&parameters, model.trained())?;
-                let all = model.lengths();
+                let Some(all) = model.lengths() else {
+                    let lengths = told(from)?;
+                    let mut set = |vector: usize, values: &[f32]| model.set(vector, values);
+                    self.take(from, version, &lengths, &mut set)?;
+                    crash::point("catching-up");
+                    model.stepped(version)?;
+                    self.steps = Some(version);
+                    return self.hear_newest(from, version);
+                };
                 let lengths: Vec<usize> = parameters.iter().map(|number| all[*number]).collect();
                 self.scratch.resize(lengths.iter().sum(), 0.0);
                 let (mut start, mut vector) = (0, 0);
@@ -115,13 +136,39 @@ impl Following {
                     model.update(version, *parameter, mean);
                     rest = behind;
                 }
+                model.stepped(version)?;
                 self.steps = Some(version);
-                model.stepped(version);
                 self.hear_newest(from, version)
+            }
+            (Message::UpTo { newest }, Some(steps)) => {
+                Ok(Heard::At { steps, newest: newest.max(steps) })
             }
             (Message::End { steps }, Some(own)) if steps == own => Ok(Heard::Ended),
             _ => Err(Refused::OutOfTurn.into()),
         }
+    }
+
+    /// Receives vectors of these lengths, and gives each to `set`.
+    fn take(
+        &mut self,
+        from: &mut impl Read,
+        version: u64,
+        lengths: &[usize],
+        set: &mut dyn FnMut(usize, &[f32]),
+    ) -> Result<(), Lost> {
+        for chunk in chunks(version, lengths) {
+            let range = chunk.range();
+            // Chunk by chunk: a length that is wrong costs no more memory than what arrives.
+            if self.scratch.len() < range.end {
+                self.scratch.resize(range.end, 0.0);
+            }
+            receive(from, chunk, &mut self.scratch[range])?;
+            if chunk.index + 1 == chunk.of {
+                let vector = chunk.vector as usize;
+                set(vector, &self.scratch[..lengths[vector]]);
+            }
+        }
+        Ok(())
     }
 
     fn hear_newest(&self, from: &mut impl Read, steps: u64) -> Result<Heard, Lost> {
@@ -130,6 +177,16 @@ impl Following {
             _ => Err(Refused::OutOfTurn.into()),
         }
     }
+}
+
+/// The lengths that the donor announces.
+fn told(from: &mut impl Read) -> Result<Vec<usize>, Lost> {
+    let Message::Lengths(lengths) = frame::receive(from, MAX_LENGTHS)? else {
+        return Err(Refused::OutOfTurn.into());
+    };
+    let lengths = lengths.into_iter().map(|length| usize::try_from(length).ok());
+    let lengths: Option<Vec<usize>> = lengths.collect();
+    Ok(lengths.filter(|lengths| lengths.len() <= MAX_VECTORS).ok_or(Refused::OutOfTurn)?)
 }
 
 /// Receives the chunk that must come next.

@@ -11,7 +11,7 @@ use unisono_net::frame::{self, FrameError, SIGN_OF_LIFE};
 use unisono_net::{Acceptor, Admission, Connection, Introduction, Token, crash, new_socket};
 use zerocopy::IntoBytes;
 
-use super::donor::{Donor, Item, Next};
+use super::donor::{Changes, Donor, Item, Next};
 use super::wire::{Ask, HANDOVER, MAX_MESSAGE, Message, chunks};
 
 /// How often a joiner that waits for the end of a step is shown that the donor lives. Longer: must stay below the
@@ -99,20 +99,32 @@ fn serve(
         return to.say(&answer);
     }
     let _release = Release(donor);
+    let mut has_state = false;
     loop {
         match donor.next(SIGN_EVERY) {
             Next::Close => return Ok(()),
+            Next::Nothing if has_state => to.say(&Message::UpTo { newest: donor.newest() })?,
             Next::Nothing => to.write(&SIGN_OF_LIFE)?,
             Next::Item(Item::Last(word)) => return to.say(&word),
-            Next::Item(Item::State { version, vectors }) => {
+            Next::Item(Item::State { version, vectors, are_told }) => {
                 to.say(&Message::State { version })?;
+                if are_told {
+                    to.tell_lengths(&vectors)?;
+                }
                 to.send(version, vectors)?;
                 to.say(&Message::UpTo { newest: donor.newest() })?;
+                has_state = true;
             }
-            Next::Item(Item::Means { version, means }) => {
+            Next::Item(Item::Step { version, changes: Changes::Means(means) }) => {
                 let (parameters, vectors): (Vec<usize>, Vec<Vec<f32>>) = means.into_iter().unzip();
                 let parameters = parameters.into_iter().map(|number| number as u32).collect();
                 to.say(&Message::Means { version, parameters })?;
+                to.send(version, vectors)?;
+                to.say(&Message::UpTo { newest: donor.newest() })?;
+            }
+            Next::Item(Item::Step { version, changes: Changes::Vectors(vectors) }) => {
+                to.say(&Message::Means { version, parameters: Vec::new() })?;
+                to.tell_lengths(&vectors)?;
                 to.send(version, vectors)?;
                 to.say(&Message::UpTo { newest: donor.newest() })?;
             }
@@ -144,6 +156,10 @@ impl Outlet<'_> {
     fn say(&mut self, message: &Message) -> Result<(), FrameError> {
         crash::point("handing");
         self.write(&frame::encode(message)?)
+    }
+
+    fn tell_lengths(&mut self, vectors: &[Vec<f32>]) -> Result<(), FrameError> {
+        self.say(&Message::Lengths(vectors.iter().map(|values| values.len() as u64).collect()))
     }
 
     /// Sends vectors, and frees each when it is sent.

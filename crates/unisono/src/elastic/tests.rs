@@ -11,7 +11,7 @@ use zerocopy::IntoBytes;
 
 use super::donor::Donor;
 use super::handover::{Asked, Handover};
-use super::joiner::{Follower, Following, Heard, Lost};
+use super::joiner::{Follower, Following, Heard, Lost, Unfit};
 use super::server::StateServer;
 use super::wire::{CHUNK, HANDOVER, Message, Refused, chunks};
 
@@ -46,7 +46,7 @@ impl Model {
         let step = self.steps + 1;
         let means = self.means(step);
         means.iter().for_each(|(parameter, mean)| self.update(step, *parameter, mean));
-        self.stepped(step);
+        self.stepped(step).unwrap();
         means
     }
 }
@@ -56,8 +56,8 @@ impl Follower for Model {
         [self.kind; 32]
     }
 
-    fn lengths(&self) -> Vec<usize> {
-        self.vectors.iter().map(Vec::len).collect()
+    fn lengths(&self) -> Option<Vec<usize>> {
+        Some(self.vectors.iter().map(Vec::len).collect())
     }
 
     fn trained(&self) -> usize {
@@ -72,8 +72,9 @@ impl Follower for Model {
         self.vectors[vector].copy_from_slice(values);
     }
 
-    fn complete(&mut self, steps: u64) {
+    fn complete(&mut self, steps: u64) -> Result<(), Unfit> {
         (self.steps, self.is_complete) = (steps, true);
+        Ok(())
     }
 
     fn update(&mut self, step: u64, parameter: usize, mean: &[f32]) {
@@ -84,8 +85,9 @@ impl Follower for Model {
         self.vectors[2][parameter] += step as f32;
     }
 
-    fn stepped(&mut self, steps: u64) {
+    fn stepped(&mut self, steps: u64) -> Result<(), Unfit> {
         self.steps = steps;
+        Ok(())
     }
 }
 
@@ -450,4 +452,154 @@ fn damaged_and_shortened_bytes_are_refused() {
         assert!(!model.is_complete);
     }
     assert_eq!(damaged, 41);
+}
+
+/// A model whose lengths the joiner is told, and that may give up.
+#[derive(Default)]
+struct Told {
+    taken: Vec<Vec<f32>>,
+    /// What it has made of each state and each step.
+    made: Vec<(u64, Vec<Vec<f32>>)>,
+    /// The step that it does not follow.
+    refused: Option<u64>,
+}
+
+impl Told {
+    fn make(&mut self, steps: u64) -> Result<(), Unfit> {
+        let taken = std::mem::take(&mut self.taken);
+        if self.refused == Some(steps) {
+            return Err(Unfit("not this one".into()));
+        }
+        self.made.push((steps, taken));
+        Ok(())
+    }
+}
+
+impl Follower for Told {
+    fn fingerprint(&self) -> [u8; 32] {
+        [1; 32]
+    }
+
+    fn lengths(&self) -> Option<Vec<usize>> {
+        None
+    }
+
+    fn trained(&self) -> usize {
+        0
+    }
+
+    fn begin(&mut self) {
+        self.taken.clear();
+    }
+
+    fn set(&mut self, _vector: usize, values: &[f32]) {
+        self.taken.push(values.to_vec());
+    }
+
+    fn complete(&mut self, steps: u64) -> Result<(), Unfit> {
+        self.make(steps)
+    }
+
+    fn update(&mut self, _step: u64, _parameter: usize, _mean: &[f32]) {
+        panic!("no means are given by parameter");
+    }
+
+    fn stepped(&mut self, steps: u64) -> Result<(), Unfit> {
+        self.make(steps)
+    }
+}
+
+/// What is given to a joiner after so many steps: of other lengths each time.
+fn vectors(steps: u64) -> Vec<Vec<f32>> {
+    let long = CHUNK + steps as usize;
+    (0..=steps % 3)
+        .map(|number| vec![(steps + number) as f32; if number == 1 { long } else { 5 }])
+        .collect()
+}
+
+#[test]
+fn a_joiner_that_knows_no_lengths_is_told_them_with_every_step() {
+    let timeout = Duration::from_secs(10);
+    let server = StateServer::start(Ipv4Addr::LOCALHOST.into(), TOKEN, timeout).unwrap();
+    let donor = server.donor().clone();
+    donor.offer([1; 32], CHUNK);
+    donor.enter_epoch(&[]);
+    let ends = Arc::new(AtomicBool::new(false));
+    let (training, stop) = (donor.clone(), ends.clone());
+    let member = std::thread::spawn(move || {
+        let mut steps = 4;
+        while !stop.load(Ordering::Relaxed) {
+            if training.is_asked() {
+                training.tell(steps, vectors(steps));
+            }
+            let is_followed = training.is_followed();
+            std::thread::sleep(Duration::from_millis(20));
+            steps += 1;
+            if is_followed {
+                training.tell_step(steps, vectors(steps));
+            }
+        }
+        steps
+    });
+    let mut model = Told::default();
+    let asked = Handover::ask(&TOKEN, JOINER, server.address(), timeout, &mut model).unwrap();
+    let enter = || {
+        std::thread::sleep(Duration::from_millis(300));
+        ends.store(true, Ordering::Relaxed);
+        let steps = member.join().unwrap();
+        donor.leave_epoch();
+        donor.enter_epoch(&[JOINER]);
+        steps
+    };
+    let steps = level(asked).follow(&mut model, enter, |_| true);
+    let first = model.made[0].0;
+    assert!(steps > first + 2);
+    let expected: Vec<_> = (first..=steps).map(|steps| (steps, vectors(steps))).collect();
+    assert!(model.made == expected, "{first} to {steps}");
+}
+
+#[test]
+fn lengths_are_believed_only_as_far_as_something_arrives() {
+    let told = |lengths: Vec<u64>| {
+        let mut bytes = frame::encode(&Message::State { version: 7 }).unwrap();
+        frame::append(&Message::Lengths(lengths), &mut bytes).unwrap();
+        bytes
+    };
+    let whole = |version, opening, vectors: &[Vec<f32>]| {
+        let lengths = vectors.iter().map(|values| values.len() as u64).collect();
+        let mut bytes = frame::encode(&opening).unwrap();
+        frame::append(&Message::Lengths(lengths), &mut bytes).unwrap();
+        let opened = frame::encode(&Message::Busy).unwrap().len();
+        bytes.extend_from_slice(&sent(version, Message::Busy, vectors)[opened..]);
+        bytes
+    };
+    let hear = |bytes: &[u8], following: &mut Following, model: &mut Told| {
+        following.hear(&mut &bytes[..], model)
+    };
+    // Nothing, or less than was announced; an announcement that is missing, or too long.
+    for bytes in [
+        told(vec![u64::MAX, 1]),
+        told(vec![1 << 40; 1000]),
+        told(vec![0; super::wire::MAX_VECTORS + 1]),
+        sent(7, Message::State { version: 7 }, &vectors(7)),
+    ] {
+        let mut model = Told::default();
+        assert!(hear(&bytes, &mut Following::default(), &mut model).is_err());
+        assert!(model.made.is_empty() && model.taken.is_empty());
+    }
+    let (mut model, mut following) =
+        (Told { refused: Some(9), ..Told::default() }, Following::default());
+    let state = whole(7, Message::State { version: 7 }, &vectors(7));
+    hear(&state, &mut following, &mut model).unwrap();
+    let step = |version| {
+        let parameters = Vec::new();
+        whole(version, Message::Means { version, parameters }, &vectors(version))
+    };
+    // Means by parameter are not for this model.
+    let means = sent(8, Message::Means { version: 8, parameters: vec![0] }, &vectors(8)[..1]);
+    let refused = hear(&means, &mut following, &mut model);
+    assert!(matches!(refused, Err(Lost::Refused(Refused::WrongParameters))));
+    hear(&step(8), &mut following, &mut model).unwrap();
+    assert!(matches!(hear(&step(9), &mut following, &mut model), Err(Lost::Unfit(_))));
+    assert_eq!(model.made.iter().map(|(steps, _)| *steps).collect::<Vec<_>>(), [7, 8]);
 }

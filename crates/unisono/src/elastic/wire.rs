@@ -5,12 +5,18 @@
 //! donor ──► joiner   Busy | NotNow | Differs | TooSlow          and the connection ends
 //!                    State(version)  chunk…  UpTo(newest)       the weights and the optimizer's state
 //!                    Means(version)  chunk…  UpTo(newest)       once for every step after that
+//!                    UpTo(newest)                               now and then while there is nothing to send
 //!                    End(steps)                                 the joiner is in the donor's next epoch
 //! ```
 //!
 //! A version is a number of steps. What is sent is a list of vectors, and both sides know their lengths: the
 //! joiner takes no length from the donor. A vector travels in chunks of [`CHUNK`] elements. Each is a message
 //! that says what it is a part of, with the hash of its bytes, which follow.
+//!
+//! The state of some models has another shape in every run, as that of a PyTorch program: its optimizer, its scheduler
+//! and its own objects decide what they remember. The donor of such a model says `Lengths` before the chunks, of a state
+//! and of a step, and the means of a step are among those vectors. The joiner reserves memory for what has arrived, not
+//! for what was announced.
 
 use serde::{Deserialize, Serialize};
 use unisono_net::Purpose;
@@ -24,6 +30,13 @@ pub const CHUNK: usize = 1 << 20;
 
 /// The largest message, besides a number for every parameter.
 pub const MAX_MESSAGE: usize = 256;
+
+/// The most vectors whose lengths a donor may announce. More: a message may be larger, which is believed before it is
+/// read. Fewer: a model of more tensors than that is handed over inside of the group.
+pub const MAX_VECTORS: usize = 1 << 20;
+
+/// The largest message that announces lengths.
+pub const MAX_LENGTHS: usize = MAX_MESSAGE + 10 * MAX_VECTORS;
 
 /// What a joiner says.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -49,10 +62,13 @@ pub enum Message {
     Means { version: u64, parameters: Vec<u32> },
     /// So many bytes of a vector follow.
     Chunk(Chunk),
-    /// What was announced is complete, and the donor has made so many steps meanwhile.
+    /// What was announced is complete, and the donor has made so many steps meanwhile. Also said now and then while
+    /// there is nothing to send.
     UpTo { newest: u64 },
     /// That was all: the donor has made so many steps in the epochs before the one with the joiner.
     End { steps: u64 },
+    /// So many elements each of the vectors have that follow.
+    Lengths(Vec<u64>),
 }
 
 /// Which part of what a chunk is.

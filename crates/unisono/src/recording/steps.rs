@@ -282,6 +282,7 @@ impl StepRecorder {
             end: at(times.end),
             compute: times.compute.as_secs_f64(),
             backward: times.backward.as_secs_f64(),
+            device: None,
             buckets: times
                 .buckets
                 .iter()

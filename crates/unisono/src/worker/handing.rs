@@ -5,7 +5,7 @@ use std::sync::Arc;
 use unisono_sync::strategy::Weights;
 
 use super::agreeing::Agreeing;
-use crate::elastic::{Donor, Follower};
+use crate::elastic::{Donor, Follower, Unfit};
 
 /// What a worker needs to hand over its state.
 pub(super) struct Handing {
@@ -71,7 +71,7 @@ impl Follower for Joining<'_> {
         self.agreeing.fingerprint((&*self.frozen.0, self.frozen.1))
     }
 
-    fn lengths(&self) -> Vec<usize> {
+    fn lengths(&self) -> Option<Vec<usize>> {
         let parameters = self.agreeing.parameters();
         let mut lengths: Vec<usize> = parameters.iter().map(|it| it.elements()).collect();
         for parameter in 0..self.frozen.1 {
@@ -80,7 +80,7 @@ impl Follower for Joining<'_> {
         for parameter in 0..parameters.len() {
             lengths.extend(self.agreeing.optimizer.state(parameter).iter().map(|it| it.len()));
         }
-        lengths
+        Some(lengths)
     }
 
     fn trained(&self) -> usize {
@@ -105,8 +105,9 @@ impl Follower for Joining<'_> {
         }
     }
 
-    fn complete(&mut self, steps: u64) {
+    fn complete(&mut self, steps: u64) -> Result<(), Unfit> {
         self.agreeing.has_made(steps);
+        Ok(())
     }
 
     fn update(&mut self, step: u64, parameter: usize, mean: &[f32]) {
@@ -116,7 +117,8 @@ impl Follower for Joining<'_> {
         });
     }
 
-    fn stepped(&mut self, steps: u64) {
+    fn stepped(&mut self, steps: u64) -> Result<(), Unfit> {
         self.agreeing.has_made(steps);
+        Ok(())
     }
 }

@@ -49,7 +49,7 @@ def register(name: str = "unisono") -> None:
         name,
         lambda options, _backend_options: create(name, options),
         extended_api=True,
-        devices=["cpu"],
+        devices=["cpu", "cuda"],
     )
 
 

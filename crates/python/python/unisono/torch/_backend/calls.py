@@ -3,14 +3,15 @@
 `group` makes a `ProcessGroup` of it for torch, and `mixed` a `Backend`.
 """
 
+import functools
 from datetime import timedelta
 
 import torch
 from torch._C._distributed_c10d import Backend, BarrierOptions
 
-from unisono.torch._backend import barrier, rendezvous
+from unisono.torch._backend import barrier, device, rendezvous
 from unisono.torch._backend.collectives import Collectives
-from unisono.torch._backend.tensors import byte_count, only, source_of, target_for
+from unisono.torch._backend.tensors import byte_count, check_copy_to, only, source_of, target_for, write
 from unisono.torch._backend.work import Work, Works
 
 
@@ -22,15 +23,18 @@ _WAITING.asyncOp = False
 class Calls(Collectives):
     """All calls of a group."""
 
-    # Messages.
+    # Messages.  Those of a GPU's memory go through pinned memory of the host.
 
     def send(self, tensors, destination, tag=0):
         """Sends a tensor to a rank."""
         source = source_of(only(tensors))
         self._check_rank(destination)
+        number = device.number_of(source)
+        if number is not None:
+            source = device.to_host(source)
         address, length = source.data_ptr(), byte_count(source)
         native = self._native.send(address, length, destination, tag, source.untyped_storage())
-        return self._start_message(native, tensors, None, "send")
+        return self._start_message(native, tensors, None, "send", number)
 
     def recv(self, tensors, source, tag=0):
         """Receives a tensor from a rank."""
@@ -44,10 +48,17 @@ class Calls(Collectives):
     recvAnysource = recv_anysource
 
     def _receive(self, tensors, source: int | None, tag: int, name: str) -> Work:
-        flat, finish = target_for(only(tensors), keep=False)
+        target = only(tensors)
+        number = device.number_of(target)
+        if number is None:
+            flat, finish = target_for(target, keep=False)
+        else:
+            check_copy_to(target)
+            flat = device.host_memory(target)
+            finish = functools.partial(write, target, flat)
         address, length = flat.data_ptr(), byte_count(flat)
         native = self._native.receive(address, length, source, tag, flat.untyped_storage())
-        return self._start_message(native, tensors, finish, name)
+        return self._start_message(native, tensors, finish, name, number)
 
     def start_coalescing(self, device=None):
         """Begins to collect calls, which are started like any others."""
@@ -96,10 +107,15 @@ class Calls(Collectives):
     _set_default_timeout = set_timeout
 
     def eager_connect_single_device(self, device: torch.device):
-        pass
+        """Forms the group for memory of a GPU, which the first call would form."""
+        if device.type == "cuda":
+            self._native_for(torch.cuda.current_device() if device.index is None else device.index)
+
+    def perform_nocolor_split(self, device: torch.device):
+        """Nothing: ranks that are not in a new group take no part in making it."""
 
     def _get_sequence_number_for_group(self):
-        return self._native.calls()
+        return sum(native.calls() for native in self._natives())
 
     def _set_sequence_number_for_group(self):
         pass
@@ -114,4 +130,5 @@ class Calls(Collectives):
 
     def abort(self, reason: str = "abort() was called"):
         """Ends this group, here and on the other ranks, which are told why. Other groups go on."""
-        self._native.abort(reason)
+        for native in self._natives():
+            native.abort(reason)

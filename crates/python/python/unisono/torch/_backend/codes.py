@@ -6,7 +6,11 @@ engine can reduce:
 - a bool is a byte of 0 or 1: sum and max are *or*, product and min are *and*;
 - a complex number is a pair of floats, for which only sum and mean make sense;
 - what the engine has no type for is refused, by name.
+
+A premultiplied sum is a sum of what each rank has multiplied by a factor before.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch.distributed import ReduceOp
@@ -42,6 +46,7 @@ _REDUCTIONS = {
         (ReduceOp.BAND, AND),
         (ReduceOp.BOR, OR),
         (ReduceOp.BXOR, XOR),
+        (ReduceOp.PREMUL_SUM, SUM),
     )
 }
 
@@ -56,6 +61,30 @@ def reduction(op) -> int:
     if code is None:
         raise InvalidCall(f"unisono does not reduce by {member}; scale the tensor, then sum")
     return code
+
+
+def multiplied(tensors: Sequence[torch.Tensor], op) -> Sequence[torch.Tensor]:
+    """What is to be reduced: the tensors as they are, or copies that are multiplied by a factor."""
+    factor = factor_of(op)
+    if factor is None:
+        return tensors
+    return [multiply(tensor.detach(), factor) for tensor in tensors]
+
+
+def multiply(tensor: torch.Tensor, factor, into: torch.Tensor | None = None) -> torch.Tensor:
+    """The product, in the type of the tensor."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        raise InvalidCall(f"a premultiplied sum is not defined for {tensor.dtype}")
+    with torch.no_grad():
+        return torch.mul(tensor, factor, out=into)
+
+
+def factor_of(op) -> float | torch.Tensor | None:
+    """The factor of a premultiplied sum."""
+    if int(getattr(op, "op", op)) != int(ReduceOp.PREMUL_SUM):
+        return None
+    # There is no other way to it in Python than how the reduction is pickled.
+    return op.__getstate__()[1]
 
 
 def reducible(tensor: torch.Tensor, code: int) -> tuple[torch.Tensor, int, int]:

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import AllreduceOptions
 
 from unisono._native import Call
 from unisono.errors import InvalidCall
-from unisono.torch._backend import sparse
+from unisono.torch._backend import device, sparse
 from unisono.torch._backend.codes import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -21,6 +21,9 @@ from unisono.torch._backend.codes import (
     REDUCE,
     REDUCE_SCATTER,
     SCATTER,
+    factor_of,
+    multiplied,
+    multiply,
     reducible,
     reduction,
 )
@@ -75,13 +78,13 @@ class Collectives(Core):
         """Reduces lists of tensors over all ranks; each rank gets one of the results."""
         if len({tensor.numel() for tensor in inputs[0]}) > 1:
             return self._reduce_scatter_unequal(outputs[0], inputs[0], opts)
-        blocks = sources_of(inputs[0], outputs[0], self._size)
+        blocks = sources_of(multiplied(inputs[0], opts.reduceOp), outputs[0], self._size)
         prepared = self._scattered(outputs[0], blocks, opts, "reduce_scatter", inputs[0])
         return self._start(prepared)
 
     def reduce_scatter_single(self, output, input, opts):
         """Reduces a tensor over all ranks; each rank gets its part of the result."""
-        blocks = self._source_blocks(input, output)
+        blocks = self._source_blocks(*multiplied([input], opts.reduceOp), output)
         return self._start(self._scattered(output, blocks, opts, "_reduce_scatter_base", [input]))
 
     _reduce_scatter_base = reduce_scatter_single
@@ -89,10 +92,10 @@ class Collectives(Core):
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts):
         """Several times `reduce_scatter_single`."""
         pairs = zip(outputs, inputs, strict=True)
-        calls = [
-            self._scattered(output, self._source_blocks(input, output), opts, None, [input])
-            for output, input in pairs
-        ]
+        calls = []
+        for output, input in pairs:
+            blocks = self._source_blocks(*multiplied([input], opts.reduceOp), output)
+            calls.append(self._scattered(output, blocks, opts, None, [input]))
         return self._start_all(calls, list(outputs), "reduce_scatter_tensor_coalesced", inputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -206,7 +209,7 @@ class Collectives(Core):
         source = torch.cat([source_of(t).reshape(-1).view(torch.uint8) for t in inputs])
         sent = [byte_count(tensor) for tensor in inputs]
         received = [byte_count(tensor) for tensor in outputs]
-        flat = torch.empty(sum(received), dtype=torch.uint8)
+        flat = torch.empty(sum(received), dtype=torch.uint8, device=source.device)
         targets = tuple(outputs)
         for target in targets:
             check_copy_to(target)
@@ -218,7 +221,10 @@ class Collectives(Core):
         return self._exchange(source, sent, flat, received, finish, opts, outputs, inputs)
 
     def barrier(self, opts=None):
-        """Waits for all ranks."""
+        """Waits for all ranks; if it is to be one of a GPU, after what the current stream there was given."""
+        place = getattr(opts, "device", None)
+        if place is not None and place.type == "cuda":
+            device.drain(place)
         timeout = getattr(opts, "timeout", None)
         seconds = max(timeout.total_seconds(), 0.0) if timeout else 0.0
         call = Call.barrier()
@@ -246,6 +252,10 @@ class Collectives(Core):
         else:
             flat, finish = target_for(tensors[0], keep=True)
         view, dtype, code = reducible(flat, reduction(opts.reduceOp))
+        factor = factor_of(opts.reduceOp)
+        if factor is not None:
+            flat = multiply(flat.detach(), factor, None if only_read else flat.detach())
+            view, _, _ = reducible(flat, code)
         address = view.data_ptr()
         output = 0 if only_read else address
         call = Call.reducing(op, dtype, code, address, output, view.numel(), root)

@@ -2,6 +2,8 @@
 
 A call that is waited for at once (`asyncOp` is false) runs on the caller's thread and returns None,
 which torch takes for "has ended".  Others are started and return a `Work`.
+
+Calls on memory of a GPU go to a group of their own, of the same ranks, which forms with the first of them.
 """
 
 import threading
@@ -14,9 +16,9 @@ import torch
 from unisono import _native
 from unisono.errors import Error, InvalidCall
 from unisono.torch import _exit
-from unisono.torch._backend import lines
+from unisono.torch._backend import device, lines
 from unisono.torch._backend.tensors import Finish
-from unisono.torch._backend.work import Work, Works
+from unisono.torch._backend.work import DeviceWork, Work, Works
 
 
 class Prepared(NamedTuple):
@@ -42,6 +44,9 @@ class Core:
 
     def __init__(self, listed_as: str, native: _native.Group, store, timeout: timedelta):
         self._native = native
+        # The same ranks for memory of a GPU, once the first call with such memory was made.
+        self._on_gpu: _native.Group | None = None
+        self._forming = threading.Lock()
         self._store = store
         # The name in torch's list, by which its users and its profiler know the backend.
         self._listed_as = listed_as
@@ -61,19 +66,39 @@ class Core:
         self._timeout = timeout
         self._seconds = timeout.total_seconds()
 
+    def _natives(self) -> list[_native.Group]:
+        """The engine's groups: that for memory of a GPU, if there is one, and that of the host."""
+        return [self._native] if self._on_gpu is None else [self._on_gpu, self._native]
+
     def _close(self, seconds: float) -> None:
-        self._native.close(seconds, _exit.reason())
+        for native in self._natives():
+            native.close(seconds, _exit.reason())
 
     def _sent(self) -> int:
-        return self._native.sent_bytes() or 0
+        return sum(native.sent_bytes() or 0 for native in self._natives())
+
+    def _native_for(self, number: int | None) -> _native.Group:
+        """The engine's group for memory of this GPU, or of the host."""
+        if number is None:
+            return self._native
+        with self._forming:
+            if self._on_gpu is None:
+                device.refuse_recording(self._rank)
+                origin = lines.here(None, None)
+                self._on_gpu = self._native.on_device(number, origin, self._seconds)
+        device.check(number, self._on_gpu.device, self._rank)
+        return self._on_gpu
 
     def _start(self, prepared: Prepared) -> Work | None:
         """Runs a call, or starts it."""
         call, opts, name, result, shown, keep, finish, seconds = prepared
         seconds = seconds or self._seconds
+        number = device.number_of_all(keep)
+        group = self._native_for(number)
+        stream = None if number is None else device.stream_of(number)
         profiled = torch.autograd._profiler_enabled()
         if opts is not None and not getattr(opts, "asyncOp", True) and not profiled:
-            self._native.run(call, lines.here(_dtype_of(prepared), None), seconds)
+            group.run(call, lines.here(_dtype_of(prepared), None), seconds, stream)
             if finish is not None:
                 finish()
             return None
@@ -82,8 +107,11 @@ class Core:
         origin = lines.here(_dtype_of(prepared), bucket)
         # A tensor can be given other memory, by `tensor.data = …`; its storage is the memory.
         memory = [tensor.untyped_storage() for tensor in keep]
-        native = self._native.submit(call, origin, memory)
-        work = Work(native, result, finish, seconds)
+        native = group.submit(call, origin, memory, stream)
+        if number is None:
+            work = Work(native, result, finish, seconds)
+        else:
+            work = DeviceWork(native, result, finish and _tracked(finish, keep, number, stream), seconds, number)
         if profiled and name is not None:
             self._record(work, name, shown)
         if task != -1:
@@ -101,8 +129,13 @@ class Core:
             self._record(works[-1], name, shown)
         return Works(works, result)
 
-    def _start_message(self, native: _native.Work, tensors, finish: Finish, name: str) -> Work:
-        work = Work(native, tensors, finish, self._seconds)
+    def _start_message(
+        self, native: _native.Work, tensors, finish: Finish, name: str, number: int | None
+    ) -> Work:
+        if number is None:
+            work = Work(native, tensors, finish, self._seconds)
+        else:
+            work = DeviceWork(native, tensors, finish, self._seconds, number)
         if torch.autograd._profiler_enabled():
             self._record(work, name, tensors)
         if self._collected is not None:
@@ -149,6 +182,17 @@ class Core:
         if not 0 <= rank < self._size:
             text = f"rank {rank} is not in a group of {self._size}"
             raise InvalidCall(text, rank=self._rank, peer=rank)
+
+
+def _tracked(finish: Finish, keep, number: int, stream: int) -> Finish:
+    """A `finish` that may run in the order of another stream than the one that its memory was allocated for."""
+
+    def finish_here():
+        finish()
+        if device.stream_of(number) != stream:
+            device.use_on_current(keep, number)
+
+    return finish_here
 
 
 def _dtype_of(prepared: Prepared) -> torch.dtype | None:

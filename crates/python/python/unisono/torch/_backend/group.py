@@ -22,7 +22,7 @@ from unisono.torch._backend import rendezvous
 from unisono.torch._backend.calls import Calls
 from unisono.torch._backend.mixed import Backend
 
-_CPU = torch.device("cpu")
+_DEVICES = [torch.device("cpu"), torch.device("cuda")]
 
 
 class Group(Calls, ProcessGroup):
@@ -66,7 +66,7 @@ class Group(Calls, ProcessGroup):
 
     @property
     def _device_types(self):
-        return [_CPU]
+        return list(_DEVICES)
 
     def _get_backend(self, device):
         return self
@@ -112,15 +112,12 @@ def create(listed_as: str, options) -> Group | Backend:
 
 def _for_torch(listed_as: str, native: _native.Group, store, options) -> Group | Backend:
     """What torch is to take the group for: all of it, or a part beside other backends."""
-    whole = getattr(options, "process_group", None)
-    if whole is None:
-        # Needs this module to be whole.
-        from unisono.torch._backend.holding import Holding, others_beside
+    # Needs this module to be whole.
+    from unisono.torch._backend.holding import Holding, asked_for, others_beside
 
-        others = others_beside(listed_as)
-        if others is not None:
-            return Holding(listed_as, native, store, options.timeout, others)
+    asked = asked_for(listed_as)
+    if asked is None:
         return Group(listed_as, native, store, options.timeout)
-    # Torch's group is named after the other backend, if there is one beside us.
-    kind = Group if whole.name() in ("custom", listed_as) else Backend
-    return kind(listed_as, native, store, options.timeout)
+    if getattr(options, "process_group", None) is not None:
+        return Backend(listed_as, native, store, options.timeout)
+    return Holding(listed_as, native, store, options.timeout, others_beside(*asked))

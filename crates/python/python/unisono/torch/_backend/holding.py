@@ -3,7 +3,7 @@
 Where torch does not show a backend the group that it is to be a part of, it cannot hold one that is
 written in Python either: it takes our group for the whole, and drops the other backends that the
 program asked for, so that tensors of GPUs would come to us.  There the roles change: our group
-holds a group of torch's with the other backends, and passes on to it what is not of a CPU.
+holds a group of torch's with the other backends, and passes on to it what is of their devices.
 """
 
 import sys
@@ -28,7 +28,7 @@ _CALLS = (
 
 
 class Holding(Group):
-    """A group that moves tensors of CPUs, and has others move the others."""
+    """A group that moves tensors of some devices, and has others move the others."""
 
     # Torch would ask us to split the whole.
     supports_splitting = False
@@ -43,15 +43,18 @@ class Holding(Group):
     ):
         super().__init__(listed_as, native, store, timeout)
         self._others = others
+        self._theirs = {device.type for device in others._device_types}
         if others.bound_device_id is not None:
             self.bound_device_id = others.bound_device_id
 
     @property
     def _device_types(self):
-        return [*super()._device_types, *self._others._device_types]
+        ours = [device for device in super()._device_types if device.type not in self._theirs]
+        return [*ours, *self._others._device_types]
 
     def _get_backend(self, device):
-        return self if torch.device(device).type == "cpu" else self._others._get_backend(device)
+        is_theirs = torch.device(device).type in self._theirs
+        return self._others._get_backend(device) if is_theirs else self
 
     get_backend = _get_backend
 
@@ -78,7 +81,7 @@ def _passing_on(name: str) -> Callable:
     ours = getattr(Group, name)
 
     def call(self, *arguments, **options):
-        if _is_elsewhere([*arguments, *options.values()]):
+        if _kind([*arguments, *options.values()]) in self._theirs:
             return getattr(self._others, name)(*arguments, **options)
         return ours(self, *arguments, **options)
 
@@ -91,25 +94,26 @@ for _name in _CALLS:
 Holding.recvAnysource = Holding.recv_anysource
 
 
-def _is_elsewhere(arguments: Iterable) -> bool | None:
-    """Whether the first tensor or device of a call is not of a CPU; None if there is none."""
+def _kind(arguments: Iterable) -> str | None:
+    """The kind of device of the first tensor, or device, of a call; None if there is none."""
     for argument in arguments:
         if isinstance(argument, (list, tuple)):
-            found = _is_elsewhere(argument)
+            found = _kind(argument)
             if found is not None:
                 return found
         else:
             # Of a tensor, and of the options of a barrier.
             device = getattr(argument, "device", argument)
             if isinstance(device, torch.device):
-                return device.type != "cpu"
+                return device.type
     return None
 
 
-def others_beside(listed_as: str) -> ProcessGroup | None:
-    """A group of the backends that torch is asked for beside ours, in the call that is under way.
+def asked_for(listed_as: str) -> tuple[dict[str, str], dict] | None:
+    """The backends that torch is asked for beside ours, by device, in the call that is under way, and what its
+    function knows; None if there are no others.
 
-    Torch tells a backend neither; so this looks at what its function knows.
+    Torch tells a backend neither; so this looks at that function.
     """
     frame = sys._getframe()
     while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
@@ -119,8 +123,11 @@ def others_beside(listed_as: str) -> ProcessGroup | None:
     known = frame.f_locals
     names = known["backend_config"].get_device_backend_map()
     others = {device: name for device, name in names.items() if name != listed_as}
-    if not others:
-        return None
+    return (others, known) if others else None
+
+
+def others_beside(others: dict[str, str], known: dict) -> ProcessGroup:
+    """A group of torch's with these backends."""
     made = known["pg"]  # Has those that were named before ours.
     if {device.type for device in made._device_types} != set(others):
         made = _made(",".join(f"{device}:{name}" for device, name in others.items()), known)

@@ -1,4 +1,4 @@
-"""Tensors as the engine wants them: contiguous memory of this machine.
+"""Tensors as the engine wants them: contiguous memory of this machine, or of a GPU of it.
 
 A tensor that is contiguous goes in and out as it is, and so do the tensors of a list, one per rank,
 if all of them are.  Others are gathered into one before the call and spread after it.  What is left
@@ -32,13 +32,13 @@ def only(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def source_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's data, to be read."""
-    _check_host_memory(tensor)
+    _check_reachable(tensor)
     return _plain(tensor.detach()).contiguous()
 
 
 def target_for(tensor: torch.Tensor, keep: bool) -> tuple[torch.Tensor, Finish]:
     """Memory to be written, and how it gets to the tensor; it begins with its data if `keep`."""
-    _check_host_memory(tensor)
+    _check_reachable(tensor)
     flat = _plain(tensor)
     if flat is tensor and tensor.is_contiguous():
         return tensor, None
@@ -53,7 +53,8 @@ def target_for(tensor: torch.Tensor, keep: bool) -> tuple[torch.Tensor, Finish]:
 def write(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Fills a tensor, also one whose gradient is wanted: this is no part of a model."""
     with torch.no_grad():
-        tensor.copy_(data)
+        # From pinned memory of the host, in the order of the current stream; elsewhere it makes no difference.
+        tensor.copy_(data, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def targets_for(tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int) 
         return Blocks([tensor.data_ptr() for tensor in tensors], tuple(tensors))
     for tensor in tensors:
         check_copy_to(tensor)
-    flat = torch.empty((size, like.numel()), dtype=like.dtype)
+    flat = torch.empty((size, like.numel()), dtype=like.dtype, device=like.device)
     targets = tuple(tensors)
 
     def finish():
@@ -97,7 +98,7 @@ def _check_list(tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int) 
         raise InvalidCall(f"expected {size} tensors, one per rank, got {len(tensors)}")
     for tensor in tensors:
         expect("a tensor of the list", tensor, like.numel(), like.dtype)
-        _check_host_memory(tensor)
+        _check_reachable(tensor)
 
 
 def _can_lie_apart(tensors: Sequence[torch.Tensor]) -> bool:
@@ -114,7 +115,7 @@ def _can_lie_apart(tensors: Sequence[torch.Tensor]) -> bool:
 
 def check_copy_to(tensor: torch.Tensor) -> None:
     """Refuses a tensor that nothing can be copied to: after the call, that would be too late."""
-    _check_host_memory(tensor)
+    _check_reachable(tensor)
     if torch._debug_has_internal_overlap(tensor) == 1:
         text = "elements of the tensor share memory, as of expand(): it cannot be filled; clone() it"
         raise InvalidCall(text)
@@ -142,10 +143,11 @@ def block_bytes(tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[
     return [count * row for count in splits]
 
 
-def _check_host_memory(tensor: torch.Tensor) -> None:
-    # The engine reads from the address: with memory of a GPU, the process would crash.
-    if not tensor.is_cpu:
-        raise Unsupported(f"unisono moves tensors of CPUs, not of {tensor.device}; copy it first")
+def _check_reachable(tensor: torch.Tensor) -> None:
+    # The engine reads from the address: with memory of another kind, the process would crash.
+    if not (tensor.is_cpu or tensor.is_cuda):
+        text = f"unisono moves tensors of CPUs and CUDA devices, not of {tensor.device}; copy it first"
+        raise Unsupported(text)
     if tensor.layout is not torch.strided:
         raise Unsupported(f"{tensor.layout} tensors are not supported here; use to_dense()")
     check_memory(tensor)

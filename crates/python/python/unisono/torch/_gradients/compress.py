@@ -21,8 +21,8 @@ from unisono import _native
 from unisono.errors import InvalidCall
 from unisono.torch._gradients.codec import codec_of
 from unisono.torch._gradients.engine import engine_of
-from unisono.torch._gradients.floats import Floats, floats
 from unisono.torch._gradients.member import Member
+from unisono.torch._gradients.route import route_for
 
 _LOG = logging.getLogger("unisono")
 
@@ -58,8 +58,8 @@ def compress(
 
     All ranks call this, with the same arguments, after making the model and before the first step.
     It works with `no_sync`, `find_unused_parameters`, `static_graph` and `gradient_as_bucket_view`,
-    and with any backend of CPU tensors: where that is not Unisono, the ranks connect for
-    themselves.  Gradients of every type travel as 32-bit floats, or by the codec: those in float64
+    and with any backend: where that is not Unisono, the ranks connect for themselves.  A model may be on a
+    CUDA device, from which gradients are copied while backward goes on, and encoded by this machine.  Gradients of every type travel as 32-bit floats, or by the codec: those in float64
     are rounded, and what is beyond the largest of 32 bits becomes infinite.
     """
     if not isinstance(model, DistributedDataParallel):
@@ -100,6 +100,7 @@ class Compression(Member):
         native = _native.Synchronizer(
             engine.group, shapes, engine.size, settings, None, engine.seconds
         )
+        self._route = route_for(native, list(named.values()))
         self._world = engine.size
         self._elements = sum(parameter.numel() for parameter in named.values())
         # Tensors compare by their elements, so they are found by what they are.
@@ -143,26 +144,24 @@ class Compression(Member):
         """Hands a bucket over; its future is completed at the end of the step."""
         if bucket.index() == 0:
             self._pending.clear()  # Of a backward pass that failed.
-            self._native.begin_shard()
-            self._native.begin_backward(0.0)
+            self._route.begin_shard()
+            self._route.begin_backward(0.0)
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             index = self._indices[id(parameter)]
             self._gradients[index] = gradient
-            if not (self._may_be_unused and not gradient.any()):
-                numbers = floats(gradient)
-                self._native.gradient(index, numbers.data_ptr(), numbers.numel())
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        self._pending.append((future, bucket.buffer()))
+            self._route.gradient(index, gradient, self._may_be_unused)
+        buffer = bucket.buffer()
+        devices = [] if buffer.is_cpu else [buffer.device]
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        self._pending.append((future, buffer))
         if bucket.is_last():
-            self._native.end_shard()
+            self._route.end_shard()
             self._finish()
         return future
 
     def _finish(self) -> None:
         """Writes the means to where the gradients were."""
-        means = Floats(self._gradients)
-        _, _, choice = self._wait(self._native.finish, means.buffers)
-        means.write_back()
+        _, _, choice = self._route.finish(self._wait, self._gradients)
         if self._choice is None:
             self._undecided += 1
             self._sent_after.append(self.sent_bytes)

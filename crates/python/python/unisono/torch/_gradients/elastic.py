@@ -9,6 +9,9 @@ of one with the most steps.
 A worker changes its weights only after it has the means of all parameters, in the program's own code between two
 calls of this module; and it goes to another group only where it asks for the next step.  So the state that it
 hands over there is that after a whole step, schedulers included.
+
+A worker that joins gets the state before, from a member that goes on training, and makes its steps after it
+(`following`).  Where that does not work, it gets the state like one that is behind: in the group, while the others wait.
 """
 
 import math
@@ -27,7 +30,7 @@ from torch.utils.data import DataLoader
 from unisono import _native
 from unisono.errors import Diverged, Error, InvalidCall
 from unisono.torch import _exit
-from unisono.torch._gradients import handover
+from unisono.torch._gradients import following, handover
 from unisono.torch._gradients.engine import EngineGroup, engine_of
 from unisono.torch._gradients.sampler import ShardedSampler
 from unisono.torch._gradients.sharded import ShardedStep
@@ -92,6 +95,10 @@ class ElasticStep(ShardedStep):
     ``torch.load(weights_only=True)``: tensors, numbers, texts, lists and dictionaries.  Whatever else decides about
     the weights must follow from the number of the step: torch's random numbers within the loss do, Python's and
     NumPy's do not.
+
+    A worker that joins is given the state by a member that goes on training, and makes its steps after it with its own
+    optimizer: so step the optimizer once in every step, without a closure, and leave the weights to it.  A program that
+    does otherwise works as well, but the others wait while a worker that joins is given the state.
 
     If no worker with the state of the run is left, the run goes on from the file `checkpoint`, if there is one,
     or from its beginning: so workers must build the same model, seeded or loaded.  `save_every` so many steps the
@@ -169,12 +176,22 @@ class ElasticStep(ShardedStep):
         self._gathered: _Gathered | None = None
         # What codecs remembered, of what was received.
         self._restored: dict[str, bytes] = {}
+        # The steps after which this worker has what a member gave it, but for what codecs remember; until it is in its
+        # first group.
+        self._level: int | None = None
         self._told = Told()
         self._all_shards = shards
         super().__init__(model, optimizer, shards, codec=codec, **options)
         self._encodes = codec is not None or bool(options.get("rules"))
         # Weights change, and a codec may take the run back to these.
         self._initial = self._packed(0) if self._encodes else None
+        self._run = following.Run(model, optimizer, self._objects)
+        # What workers that join get from this one; and while this one joins, what it makes of that.
+        self._donor: following.Donor | None = None
+        self._joiner: following.Joiner | None = None
+        if self._job is not None and following.can_follow(optimizer):
+            self._donor = following.Donor(self._job, self._run)
+            self._hooks.append(optimizer.register_step_pre_hook(self._note_optimizer))
 
     @property
     def rank(self) -> int:
@@ -207,7 +224,11 @@ class ElasticStep(ShardedStep):
         job is let go before: `is_complete` tells.
         """
         with self._told.listening() if self._job is not None else nullcontext():
-            while not self._is_over and self._enter():
+            while not self._is_over:
+                if self._donor is not None:
+                    self._donor.give_step(self.steps)
+                if not self._enter():
+                    break
                 try:
                     number = self._begin(total)
                 except Error as error:
@@ -351,12 +372,33 @@ class ElasticStep(ShardedStep):
             text = f"the state of {names} was changed after a step that failed because a worker was lost"
             raise InvalidCall(f"{text}; change it only if the step has returned a mean loss, not None")
         if self._job is not None and self._group is None:
+            self._refuse_ddp()  # Here, where no other worker waits for this one: it looks at all objects there are.
+            if self._donor is not None and self.epoch == 0:
+                self._joiner = following.Joiner(self._run)
             with self._told.idle():
-                self._group = self._job.enter()
+                self._group = self._job.enter(self._joiner)
+            if self._joiner is not None:
+                self._take_over(self._joiner)
+                self._joiner = None
             self._is_over = self._group is None
             if self._group is not None:
                 self._last_place = self._group.rank, self._group.size
         return not self._is_over
+
+    def _take_over(self, joiner: following.Joiner) -> None:
+        """Goes on from where a worker that joins has come to before it is in a group."""
+        if joiner.steps is not None:
+            self._native.go_on_from(joiner.steps)
+            self._has_state, self._level = True, joiner.steps
+        elif joiner.initial is not None:
+            # The model is that of no step. Should the run begin again, then not with that.
+            self._initial = joiner.initial
+
+    def _note_optimizer(self, _: torch.optim.Optimizer, arguments: tuple, options: dict) -> None:
+        if self._joiner is not None:
+            self._joiner.note_optimizer()
+        elif self._donor is not None:
+            self._donor.note_optimizer(arguments, options)
 
     def _begin(self, total: int) -> int | None:
         """The step to compute in the present group; None if there is none."""
@@ -381,6 +423,8 @@ class ElasticStep(ShardedStep):
             return None
         if self._job.is_asked_to_regroup():
             self._native.vote_to_regroup()
+        if self._donor is not None:
+            self._donor.attend(made)
         return made
 
     def _leave_together(self) -> None:
@@ -401,20 +445,22 @@ class ElasticStep(ShardedStep):
         all_ranks = self._exchange([self.steps if self._has_state else -1])
         most = max(all_ranks)[0]
         having = [rank for rank, steps in enumerate(all_ranks) if steps == [most]]
-        behind = len(all_ranks) - len(having)
         has_gone_back = False
         if most >= 0:
-            self._hand_over(having, lambda: self._packed(most))
+            behind = self._hand_over(having, lambda: self._packed(most))
             self._native.go_on_from(most)
         else:
-            behind = len(all_ranks)
-            has_gone_back = self._begin_again()
+            has_gone_back, behind = self._begin_again()
         self._has_state = True
-        self._gathered = None
+        self._gathered = self._level = None
+        if not self._encodes:
+            self._initial = None
         failed_after, self._failed_after = self._failed_after, None
         is_redone = failed_after is not None and failed_after >= self.steps
         if self._job is not None and self.rank == 0:
             self._first = is_redone, behind, has_gone_back
+        if self._donor is not None:
+            self._donor.offer()
         self._native.begin_step()
         self._is_regrouped = True
 
@@ -424,18 +470,26 @@ class ElasticStep(ShardedStep):
             return [numbers]
         return _native.exchange(self._group, numbers, self._seconds)
 
-    def _hand_over(self, having: list[int], pack: Callable[[], bytes]) -> None:
-        """Gives those that do not have it the state of the first that has."""
+    def _hand_over(self, having: list[int], pack: Callable[[], bytes]) -> int:
+        """Gives those that do not have it the state of the first that has; how many they are."""
         behind = [rank for rank in range(self.workers) if rank not in having]
-        if self.rank == having[0] and behind:
-            _native.send_state(self._group, behind, pack(), self._seconds)
-        elif self.rank in behind:
-            received = _native.receive_state(self._group, having[0], self._seconds)
+        received = self._send(having[0], behind, pack)
+        if received is not None:
             self._unpack(received, f"rank {having[0]}")
+        return len(behind)
 
-    def _begin_again(self) -> bool:
+    def _send(self, sender: int, to: list[int], pack: Callable[[], bytes]) -> bytes | None:
+        """Sends what one of the group packs to these; what this one has received, if it is one of them."""
+        if self.rank == sender and to:
+            _native.send_state(self._group, to, pack(), self._seconds)
+        elif self.rank in to:
+            return _native.receive_state(self._group, sender, self._seconds)
+        return None
+
+    def _begin_again(self) -> tuple[bool, int]:
         """No worker has the state of the run: goes on from what was gathered when its members left their group, else
-        from what was saved last, or from the beginning. Whether steps may have been lost by that."""
+        from what was saved last, or from the beginning. Whether steps may have been lost by that, and how many workers
+        were given the state of another."""
         gathered, saved, steps = self._gathered, None, -1
         if gathered is not None:
             steps, source = gathered.steps, "what was gathered before its members changed"
@@ -449,10 +503,17 @@ class ElasticStep(ShardedStep):
                 gathered, steps, source = None, saved_steps, saved_source
             else:
                 saved = None
-        all_ranks = self._exchange([steps, int(gathered is not None)])
-        best = max(all_ranks)
-        having = [rank for rank, other in enumerate(all_ranks) if other == best]
+        level = -1 if self._level is None else self._level
+        all_ranks = self._exchange([steps, int(gathered is not None), level])
+        best = max(other[:2] for other in all_ranks)
+        having = [rank for rank, other in enumerate(all_ranks) if other[:2] == best]
         steps, is_gathered = best
+        # Of those that have joined, those that need no more than what codecs remember.
+        are_level = [
+            rank
+            for rank, other in enumerate(all_ranks)
+            if is_gathered and rank not in having and other[2] == steps
+        ]
         if steps < 0:
             # The weights that workers were built with are equal if their programs are: those of one are for sure.
             gathered, saved, source, having = None, self._initial, "its beginning", having[:1]
@@ -464,13 +525,20 @@ class ElasticStep(ShardedStep):
             told = f"no worker has the state of the run: it goes on from {source}"
             after = f", after {steps} steps" if steps >= 0 else ""
             print(f"unisono: {told}{after}", file=sys.stderr, flush=True)
-        self._hand_over(having, lambda: saved or self._packed(max(steps, 0), self._restored))
+        behind = self._hand_over(
+            having + are_level, lambda: saved or self._packed(max(steps, 0), self._restored)
+        )
+        if 0 in are_level:
+            # All get that of rank 0.
+            received = self._send(having[0], [0], lambda: handover.pack_codec(self._restored))
+            if received is not None:
+                self._restored = handover.unpack_codec(received)
         if steps >= 0:
             self._native.restore(steps, self._restored, self._seconds)
         else:
             self._native.go_on_from(0)
         self._restored = {}
-        return not is_gathered
+        return not is_gathered, behind if is_gathered else len(all_ranks)
 
     @property
     def epoch(self) -> int:
@@ -523,6 +591,8 @@ class ElasticStep(ShardedStep):
         return handover.pack(steps, self._model, self._optimizer, self._objects, codec or {})
 
     def _unpack(self, packed: bytes, source: str) -> None:
+        if self._donor is not None:
+            self._donor.break_off()
         self._restored = handover.unpack(
             packed, source, self._model, self._optimizer, self._objects
         )

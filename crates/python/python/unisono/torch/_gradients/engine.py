@@ -29,12 +29,15 @@ class EngineGroup(NamedTuple):
         if self.group is None:
             return
         for tensor in tensors:
-            flat, finish = target_for(tensor.detach(), keep=True)
+            here = tensor.detach().to("cpu")  # Itself, if it is there.
+            flat, finish = target_for(here, keep=True)
             address = flat.data_ptr()
             call = _native.Call.moving(BROADCAST, address, address, byte_count(flat), root=0)
             self.group.run(call, lines.here(tensor.dtype, None), self.seconds)
             if finish is not None:
                 finish()
+            if not tensor.is_cpu:
+                tensor.detach().copy_(here)
 
 
 def engine_of(group: dist.ProcessGroup | None = None) -> EngineGroup:

@@ -10,19 +10,17 @@ import torch
 
 from unisono.errors import Unsupported
 from unisono.torch._backend.tensors import check_memory
+from unisono.torch._gradients import device
+from unisono.torch._gradients.device import Mirror, numbers_of
 
 
 def floats(tensor: torch.Tensor) -> torch.Tensor:
     """The numbers of a tensor: itself, or a copy."""
     if not tensor.is_cpu:
-        raise Unsupported(f"unisono synchronizes tensors of CPUs, not of {tensor.device}")
-    if tensor.layout is not torch.strided:
-        raise Unsupported("sparse gradients have no codec; build the layer with sparse=False")
-    if not tensor.is_floating_point():
-        raise Unsupported(f"unisono synchronizes floats, not {tensor.dtype}")
-    check_memory(tensor)
-    # The memory of a negated view holds the numbers it is a view of.
-    return tensor.detach().to(torch.float32).resolve_neg().contiguous()
+        raise Unsupported(f"a tensor is on {tensor.device}, and was on a CPU when this was made; move it back")
+    if tensor.layout is torch.strided:
+        check_memory(tensor)
+    return numbers_of(tensor)
 
 
 def refuse_doubles(weights: Mapping[str, torch.Tensor]) -> None:
@@ -54,3 +52,27 @@ class Floats:
             for tensor, numbers in zip(self._tensors, self._floats, strict=True):
                 if tensor.data_ptr() != numbers.data_ptr():
                     tensor.copy_(numbers)
+
+
+class Mirrored:
+    """As `Floats`, of tensors that are on a device, at least in part: in memory that is allocated once."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], on: object):
+        self._tensors = tensors
+        self._mirror = Mirror(on, [tensor.numel() for tensor in tensors])
+        self.buffers = self._mirror.buffers
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> "Mirrored | None":
+        """For these tensors; None if all are in this machine's memory."""
+        found = device.device_of(tensors)
+        return None if found is None else cls(tensors, found)
+
+    def read(self) -> "Mirrored":
+        """Itself, with the numbers that the tensors have now."""
+        self._mirror.read(self._tensors)
+        return self
+
+    def write_back(self) -> None:
+        """Brings what the engine wrote to the tensors."""
+        self._mirror.write(self._tensors)

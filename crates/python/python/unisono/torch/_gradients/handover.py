@@ -36,7 +36,7 @@ def expect_plain(name: str, part: Any) -> None:
     if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
         raise InvalidCall(f"{name} has no state_dict and load_state_dict, and cannot be handed over")
     try:
-        _load(_save(part.state_dict()))
+        load_plain(save_plain(part.state_dict()))
     except Exception as error:
         raise InvalidCall(f"the state of {name} cannot be handed over ({error}); {_PLAIN}") from error
 
@@ -49,18 +49,29 @@ def pack(
     codec: Mapping[str, bytes],
 ) -> bytes:
     """All there is of a run after so many steps."""
-    parts = {
+    parts = parts_of(steps, model, optimizer, objects, codec)
+    try:
+        return save_plain(parts)
+    except Exception as error:
+        raise InvalidCall(f"the state of the run cannot be saved ({error}); {_PLAIN}") from error
+
+
+def parts_of(
+    steps: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    objects: Mapping[str, Any],
+    codec: Mapping[str, bytes],
+) -> dict[str, Any]:
+    """All there is of a run after so many steps, with the run's own tensors."""
+    return {
         "steps": steps,
         "model": model.state_dict(),
-        "buffers": _other_buffers(model),
+        "buffers": other_buffers(model),
         "optimizer": optimizer.state_dict(),
         "state": {name: part.state_dict() for name, part in objects.items()},
         "codec": {name: _tensor_of(data) for name, data in codec.items()},
     }
-    try:
-        return _save(parts)
-    except Exception as error:
-        raise InvalidCall(f"the state of the run cannot be saved ({error}); {_PLAIN}") from error
 
 
 def unpack(
@@ -72,6 +83,18 @@ def unpack(
 ) -> dict[str, bytes]:
     """Sets all parts of a run to what was packed; what codecs remember."""
     state = _read(packed, source)
+    set_parts(state, source, model, optimizer, objects)
+    return {name: tensor.numpy().tobytes() for name, tensor in state["codec"].items()}
+
+
+def set_parts(
+    state: Mapping[str, Any],
+    source: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    objects: Mapping[str, Any],
+) -> None:
+    """Sets all parts of a run to these. Their tensors may become the run's own."""
     name = "the model"
     try:
         model.load_state_dict(state["model"])
@@ -90,21 +113,20 @@ def unpack(
     except Exception as error:
         raise InvalidCall(f"{source} has another state of {name} than fits here: {error}") from error
     _expect_loaded("the model", model, state["model"])
-    _expect_same("the model", _other_buffers(model), state["buffers"])
+    _expect_same("the model", other_buffers(model), state["buffers"])
     _expect_loaded("the optimizer", optimizer, state["optimizer"])
     for name, part in objects.items():
         _expect_loaded(name, part, state["state"][name])
-    return {name: tensor.numpy().tobytes() for name, tensor in state["codec"].items()}
 
 
 def pack_codec(codec: Mapping[str, bytes]) -> bytes:
     """What codecs remember, by itself: for a worker that has all else."""
-    return _save({name: _tensor_of(data) for name, data in codec.items()})
+    return save_plain({name: _tensor_of(data) for name, data in codec.items()})
 
 
 def unpack_codec(packed: bytes) -> dict[str, bytes]:
     """What codecs remember."""
-    return {name: tensor.numpy().tobytes() for name, tensor in _load(packed).items()}
+    return {name: tensor.numpy().tobytes() for name, tensor in load_plain(packed).items()}
 
 
 def steps_of(packed: bytes, source: str) -> int:
@@ -180,8 +202,8 @@ def _add(digest: Any, value: Any) -> None:
     digest.update(b";")
 
 
-def _other_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Those that are not in the model's state_dict."""
+def other_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that are not in the model's state_dict."""
     weights = model.state_dict()
     return {name: buffer for name, buffer in model.named_buffers() if name not in weights}
 
@@ -224,7 +246,7 @@ def _expect_same(name: str, loaded: Any, saved: Any) -> None:
 def _differences(loaded: Any, saved: Any, place: str) -> Iterator[str]:
     """Where two values of state_dicts differ, to the bit. What cannot be compared is taken for equal."""
     if isinstance(saved, torch.Tensor):
-        if not (isinstance(loaded, torch.Tensor) and _has_bits_of(loaded, saved)):
+        if not (isinstance(loaded, torch.Tensor) and has_bits_of(loaded, saved)):
             yield place
     elif isinstance(saved, Mapping):
         if not isinstance(loaded, Mapping) or set(loaded) != set(saved):
@@ -242,7 +264,8 @@ def _differences(loaded: Any, saved: Any, place: str) -> Iterator[str]:
         yield place
 
 
-def _has_bits_of(one: torch.Tensor, other: torch.Tensor) -> bool:
+def has_bits_of(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal to the bit."""
     is_alike = one.dtype == other.dtype and one.shape == other.shape
     return is_alike and (one.numel() == 0 or torch.equal(_bytes_of(one), _bytes_of(other)))
 
@@ -273,7 +296,7 @@ def _tensor_of(data: bytes) -> torch.Tensor:
 
 def _read(packed: bytes, source: str) -> dict[str, Any]:
     try:
-        state = _load(packed)
+        state = load_plain(packed)
         if not {"steps", "model", "buffers", "optimizer", "state", "codec"} <= set(state):
             raise ValueError("it has not the parts of a run")
         return state
@@ -281,11 +304,13 @@ def _read(packed: bytes, source: str) -> dict[str, Any]:
         raise InvalidCall(f"{source} is no state of a run ({error}); {_PLAIN}") from error
 
 
-def _save(state: Any) -> bytes:
+def save_plain(state: Any) -> bytes:
+    """What torch saves, as bytes."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
 
 
-def _load(packed: bytes) -> Any:
+def load_plain(packed: bytes) -> Any:
+    """What torch reads of bytes, if it holds nothing but tensors and plain values."""
     return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)

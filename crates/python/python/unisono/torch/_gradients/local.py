@@ -16,7 +16,7 @@ from unisono.errors import InvalidCall
 from unisono.torch._gradients.codec import codec_of
 from unisono.torch._gradients.ddp import refuse_ddp
 from unisono.torch._gradients.engine import engine_of
-from unisono.torch._gradients.floats import Floats, refuse_doubles
+from unisono.torch._gradients.floats import Floats, Mirrored, refuse_doubles
 from unisono.torch._gradients.member import Member
 
 
@@ -46,7 +46,9 @@ class _LocalSteps(Member, torch.optim.Optimizer):
         settings = codec_of(codec, rules, named)
         engine = engine_of(group)
         shapes = [(name, list(parameter.shape)) for name, parameter in named.items()]
-        weights = Floats(self._parameters)
+        # Of a model on a device; the memory is used again and again.
+        self._mirror = Mirrored.of(self._parameters)
+        weights = self._weights()
         native = _native.LocalSteps(
             engine.group, shapes, strategy, settings, weights.buffers, engine.seconds
         )
@@ -125,9 +127,13 @@ class _LocalSteps(Member, torch.optim.Optimizer):
         refuse_ddp(self._parameters, f"{type(self).__name__} would save nothing")
 
     def _agree(self, call: Callable[..., Any]) -> None:
-        weights = Floats(self._parameters)
+        weights = self._weights()
         self._wait(call, weights.buffers)
         weights.write_back()
+
+    def _weights(self) -> Floats | Mirrored:
+        """The weights, where the engine reads and writes them."""
+        return Floats(self._parameters) if self._mirror is None else self._mirror.read()
 
 
 class LocalSGD(_LocalSteps):

@@ -21,8 +21,8 @@ from unisono.errors import InvalidCall
 from unisono.torch._gradients.codec import codec_of
 from unisono.torch._gradients.ddp import refuse_ddp
 from unisono.torch._gradients.engine import EngineGroup, engine_of
-from unisono.torch._gradients.floats import Floats, floats
 from unisono.torch._gradients.member import Member
+from unisono.torch._gradients.route import route_for
 from unisono.torch._gradients.sampler import drawn_from
 
 Batch = TypeVar("Batch")
@@ -51,9 +51,14 @@ class ShardedStep(Member):
     shard changes of a buffer, such as the statistics of a batch norm, is averaged like a gradient.
     All that is averaged is rounded to 32-bit floats, also where it is float64.
 
+    A model may be on a CUDA device: gradients of a process's shards are added up there, and only
+    the sums travel, by way of this machine's memory, while backward goes on.
+
     What can still change bits: the number of threads (`torch.set_num_threads`; processes of one job
     on one machine often get fewer each, so set it), another type of CPU, another version of torch
-    or of its linear algebra, and random numbers from elsewhere than torch.
+    or of its linear algebra, and random numbers from elsewhere than torch; on a CUDA device, another
+    type of device, and algorithms that are not deterministic
+    (`torch.use_deterministic_algorithms`).
 
     `buckets` are the bytes of the first and of the other buckets, which are otherwise found while
     training; `codec`, `rules`, `warm_up` and `error_feedback` are those of
@@ -97,6 +102,7 @@ class ShardedStep(Member):
             engine.group, shapes, shards, settings, buckets, engine.seconds
         )
         engine.spread([*model.parameters(), *model.buffers()])
+        self._route = route_for(native, list(named.values()))
         self._optimizer = optimizer
         self._seed = seed
         self._parameters = list(parameters.values())
@@ -130,9 +136,7 @@ class ShardedStep(Member):
         one.  For what comes between gradients and optimizer, such as clipping.  Parameters that no
         shard used have no gradient.  Returns the mean loss of all shards.
         """
-        if not self._has_stepped:
-            refuse_ddp(self._parameters, "the mean over shards would depend on the processes")
-            self._has_stepped = True
+        self._refuse_ddp()
         shards = list(batches)
         if len(shards) != len(self.shards):
             raise InvalidCall(f"{len(shards)} batches for {len(self.shards)} shards; give each one")
@@ -147,11 +151,12 @@ class ShardedStep(Member):
             for batch in shards:
                 with self._shard(before):
                     value = loss(batch)
-                    self._native.begin_backward(value.item())
+                    self._route.begin_backward(value)
                     self._in_backward = True
                     value.backward()
             return self._finish(before)
         except BaseException:
+            self._route.abandon()
             self._set_buffers(before)
             raise
 
@@ -166,26 +171,27 @@ class ShardedStep(Member):
         """One shard: begins as every shard of the step does, and hands over what it changed."""
         shard = self._begin_shard()
         self._set_buffers(before)
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=self._route.seeded):
             torch.manual_seed(drawn_from(self._seed, self.steps, shard))
             try:
                 yield
             finally:
                 self._in_backward = False
-        first = len(self._parameters)
-        for index, (buffer, start) in enumerate(zip(self._buffers, before), start=first):
-            if not torch.equal(buffer, start):
-                self._take(index, buffer - start)
-        self._native.end_shard()
+        self._route.changed(len(self._parameters), self._buffers, before[: len(self._buffers)])
+        self._route.end_shard()
+
+    def _refuse_ddp(self) -> None:
+        """Before the first step, refuses a model that the program has wrapped."""
+        if not self._has_stepped:
+            refuse_ddp(self._parameters, "the mean over shards would depend on the processes")
+            self._has_stepped = True
 
     def _begin_shard(self) -> int:
         """Begins the next shard; which one."""
-        return self._native.begin_shard()
+        return self._route.begin_shard()
 
     def _finish(self, before: list[torch.Tensor]) -> float:
-        means = Floats(self._means)
-        mean, used, _ = self._wait(self._native.finish, means.buffers)
-        means.write_back()
+        mean, used, _ = self._route.finish(self._wait, self._means)
         first = len(self._parameters)
         with torch.no_grad():
             for buffer, start in zip(self._buffers, before):
@@ -210,10 +216,10 @@ class ShardedStep(Member):
         def hand_over(parameter: torch.Tensor) -> None:
             if self._in_backward:
                 gradient, parameter.grad = parameter.grad, None
-                self._take(index, gradient)
+                self._route.gradient(index, gradient)
 
         return hand_over
 
-    def _take(self, index: int, tensor: torch.Tensor) -> None:
-        numbers = floats(tensor)
-        self._native.gradient(index, numbers.data_ptr(), numbers.numel())
+    def _close(self, seconds: float) -> None:
+        self._route.abandon()
+        super()._close(seconds)

@@ -202,6 +202,9 @@ class Profile:
             "wire_bytes": "counted" if was_counted else "estimated",
             "queueing_known": torch.cuda.is_available(),
         }
+        device = describe.device_use([step["times"] for rank in ranks for step in collected[rank]["steps"]])
+        if device is not None:
+            info["settings"]["device"] = device
         if missing:
             info["settings"]["missing_ranks"] = missing
         lines = [

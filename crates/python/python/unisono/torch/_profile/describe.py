@@ -1,5 +1,6 @@
 """What was run, for `run.toml`."""
 
+import statistics
 from pathlib import Path
 
 import torch
@@ -38,6 +39,21 @@ def describe(run_dir: Path, backend: str, world: int, hosts: list[str]) -> dict:
         "hosts": hosts,
         "settings": settings,
     }
+
+
+def device_use(steps: list[dict]) -> str | None:
+    """How a device spends a step, in the middle of all that were recorded; None if there is none."""
+    with_device = [step for step in steps if "device" in step and step["end"] > step["begin"]]
+    if not with_device:
+        return None
+
+    def share(part: str) -> str:
+        shares = (step["device"][part] / (step["end"] - step["begin"]) for step in with_device)
+        return f"{100 * statistics.median(shares):.0f} %"
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "a device"
+    parts = f"computes {share('compute')} of a step, waits for communication and copies {share('exposed')}"
+    return f"{name}: {parts}, is idle {share('idle')}"
 
 
 def backend_name() -> str:

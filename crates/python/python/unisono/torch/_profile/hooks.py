@@ -26,6 +26,7 @@ from unisono.torch import _exit
 from unisono.torch._backend import work
 from unisono.torch._backend.core import Core
 from unisono.torch._backend.tensors import byte_count
+from unisono.torch._gradients.device import Cuda
 from unisono.torch._gradients.local import _LocalSteps
 from unisono.torch._gradients.member import Member
 from unisono.torch._profile.spans import Kind, Span
@@ -113,6 +114,7 @@ class Hooks:
         self._wrap(Core, "_start", self._call)
         self._wrap(Core, "_start_message", self._message)
         self._wrap(Member, "_wait", self._member_waiting)
+        self._wrap(Cuda, "copy", self._staging)
         self._wrap(ParameterServer, "_wait", self._worker_waiting)
         # They are optimizers, to the program; torch does not know.
         self._wrap(_LocalSteps, "step", self._update)
@@ -234,6 +236,16 @@ class Hooks:
                 self._mark(Kind.WAIT, begin)
 
         return wait
+
+    def _staging(self, original: Callable) -> Callable:
+        """Has copies made by a device, which shows them to torch's profiler as it does any others."""
+
+        def copy(device, *args):
+            begin = _now()
+            original(device, *args)
+            self._mark(Kind.STAGING, begin)
+
+        return copy
 
     def _member_waiting(self, original: Callable) -> Callable:
         """Waits for buckets of the engine's own, which may have begun to travel before."""

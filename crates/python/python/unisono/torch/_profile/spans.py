@@ -21,6 +21,10 @@ class Kind(Enum):
     COMMUNICATION = auto()
     #: Any other work of a device.
     KERNEL = auto()
+    #: A copy between a device and this machine's memory.
+    COPY = auto()
+    #: On the host: copies are asked for that carry gradients, means or weights. They are communication.
+    STAGING = auto()
     #: The first forward pass after a backward pass began. Has no length.
     FORWARD = auto()
     #: A call of `backward`, waiting for communication included.
@@ -68,7 +72,10 @@ _CALL = re.compile(
     re.IGNORECASE,
 )
 _DATA = "enumerate(DataLoader)"
-_DEVICE_CALLS = ("nccl", "rccl", "oneccl")
+# Kernels of libraries, and our own reductions: "fold_f32_sum_2".
+_DEVICE_CALLS = re.compile(r"(nccl|rccl|oneccl)|(fold_[a-z]*\d+_[a-z]+_(\d+|any)|list_inputs)\b", re.IGNORECASE)
+# "Memcpy DtoH (Device -> Pinned)".  A copy within a device is work as any other.
+_COPIES = re.compile(r"memcpy (dtoh|htod)", re.IGNORECASE)
 
 
 def on_host(name: str) -> tuple[Kind, str] | None:
@@ -79,9 +86,10 @@ def on_host(name: str) -> tuple[Kind, str] | None:
 
 
 def on_device(name: str) -> Kind:
-    """What a kernel is, by its name."""
-    called = name.lower().startswith(_DEVICE_CALLS)
-    return Kind.COMMUNICATION if called else Kind.KERNEL
+    """What a device did, by its name."""
+    if _DEVICE_CALLS.match(name):
+        return Kind.COMMUNICATION
+    return Kind.COPY if _COPIES.match(name) else Kind.KERNEL
 
 
 _SIZES = {

@@ -19,14 +19,34 @@ It waits for communication in `wait`, and in the backward pass after the last gr
 **On a device**, what counts is the device's own timeline, for the host only asks for the work and
 is elsewhere when it is done.  Work belongs to the step in which the host asked for it; a step ends
 with the last of its work.  The device computes while any kernel runs that the host asked for before
-the end of backward, and waits while only communication runs.
+the end of backward, and waits while only communication runs.  Communication is a kernel of it; what
+the host does for gradients that it was sent; and the copies by which they come and go, which are those
+that were asked for while the host was staging.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
 
 from unisono.torch._profile.spans import Interval, Kind, Span, length, union, within, without
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTimes:
+    """How a device spent a step. What it computed, what was exposed and what it was idle are all of it."""
+
+    compute: int
+    #: With what it was communicating, whether it computed meanwhile or not.
+    communication: int
+    #: It communicated or copied, and computed nothing.
+    exposed: int
+    #: Of all copies between it and this machine's memory.
+    copies: int
+    idle: int
+
+    def record(self) -> dict:
+        """As Insight's `DeviceTimes`."""
+        return {name: getattr(self, name) / 1e9 for name in self.__slots__}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +68,7 @@ class Step:
     counted: tuple[int, int]
     #: Whether a call began before all was computed.
     overlaps: bool
+    device: DeviceTimes | None = None
 
     def record(self, ahead: float) -> dict:
         """As Insight's `RankStep`, on a clock that this rank's is so many seconds ahead of."""
@@ -66,6 +87,7 @@ class Step:
                 {"bytes": size, "ready": at(ready), "started": at(started), "ended": at(ended)}
                 for size, ready, started, ended in self.buckets
             ],
+            **({} if self.device is None else {"device": self.device.record()}),
         }
 
 
@@ -76,7 +98,7 @@ def steps(spans: list[Span], start: int) -> list[Step]:
     instants = [start, *(instant for instant, _ in ends)]
     counts = [0, *(count for _, count in ends)]
     asked = [span.asked for span in spans]
-    device = any(span.kind is Kind.KERNEL for span in spans)
+    device = any(span.on_device and span.kind is Kind.KERNEL for span in spans)
     measured: list[Step] = []
     for (begin, end), counted in zip(pairwise(instants), pairwise(counts), strict=True):
         own = _Seen(spans[bisect_left(asked, begin) : bisect_left(asked, end)])
@@ -159,9 +181,12 @@ def _on_host(begin: int, end: int, seen: _Seen, counted: tuple[int, int]) -> Ste
 def _on_device(begin: int, seen: _Seen, counted: tuple[int, int]) -> Step:
     asked_for = seen.of(Kind.COMMUNICATION)
     kernels = seen.of(Kind.KERNEL, on_device=True)
-    # Where no call ran on the device (Gloo takes its tensors), the host saw them.
-    calls = seen.of(Kind.COMMUNICATION, on_device=True) or asked_for
-    end = max([begin, *(span.end for span in (*kernels, *calls))])
+    own_calls, copies = seen.of(Kind.COMMUNICATION, on_device=True), seen.of(Kind.COPY, on_device=True)
+    staging = union(seen.intervals(Kind.STAGING))
+    staged = [copy for copy in copies if _lies_in(copy.asked, staging)]
+    # Where no call ran on the device (Gloo takes its tensors, a codec takes copies), the host saw them.
+    calls = own_calls or asked_for
+    end = max([begin, *(span.end for span in (*kernels, *calls, *copies))])
     backwards = seen.of(Kind.BACKWARD)
     last = backwards[-1] if backwards else None
     optimizers = [update.begin for update in seen.of(Kind.OPTIMIZER)]
@@ -171,7 +196,8 @@ def _on_device(begin: int, seen: _Seen, counted: tuple[int, int]) -> Step:
     going_back = [k for k in passes if last is not None and k.asked >= last.begin]
     since = min((kernel.begin for kernel in going_back), default=computed)
     running = [(kernel.begin, kernel.end) for kernel in kernels]
-    blocked = within(without([(call.begin, call.end) for call in calls], running), begin, end)
+    moving = [(span.begin, span.end) for span in (*calls, *staged)]
+    blocked = within(without(moving, running), begin, end)
     return _step(
         (begin, max(computed, begin), end),
         compute=length(union(within([(k.begin, k.end) for k in passes], begin, end))),
@@ -180,7 +206,31 @@ def _on_device(begin: int, seen: _Seen, counted: tuple[int, int]) -> Step:
         buckets=[_seen_by_device(call, asked_for) for call in calls],
         calls=[(call.what, call.bytes) for call in asked_for],
         counted=counted,
+        device=_device_times(begin, end, kernels, own_calls, copies, staged),
     )
+
+
+def _device_times(
+    begin: int, end: int, kernels: list[Span], calls: list[Span], copies: list[Span], staged: list[Span]
+) -> DeviceTimes:
+    def time_of(spans: list[Span]) -> list[Interval]:
+        return union(within([(span.begin, span.end) for span in spans], begin, end))
+
+    compute = time_of(kernels)
+    exposed = without(time_of([*calls, *copies]), compute)
+    return DeviceTimes(
+        compute=length(compute),
+        communication=length(time_of([*calls, *staged])),
+        exposed=length(exposed),
+        copies=length(time_of(copies)),
+        idle=end - begin - length(compute) - length(exposed),
+    )
+
+
+def _lies_in(instant: int, intervals: list[Interval]) -> bool:
+    """Whether one of these, which are in order, has the instant in it."""
+    after = bisect_right(intervals, instant, key=lambda interval: interval[0])
+    return after > 0 and instant <= intervals[after - 1][1]
 
 
 def _seen_by_host(call: Span, blocked: list[Interval]) -> tuple[int, int, int, int]:
@@ -210,6 +260,7 @@ def _step(
     buckets: list[tuple[int, int, int, int]],
     calls: list[tuple[str, int]],
     counted: tuple[int, int],
+    device: DeviceTimes | None = None,
 ) -> Step:
     """Moves all waiting to the end of the computation."""
     begin, computed, end = instants
@@ -226,6 +277,7 @@ def _step(
         calls=calls,
         counted=counted,
         overlaps=any(started < computed for _, _, started, _ in buckets),
+        device=device,
     )
 
 

@@ -18,6 +18,7 @@ from unisono.torch._gradients.ddp import refuse_ddp
 from unisono.torch._gradients.floats import refuse_doubles
 from unisono.torch._servers import locate
 from unisono.torch._servers.optimizer import expect_rates, rates_of, text_of
+from unisono.torch._servers.places import places_of
 
 # How long to look for a server that is not there, in seconds.  Longer: its death is noticed later.
 # Shorter: one that is being started again is given up.  One inside a worker is gone for good.
@@ -95,7 +96,8 @@ class ParameterServer:
 
     It takes the place of the optimizer, which the servers have.  The run begins with the weights of
     rank 0.  Parameters that need no gradient, and buffers, stay as every worker has them.  Servers
-    keep 32-bit floats: weights in 16 bits are rounded from those, and float64 is refused.
+    keep 32-bit floats: weights in 16 bits are rounded from those, and float64 is refused.  Those of a
+    CUDA device go by way of this machine's memory.
 
     `optimizer` is a text, ``NAME[:KEY=VALUE,…]``, or one of `torch.optim` that was not used yet:
 
@@ -156,7 +158,7 @@ class ParameterServer:
     ) -> None:
         named = _trainable(model)
         self._parameters = list(named.values())
-        self._lengths = [parameter.numel() for parameter in self._parameters]
+        self._places = places_of(self._parameters)
         self._needs_loss = level == "ssp:auto"
         counts = [("steps", steps, 1), ("warm_up", warm_up, 0), ("seed", seed, 0)]
         for name, number, least in counts:
@@ -195,10 +197,8 @@ class ParameterServer:
             "token": found.token,
             "patience": patience,
         }
-        # Held until the end of the call, which gets addresses only.
-        weights = self._weights()
         try:
-            self._native = _native.ServerClient(settings, _addresses(weights))
+            self._native = _native.ServerClient(settings, self._places.weights())
         except BaseException:
             found.close()
             raise
@@ -233,23 +233,17 @@ class ParameterServer:
         loss = 0.0 if loss is None else float(torch.as_tensor(loss).detach())
         if not math.isfinite(loss):
             raise InvalidCall(f"the loss is {loss}; nothing was pushed: lower the learning rate")
-        # The lists keep what was converted alive until the end of the call.
-        weights = self._weights()
-        pushed = [
-            None if gradient is None else _plain(gradient, length)
-            for gradient, length in zip(gradients, self._lengths, strict=True)
-        ]
         push, self._finished, blocked = self._wait(
             self._native.step,
-            _addresses(weights),
-            [None if gradient is None else gradient.data_ptr() for gradient in pushed],
+            self._places.weights(),
+            self._places.gradients(gradients),
             loss,
             max(samples, 0),
         )
         self._tally.blocked += blocked
         if push is not None:
             self._tally.count(*push)
-        self._take_over(weights)
+        self._places.take_over()
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -259,9 +253,8 @@ class ParameterServer:
         Waits until this worker may read, as in `step`.  At `downpour` the replica's own steps since
         the last fetch are gone then.
         """
-        weights = self._weights()
-        self._tally.blocked += self._wait(self._native.pull, _addresses(weights))
-        self._take_over(weights)
+        self._tally.blocked += self._wait(self._native.pull, self._places.weights())
+        self._places.take_over()
 
     def leave(self) -> None:
         """Leaves the run, so that the other workers do not wait for this one.
@@ -338,17 +331,6 @@ class ParameterServer:
         self._last = self._native.state() or self._last
         return self._last
 
-    def _weights(self) -> list[torch.Tensor]:
-        """Memory for the weights of every parameter: its own, if that is as servers send them."""
-        both = zip(self._parameters, self._lengths, strict=True)
-        return [_plain(parameter, length) for parameter, length in both]
-
-    def _take_over(self, weights: list[torch.Tensor]) -> None:
-        """Has the parameters take over weights that were pulled into other memory."""
-        for parameter, pulled in zip(self._parameters, weights, strict=True):
-            if pulled is not parameter:
-                parameter.detach().copy_(pulled)
-
 
 def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The parameters that need gradients, by name, if servers can keep all of them."""
@@ -374,31 +356,3 @@ def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
             raise InvalidCall(text)
     refuse_doubles(named)
     return named
-
-
-def _plain(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    """The tensor as servers want it: dense 32-bit floats, contiguous, in this machine's memory.
-
-    Itself, if it is that, so that nothing is copied.  It must have as many elements as when the
-    worker joined, since the servers do.
-    """
-    if tensor.numel() != length:
-        text = f"a parameter or gradient has {tensor.numel()} elements now, and had {length} before"
-        raise InvalidCall(f"{text}: make another ParameterServer when the model changes")
-    is_plain = (
-        tensor.dtype == torch.float32
-        and tensor.is_cpu
-        and tensor.layout == torch.strided
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-    )
-    if is_plain:
-        return tensor
-    tensor = tensor.detach()
-    if tensor.layout != torch.strided:
-        tensor = tensor.to_dense()
-    return tensor.to("cpu", torch.float32).resolve_neg().contiguous()
-
-
-def _addresses(tensors: list[torch.Tensor]) -> list[int]:
-    return [tensor.data_ptr() for tensor in tensors]
