@@ -7,8 +7,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use unisono_cluster::membership::{
-    Client, Embedded, FirstStep, Happened, Heard, History, Home, Next, Occurrence, Order, Settings,
-    Sign, View, WorkerId,
+    Client, Embedded, FirstStep, Happened, Heard, History, Home, Next, Occurrence, Order, Seen,
+    Settings, Sign, View, WorkerId,
 };
 use unisono_net::Token;
 
@@ -199,24 +199,23 @@ fn more_workers_than_there_is_room_for_wait_until_one_is_lost() {
 fn a_worker_that_is_in_no_epoch_sees_where_the_members_are_while_there_is_room() {
     let job = Job::new(2, 3);
     let mut clients: Vec<Client> = (0..2).map(|number| job.connect(number, 0)).collect();
-    assert_eq!(clients[0].look().unwrap(), None, "before the first epoch");
+    assert_eq!(clients[0].look().unwrap(), Seen::Nothing, "before the first epoch");
     enter(&clients, 0);
     let joiner = job.connect(2, 0);
-    let seen = joiner.look().unwrap().expect("an epoch is under way");
-    assert_eq!((seen.epoch, seen.addresses), (1, vec![vec![7; 8]; 2]));
+    assert_eq!(joiner.look().unwrap(), Seen::Members(vec![vec![7; 8]; 2]));
 
     job.kill(clients.pop().unwrap());
     let deadline = Instant::now() + DEADLINE;
-    while joiner.look().unwrap().is_some() {
-        assert!(Instant::now() < deadline, "the epoch has lost a member");
+    while joiner.look().unwrap() != Seen::Regrouping {
+        assert!(Instant::now() < deadline, "the epoch has lost a member, and another is left");
         std::thread::sleep(Duration::from_millis(1));
     }
     enter(&clients, 1);
-    assert_eq!(joiner.look().unwrap().map(|seen| seen.addresses.len()), Some(1));
+    assert_eq!(joiner.look().unwrap(), Seen::Members(vec![vec![7; 8]]));
 
     let full = Job::new(1, 1);
     enter(&[full.connect(0, 0)], 0);
-    assert_eq!(full.connect(1, 0).look().unwrap(), None, "a spare waits");
+    assert_eq!(full.connect(1, 0).look().unwrap(), Seen::Nothing, "a spare waits");
 }
 
 #[test]

@@ -11,6 +11,7 @@ the checks on Gloo.  `--kills N` repeats the case of the killed rank.
 import argparse
 import os
 import sys
+import time
 import traceback
 
 # Two ranks or more share this machine; and a process that forks must not have started threads.
@@ -77,9 +78,10 @@ def run_checks(rank: int, world: int, names: list[str]) -> None:
 
 
 def attempt(name: str, case, failed: list[str]) -> None:
+    begin = time.monotonic()
     try:
         case()
-        print(f"ok   {name}", flush=True)
+        print(f"ok   {name} ({time.monotonic() - begin:.0f} s)", flush=True)
     except BaseException as error:
         traceback.print_exc()
         print(f"FAIL {name}: {error}", flush=True)

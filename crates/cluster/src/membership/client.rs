@@ -9,7 +9,7 @@ use unisono_net::frame::{self, FrameError};
 use unisono_net::{Connection, Receiver, Sender, Token};
 
 use super::{
-    About, FirstStep, MAX_ADDRESS, ToCoordinator, ToWorker, VARIABLE, WorkerId, epoch_token,
+    About, FirstStep, MAX_ADDRESS, Seen, ToCoordinator, ToWorker, VARIABLE, WorkerId, epoch_token,
     introduction,
 };
 use crate::place::{MAX_WORLD, Place, split_host_port};
@@ -82,15 +82,6 @@ pub struct View {
     pub is_careful: bool,
     /// What its connections prove.
     pub token: Token,
-}
-
-/// An epoch, as a worker sees it that is not in it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Seen {
-    /// Its number, from 1.
-    pub epoch: u64,
-    /// Where its members can be reached, by rank.
-    pub addresses: Vec<Vec<u8>>,
 }
 
 /// Why a worker is not in an epoch.
@@ -198,23 +189,23 @@ impl Client {
         self.wait()
     }
 
-    /// Where the members of the present epoch are, for a worker that is in none and not ready yet; `None` if
-    /// no epoch is under way that has room for one more, or no coordinator says so soon.
-    pub fn look(&self) -> Result<Option<Seen>, MembershipError> {
+    /// Where the members of the present epoch are, for a worker that is in none and not ready yet. A coordinator that
+    /// does not answer soon knows of none.
+    pub fn look(&self) -> Result<Seen, MembershipError> {
         self.shared.lock().seen = None;
         self.say(&ToCoordinator::Look)?;
         let deadline = Instant::now() + LOOKING;
         let mut inbox = self.shared.lock();
         loop {
             if let Some(seen) = inbox.seen.take() {
-                return Ok(Some(seen).filter(|seen| seen.epoch > 0));
+                return Ok(seen);
             }
             if let Some(error) = &inbox.lost {
                 return Err(MembershipError::Lost(error.clone()));
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Ok(None);
+                return Ok(Seen::Nothing);
             }
             let waited = self.shared.bell.wait_timeout(inbox, left);
             inbox = waited.expect("no panic while locked").0;
@@ -319,8 +310,8 @@ impl Listener {
                 self.shared.end(epoch);
                 return Ok(());
             }
-            ToWorker::Seen { epoch, addresses } => {
-                self.shared.lock().seen = Some(Seen { epoch, addresses });
+            ToWorker::Seen(seen) => {
+                self.shared.lock().seen = Some(seen);
                 self.shared.bell.notify_all();
                 return Ok(());
             }

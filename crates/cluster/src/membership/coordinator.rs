@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::core::{Decision, Input, Membership, Settings, Stands, WorkerId};
 use super::events::{Happened, Observer, Occurrence, Sign};
-use super::{About, ToWorker};
+use super::{About, Seen, ToWorker};
 
 /// Epochs in a row that may end before a step is complete. More: a run that kills each of its workers, as one
 /// with a shard that none of them can compute, ends later. Fewer: workers that are killed one after the other by
@@ -453,14 +453,15 @@ impl Coordinator {
 
     /// The present epoch, as a worker sees it that is not in it.
     fn seen(&self) -> ToWorker {
-        let is_open = self.membership.is_whole() && !self.is_complete && !self.is_ending;
-        let (mut epoch, mut addresses) = (0, Vec::new());
-        if is_open && self.members.len() < self.most {
-            epoch = self.membership.epoch();
+        let is_over = self.is_complete || self.is_ending;
+        ToWorker::Seen(if !is_over && self.membership.is_regrouping() {
+            Seen::Regrouping
+        } else if !is_over && self.membership.is_whole() && self.members.len() < self.most {
             let known = self.members.iter().filter_map(|member| self.about.get(member));
-            addresses = known.map(|about| about.address.clone()).collect();
-        }
-        ToWorker::Seen { epoch, addresses }
+            Seen::Members(known.map(|about| about.address.clone()).collect())
+        } else {
+            Seen::Nothing
+        })
     }
 
     /// Does what was decided; `sign` says why workers are to be killed, if any are.

@@ -284,6 +284,17 @@ impl Membership {
         self.epoch > 0 && self.members.iter().all(|id| self.is_in(*id))
     }
 
+    /// Whether the next epoch begins soon, and needs no worker that is not ready yet: members of the present one live,
+    /// which not all are in it any more.
+    pub fn is_regrouping(&self) -> bool {
+        let living = self.members.iter().filter_map(|id| self.workers.get(id));
+        let stay = |worker: &&Worker| !worker.is_leaving && worker.phase != Phase::Ending;
+        let staying = living.filter(stay).count();
+        let spares = self.spares().filter(|id| !self.members.contains(id)).count();
+        let is_running = self.state == State::Running && !self.is_whole();
+        is_running && staying > 0 && staying + spares >= self.settings.least
+    }
+
     /// When time alone changes something: see [`Membership::tick`].
     pub fn deadline(&self) -> Option<Duration> {
         self.idle_until

@@ -8,7 +8,7 @@
 //!
 //! ```text
 //! worker ──► launcher   Look   Ready   Stepped   Alive   Finished(result)
-//! launcher ──► worker   Seen(epoch)   Begin(epoch)   AskToRegroup   Over(epoch)   Probe   Finish
+//! launcher ──► worker   Seen   Begin(epoch)   AskToRegroup   Over(epoch)   Probe   Finish
 //! ```
 //!
 //! What must outlast a coordinator, the present epoch, has one of two [homes](Home): the only launcher of a job
@@ -24,7 +24,7 @@ pub mod machines;
 #[cfg(test)]
 mod model;
 
-pub use client::{Client, MembershipError, Next, Seen, View};
+pub use client::{Client, MembershipError, Next, View};
 pub use coordinator::{FirstStep, History, LostMember, Recovery};
 pub use core::{Membership, Settings, WorkerId};
 pub use embedded::Embedded;
@@ -165,11 +165,19 @@ enum ToWorker {
     },
     Probe,
     Finish,
-    /// Where the members of an epoch can be reached; epoch 0 if none is under way that has room.
-    Seen {
-        epoch: u64,
-        addresses: Vec<Vec<u8>>,
-    },
+    /// The answer to a look.
+    Seen(Seen),
+}
+
+/// What a worker sees that is in no epoch, and not ready.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Seen {
+    /// Where the members of the present epoch can be reached, by rank.
+    Members(Vec<Vec<u8>>),
+    /// Members are on their way to the next epoch, which begins without this worker.
+    Regrouping,
+    /// No epoch is under way that has room for one more.
+    Nothing,
 }
 
 /// How a worker introduces itself.

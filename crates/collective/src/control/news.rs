@@ -196,7 +196,7 @@ impl News {
             if bytes.len() + MAX_FACT > MAX_NEWS {
                 break;
             }
-            bytes = postcard::to_extend(fact, bytes).expect("plain data always encodes");
+            bytes = encode(fact, bytes);
             told += 1;
         }
         neighbour.due.drain(..told);
@@ -301,6 +301,11 @@ impl Neighbour {
         }
         self.due.push(fact);
     }
+}
+
+/// Adds a fact to what a neighbour is sent.
+pub fn encode(fact: &Fact, bytes: Vec<u8>) -> Vec<u8> {
+    postcard::to_extend(fact, bytes).expect("plain data always encodes")
 }
 
 /// The facts that a neighbour sent.

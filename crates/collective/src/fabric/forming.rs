@@ -18,7 +18,10 @@ use super::gathering::{Failure, Gathering, Update, longest_update};
 use super::process::{ProcessHub, ProcessNetwork};
 use super::staging::HostMemory;
 use super::{CONTROL, GroupSetup, MEMORY, system};
+use crate::control::frame::Frame;
+use crate::control::news::{self, Fact};
 use crate::control::overlay;
+use crate::control::reason::Reason;
 use crate::error::FormError;
 use crate::schedule::Topology;
 use crate::window::region::Region;
@@ -327,18 +330,22 @@ impl<'a> Attempt<'a> {
         }
     }
 
-    /// Tells the neighbours why this rank gives up.
+    /// Tells the neighbours why this rank gives up. Those that may have formed the group hear it as members.
     fn tell(&mut self, error: &FormError) {
+        let own = self.setup.members[self.setup.me];
         self.gathering.fail(match error {
             FormError::Missing { missing, .. } => Failure::Missing { missing: missing.clone() },
             FormError::Peer { peer, reason } => {
                 Failure::Rank { rank: *peer, reason: reason.clone() }
             }
-            error => {
-                let rank = self.setup.members[self.setup.me];
-                Failure::Rank { rank, reason: error.to_string() }
-            }
+            error => Failure::Rank { rank: own, reason: error.to_string() },
         });
+        let parting = parting(error, own);
+        for neighbour in self.neighbours.iter_mut().filter(|neighbour| !neighbour.closed) {
+            if self.gathering.has_told_all_ready(neighbour.rank) {
+                neighbour.output.extend(&parting);
+            }
+        }
         let deadline = Instant::now() + GRACE;
         self.talk(true);
         while self.neighbours.iter().any(|n| !n.closed && n.has_output())
@@ -400,6 +407,23 @@ impl Neighbour {
     }
 }
 
+/// The control frame by which rank `own` tells a neighbour that has formed the group why it has not.
+fn parting(error: &FormError, own: Rank) -> Vec<u8> {
+    let reason = match error {
+        FormError::Peer { peer, reason } if reason.is_empty() => {
+            Reason::Lost { peer: *peer, silent_ms: None }
+        }
+        FormError::Peer { peer, reason } => {
+            Reason::Failed { peer: *peer, reason: reason.clone() }.shortened()
+        }
+        error => Reason::Aborted { peer: own, reason: error.to_string() }.shortened(),
+    };
+    let facts = news::encode(&Fact::Failed(reason), Vec::new());
+    let mut bytes = Frame::News { length: facts.len() }.encode().to_vec();
+    bytes.extend(facts);
+    bytes
+}
+
 /// A number for an instance of a group that no other has.
 fn instance(setup: &GroupSetup) -> Result<u64, FormError> {
     let mut random = [0; 16];
@@ -408,4 +432,27 @@ fn instance(setup: &GroupSetup) -> Result<u64, FormError> {
     hasher.update(&setup.epoch.to_le_bytes()).update(&setup.id.to_le_bytes()).update(&random);
     let bytes = hasher.finalize();
     Ok(u64::from_le_bytes(bytes.as_bytes()[..8].try_into().expect("eight of 32 bytes")).max(1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_neighbour_that_has_formed_the_group_is_told_by_control_frames_why_another_has_not() {
+        let (own, peer) = (Rank(3), Rank(5));
+        let lost = FormError::Peer { peer, reason: String::new() };
+        let late = FormError::Peer { peer, reason: "it did not answer in time".into() };
+        let other = FormError::Missing { missing: vec![peer], after: Duration::from_secs(1) };
+        for (error, expected) in [
+            (&lost, Reason::Lost { peer, silent_ms: None }),
+            (&late, Reason::Failed { peer, reason: "it did not answer in time".into() }),
+            (&other, Reason::Aborted { peer: own, reason: other.to_string() }),
+        ] {
+            let bytes = parting(error, own);
+            let (head, facts) = bytes.split_first_chunk().expect("longer than a frame");
+            assert_eq!(Frame::decode(head), Ok(Frame::News { length: facts.len() }));
+            assert_eq!(news::decode(facts), Ok(vec![Fact::Failed(expected)]));
+        }
+    }
 }

@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use unisono_cluster::membership::{Client, MembershipError, WorkerId};
+use unisono_cluster::membership::{Client, MembershipError, Seen, WorkerId};
 use unisono_net::frame::{self, FrameError};
 use unisono_net::{Connection, Dialer, HandshakeError, Target, Token};
 
@@ -27,7 +27,7 @@ const LEVEL: u64 = 1;
 const PAUSE: Duration = Duration::from_millis(20);
 
 /// How long a joiner waits after it has lost its first donor, and twice as long after each further one. Longer: it joins
-/// later. Shorter: it gives up before the members have noticed that one of them is gone, and are in another epoch.
+/// later. Shorter: it gives up before the launcher has noticed that a member is gone, if its machine was cut off.
 const AFTER_LOSS: Duration = Duration::from_millis(100);
 
 /// A joiner that is level with its donor, and follows it.
@@ -67,10 +67,24 @@ impl Handover {
         place: impl Fn(&[u8]) -> Option<SocketAddr>,
     ) -> Result<Option<Handover>, MembershipError> {
         let (mut lost, mut turn) = (0, client.id().number as usize);
+        let mut regrouping_since = None;
         while lost < DONORS {
-            let Some(seen) = client.look()? else { return Ok(None) };
+            let addresses = match client.look()? {
+                Seen::Members(addresses) => addresses,
+                // Soon they serve again; but a worker that is stuck among them is no reason to wait for ever.
+                Seen::Regrouping => {
+                    let since = regrouping_since.get_or_insert_with(Instant::now);
+                    if since.elapsed() >= timeout {
+                        return Ok(None);
+                    }
+                    std::thread::sleep(PAUSE);
+                    continue;
+                }
+                Seen::Nothing => return Ok(None),
+            };
+            regrouping_since = None;
             let donors: Vec<SocketAddr> =
-                seen.addresses.iter().filter_map(|address| place(address)).collect();
+                addresses.iter().filter_map(|address| place(address)).collect();
             if donors.is_empty() {
                 return Ok(None);
             }

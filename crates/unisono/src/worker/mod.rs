@@ -36,6 +36,8 @@ mod agreeing;
 mod collector;
 mod consistency;
 mod gossiping;
+// Of this crate, only replicas of candle models hand over their state.
+#[cfg_attr(not(feature = "candle"), allow(dead_code))]
 mod handing;
 mod hogwild;
 mod joining;
@@ -60,6 +62,7 @@ use unisono_sync::{Parameter, Settings, StepOutcome, SyncError, Synchronizer, di
 
 use crate::job::JoinError;
 
+#[cfg(feature = "candle")]
 pub(crate) use handing::Joining;
 
 pub use agreeing::{Agreeing, Find, Keep, Regrouped};

@@ -259,6 +259,31 @@ fn a_coordinator_that_is_late_again_and_again_finds_a_silent_worker() {
     assert_eq!(killed, [(worker(1), true)]);
 }
 
+#[test]
+fn members_regroup_while_they_are_enough_without_a_worker_that_is_not_ready() {
+    let mut job = Job::of(3, 2);
+    assert!(!job.core.is_regrouping(), "before the first epoch");
+    job.begin();
+    assert!(!job.core.is_regrouping(), "all are in the epoch");
+    job.hear(1, Input::Ended(worker(2)));
+    assert!(job.core.is_regrouping());
+    job.hear(2, job.ready(0, 1, &[]));
+    assert!(job.core.is_regrouping(), "one is not ready yet");
+    // Its place is needed: whoever waited for the others now would wait for itself.
+    job.hear(3, Input::Closed(worker(1)));
+    assert!(!job.core.is_regrouping(), "one alone is too few");
+    let spare = WorkerId { number: 2, life: 1 };
+    job.hear(4, Input::Connected(spare));
+    job.hear(5, Input::Ready { worker: spare, after: 0, silent: vec![] });
+    assert!(job.core.is_regrouping(), "with the spare they are two");
+    assert_eq!(job.hear(6, Input::Ended(worker(1))), [begin(2, &[worker(0), spare])]);
+    assert!(!job.core.is_regrouping());
+    for worker in [worker(0), spare] {
+        job.hear(7, Input::Ended(worker));
+    }
+    assert!(!job.core.is_regrouping(), "no member lives");
+}
+
 struct Job {
     core: Membership,
     now: u64,

@@ -333,7 +333,7 @@ impl World {
             ToWorker::Probe => self.say(index, Up::Alive),
             ToWorker::Finish => process.next = Some(Next::Over),
             // Workers of the simulator do not look for the state before they are ready.
-            ToWorker::Seen { .. } => {}
+            ToWorker::Seen(_) => {}
         }
         Ok(())
     }
