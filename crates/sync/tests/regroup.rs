@@ -2,6 +2,7 @@
 //! and what becomes of what a strategy remembers.
 
 use std::collections::HashMap;
+use std::sync::Barrier;
 use std::time::Instant;
 
 use unisono_collective::{Group, Options, Transport};
@@ -176,11 +177,14 @@ fn a_step_is_dropped_wherever_a_worker_is_in_it() {
     let gradients = parameters().len() * SHARDS.div_ceil(3);
     for transport in [Transport::Shm, Transport::Tcp] {
         for given in 0..=gradients {
+            // A rank that gives up its step takes the one before from none that is still in it.
+            let have_trained = Barrier::new(3);
             let all = in_two_groups(3, 3, transport, |first, second| {
                 let (first, second) = (first.unwrap(), second.unwrap());
                 let sync = Synchronizer::new(Some(&first), parameters(), settings()).unwrap();
                 let mut model = Model::new();
                 model.train(&sync, 0..3);
+                have_trained.wait();
                 match first.rank() {
                     0 => drop(model.compute(&sync, 3, given)),
                     1 => {}
@@ -226,10 +230,12 @@ fn a_group_that_fails_while_workers_regroup_is_followed_by_the_next() {
     let mut lost = Group::local(3, &Options::default()).unwrap();
     // The third rank is lost before it has said anything.
     drop(lost.pop());
+    let have_trained = Barrier::new(2);
     let all = in_two_groups(2, 2, Transport::Auto, |first, second| {
         let sync = Synchronizer::new(first.as_ref(), parameters(), settings()).unwrap();
         let mut model = Model::new();
         model.train(&sync, 0..3);
+        have_trained.wait();
         model.compute(&sync, 3, 5);
         let failing = &lost[first.as_ref().unwrap().rank()];
         match sync.regroup(Some(failing)) {

@@ -215,7 +215,7 @@ impl Host {
             if stopping {
                 self.roster.abort(Abort::Host { reason: "its host gave up".into() });
             }
-            self.conclude();
+            self.conclude(stopping);
             self.guests.retain(|guest| !matches!(guest.phase, Phase::Closed));
             let leaving = |one: &Guest| matches!(one.phase, Phase::Leaving { .. });
             let all_told = !self.guests.iter().any(leaving);
@@ -355,10 +355,16 @@ impl Host {
         }
     }
 
-    /// Once the roster is decided, sends every member off with the decision.
-    fn conclude(&mut self) {
-        let mut members =
-            self.guests.iter_mut().filter(|one| matches!(one.phase, Phase::Member)).peekable();
+    /// Once the roster is decided, sends every member off with the decision. Newcomers, which will not be heard any more
+    /// where this stops, are told that there is none.
+    fn conclude(&mut self, stopping: bool) {
+        let has_failed = self.roster.aborted().is_some();
+        let is_told = |guest: &&mut Guest| match guest.phase {
+            Phase::Member => true,
+            Phase::Newcomer => stopping && has_failed,
+            Phase::Leaving { .. } | Phase::Closed => false,
+        };
+        let mut members = self.guests.iter_mut().filter(is_told).peekable();
         if members.peek().is_none() {
             return;
         }
