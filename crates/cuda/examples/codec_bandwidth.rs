@@ -12,11 +12,12 @@ use std::time::Instant;
 use unisono_codec::sender::{Origin, Scratch};
 use unisono_codec::{CodecSpec, Key, Sender, sender};
 use unisono_cuda::{
-    Codecs, Context, CudaError, DeviceCodec, DeviceMemory, DevicePtr, Driver, Event, EventKind,
-    Placement, Stream,
+    Codecs, Context, DeviceCodec, DeviceMemory, DevicePtr, Driver, Placement, Stream,
 };
 
-const RUNS: usize = 20;
+#[path = "shared/timing.rs"]
+mod timing;
+use timing::median_seconds;
 
 /// Elements whose encoding is compared with the host's, which takes longer.
 const COMPARED: usize = 4 << 20;
@@ -82,7 +83,7 @@ impl Bench {
             stream.copy_to_device(gradient.pointer(), values.as_ptr().cast(), bytes)?;
             stream.fill(residual.pointer(), 0, bytes)?;
             stream.synchronize()?;
-            measure(&stream, || {
+            median_seconds(&stream, || {
                 Ok(stream.copy_on_device(decoded.pointer(), gradient.pointer(), bytes)?)
             })?
         };
@@ -101,15 +102,16 @@ impl Bench {
         let (encoding, into) = (self.encoding.pointer(), self.decoded.pointer());
         // SAFETY: all have at least as many bytes, and nothing else touches them.
         unsafe {
-            let plain =
-                measure(stream, || Ok(codec.encode(stream, &task, 0, from, None, encoding)?))?;
+            let plain = median_seconds(stream, || {
+                Ok(codec.encode(stream, &task, 0, from, None, encoding)?)
+            })?;
             let length = codec.length(stream)?;
-            let decoded = measure(stream, || {
+            let decoded = median_seconds(stream, || {
                 Ok(codec.decode(stream, &task, encoding, length, into, Placement::Overwrite)?)
             })?;
             codec.check(stream)?;
             stream.fill(residual, 0, bytes)?;
-            let owed = measure(stream, || {
+            let owed = median_seconds(stream, || {
                 Ok(codec.encode(stream, &task, 0, from, Some(residual), encoding)?)
             })?;
             let rate = |moved: usize, seconds: f64| {
@@ -196,27 +198,6 @@ fn element(i: usize) -> f32 {
     let bits = Key::new(7).at(i as u64);
     let sum: u64 = (0..4).map(|part| bits >> (16 * part) & 0xffff).sum();
     (sum as f32 - 131_070.0) * 1e-8
-}
-
-/// Seconds: the median of several runs, each timed by events.
-fn measure(stream: &Stream, mut run: impl FnMut() -> Fallible<()>) -> Fallible<f64> {
-    let event = || Event::new(stream.context(), EventKind::Timing);
-    let events = (0..=RUNS).map(|_| event()).collect::<Result<Vec<Event>, CudaError>>()?;
-    for _ in 0..3 {
-        run()?;
-    }
-    stream.record(&events[0])?;
-    for event in &events[1..] {
-        run()?;
-        stream.record(event)?;
-    }
-    stream.synchronize()?;
-    let mut seconds = events
-        .windows(2)
-        .map(|pair| pair[1].seconds_since(&pair[0]))
-        .collect::<Result<Vec<f64>, CudaError>>()?;
-    seconds.sort_by(f64::total_cmp);
-    Ok(seconds[RUNS / 2])
 }
 
 /// What is at an address of the device.

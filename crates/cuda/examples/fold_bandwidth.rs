@@ -10,12 +10,13 @@ use std::error::Error;
 
 use unisono_collective::{Dtype, Reduction};
 use unisono_cuda::fold::{Alignment, FoldPlan, FoldShape};
-use unisono_cuda::{
-    Context, CudaError, DeviceMemory, DevicePtr, Driver, Event, EventKind, Folds, Stream,
-};
+use unisono_cuda::{Context, DeviceMemory, DevicePtr, Driver, Folds, Stream};
+
+#[path = "shared/timing.rs"]
+mod timing;
+use timing::median_seconds;
 
 const BYTES: usize = 256 << 20;
-const RUNS: usize = 20;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let sweep = std::env::args().any(|argument| argument == "sweep");
@@ -42,10 +43,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     let inputs: Vec<DevicePtr> = buffers[..8].iter().map(DeviceMemory::pointer).collect();
     let output = buffers[8].pointer();
 
-    let copy = measure(&stream, 2 * BYTES, || {
+    let seconds = median_seconds(&stream, || {
         // SAFETY: both have as many bytes, and nothing else touches them.
         unsafe { stream.copy_on_device(output, inputs[0], BYTES) }.map_err(Into::into)
     })?;
+    let copy = (2 * BYTES) as f64 / seconds;
     println!("{:>28} {:8.1} GB/s", "copy of the driver", copy / 1e9);
 
     for dtype in [Dtype::F32, Dtype::Bf16] {
@@ -64,13 +66,14 @@ fn main() -> Result<(), Box<dyn Error>> {
                 );
             }
             for plan in plans {
-                let rate = measure(&stream, (n + 1) * BYTES, || {
+                let seconds = median_seconds(&stream, || {
                     // SAFETY: all buffers have as many elements, and nothing else touches them.
                     unsafe {
                         folds.launch(&stream, &plan, &shape, &inputs[..n], (output, None), count)
                     }
                     .map_err(Into::into)
                 })?;
+                let rate = ((n + 1) * BYTES) as f64 / seconds;
                 println!(
                     "{:>20}, {:6} blocks {:8.1} GB/s, {:5.1} % of the copy",
                     plan.kernel.to_string(),
@@ -83,31 +86,6 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
     }
     Ok(())
-}
-
-/// Bytes per second: the median of several runs, each timed by events.
-fn measure(
-    stream: &Stream,
-    bytes: usize,
-    mut run: impl FnMut() -> Result<(), Box<dyn Error>>,
-) -> Result<f64, Box<dyn Error>> {
-    let event = || Event::new(stream.context(), EventKind::Timing);
-    let events = (0..=RUNS).map(|_| event()).collect::<Result<Vec<Event>, CudaError>>()?;
-    for _ in 0..3 {
-        run()?;
-    }
-    stream.record(&events[0])?;
-    for event in &events[1..] {
-        run()?;
-        stream.record(event)?;
-    }
-    stream.synchronize()?;
-    let mut seconds = events
-        .windows(2)
-        .map(|pair| pair[1].seconds_since(&pair[0]))
-        .collect::<Result<Vec<f64>, CudaError>>()?;
-    seconds.sort_by(f64::total_cmp);
-    Ok(bytes as f64 / seconds[RUNS / 2])
 }
 
 /// What was timed must be right: all inputs are the same, and their number is a power of two, so that every sum is

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use libloading::Library;
 use unisono_collective::fabric::Connector;
-use unisono_collective::{Dtype, Epoch, Error, Group, Op, Options, Reduction, Request};
+use unisono_collective::{Dtype, Epoch, Group, Op, Options, Reduction, Request};
 use unisono_cuda::nccl::version;
 use unisono_cuda::{
     Context, DeviceGroup, DeviceMemory, DevicePtr, Driver, NcclOptions, Stream, nccl_engine,
@@ -27,7 +27,10 @@ use unisono_cuda::{
 
 #[path = "../tests/common/processes.rs"]
 mod processes;
+#[path = "shared/ranks.rs"]
+mod ranks;
 use processes::{Place, Ranks, place, say};
+use ranks::{call_until_lost, patterns};
 
 type Outcome<T> = Result<T, Box<dyn AnyError>>;
 
@@ -451,64 +454,12 @@ fn accepted(call: &str, status: c_int) -> Outcome<()> {
     if status == 0 { Ok(()) } else { Err(format!("{call} returned {status}").into()) }
 }
 
-/// Elements that are no NaN in any type: of every 16 bits, neither float format has all exponent bits set. Sums and
-/// products of these stay finite.
-fn patterns(rank: usize, dtype: Dtype, bytes: usize) -> Vec<u64> {
-    let clear = match dtype {
-        Dtype::I8 | Dtype::U8 | Dtype::I32 | Dtype::I64 => u64::MAX,
-        _ => 0xbbff_bbff_bbff_bbff,
-    };
-    (0..bytes.div_ceil(8) as u64 + 1)
-        .map(|i| {
-            (i * 4 + rank as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29) & clear
-        })
-        .collect()
-}
-
 /// A rank that makes calls until one of its peers is killed.
 fn be_killed(place: Place) -> Outcome<()> {
     let mut rank = Rank::new(place)?;
     let bytes = rank.most.min(16 << 20);
-    let group = match rank.form(NcclOptions::default()) {
-        Ok(group) => group,
-        Err(error) => return say(&format!("error: {error}")),
-    };
-    let memory = DeviceMemory::new(&rank.context, bytes)?;
-    let at = memory.pointer();
-    let mut calls = 0;
-    let error: Error = loop {
-        if calls == 5 {
-            say("under way")?;
-        }
-        // SAFETY: the memory has as many bytes, and outlives what the stream does.
-        let reduced = unsafe {
-            let stream = Some(&rank.stream);
-            group.all_reduce(at, at, bytes / 4, Dtype::F32, Reduction::Max, stream)
-        };
-        match reduced {
-            Ok(()) => calls += 1,
-            Err(error) => break error,
-        }
-    };
-    match &error {
-        Error::PeerLost { peer, .. } => say(&format!("lost rank {peer} in call {calls}"))?,
-        other => say(&format!("{other:?}"))?,
+    match rank.form(NcclOptions::default()) {
+        Ok(group) => call_until_lost(group, &rank.stream, bytes, 5),
+        Err(error) => say(&format!("error: {error}")),
     }
-    let begun = Instant::now();
-    rank.stream.synchronize()?;
-    drop(group);
-    let mut word = 0u32;
-    // SAFETY: the memory has as many words, and the copy is waited for.
-    unsafe {
-        rank.stream.fill_words(at, 0x1234_5678, bytes / 4)?;
-        rank.stream.copy_to_host((&raw mut word).cast(), at.offset(bytes - 4), 4)?;
-    }
-    rank.stream.synchronize()?;
-    if word != 0x1234_5678 {
-        return say(&format!("the device wrote {word:#x}"));
-    }
-    say(&format!(
-        "the device works; stream, group and memory took {:.1} ms",
-        begun.elapsed().as_secs_f64() * 1e3
-    ))
 }

@@ -1,16 +1,14 @@
 //! Calls that are cut in other ways, ranks of several hosts, and ranks that do not agree on a call.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
-
 use unisono_collective::engine::Memory;
-use unisono_collective::{
-    Algorithm, Dtype, Error, InvalidCall, Op, Options, Rank, Reduction, Request,
-};
+use unisono_collective::{Algorithm, Dtype, Error, InvalidCall, Op, Options, Reduction, Request};
 use unisono_cuda::nccl::NcclCosts;
-use unisono_cuda::{DeviceCosts, DeviceGroup, DevicePtr};
+use unisono_cuda::{DeviceCosts, DeviceGroup};
 
+use crate::behaviour::{
+    all_reduce, ends_a_call_with_its_group, makes_groups_of_a_group, refuses_a_stream_that_records,
+    says_for_whom_it_waits, tells_of_a_call_on_the_host, tells_of_different_calls,
+};
 use crate::common::{element, same};
 use crate::fake::{fake_engine, form, on_all, world};
 
@@ -21,12 +19,6 @@ fn groups(hosts: &[u32]) -> Vec<DeviceGroup> {
     let engine = fake_engine(1024, Some(BYTES_COUNT));
     let formed = form(hosts, &Options::default(), |_| engine.clone());
     formed.into_iter().map(|group| DeviceGroup::new(group.unwrap(), 0)).collect()
-}
-
-fn all_reduce(group: &DeviceGroup, buffer: &mut [f32]) -> Result<(), Error> {
-    let at = DevicePtr(buffer.as_mut_ptr() as u64);
-    // SAFETY: the host's memory is the device's.
-    unsafe { group.all_reduce(at, at, buffer.len(), Dtype::F32, Reduction::Sum, None) }
 }
 
 fn numbers(rank: usize, count: usize) -> Vec<f32> {
@@ -145,81 +137,7 @@ fn blocks_may_differ_in_length_and_lie_apart() {
 }
 
 #[test]
-fn ranks_that_call_differently_are_told() {
-    for hosts in [[0, 0], [0, 1]] {
-        let errors = on_all(&groups(&hosts), |group| {
-            all_reduce(group, &mut [1.0; 50]).unwrap();
-            all_reduce(group, &mut vec![1.0; 100 + group.group().rank()]).unwrap_err()
-        });
-        for error in errors {
-            let text = error.to_string();
-            assert!(matches!(error, Error::Mismatch { .. }), "{text}");
-            assert!(text.contains("of 100 f32") && text.contains("of 101 f32"), "{text}");
-        }
-    }
-}
-
-#[test]
-fn ranks_of_which_one_calls_on_the_host_are_told() {
-    for hosts in [[0, 0], [0, 1]] {
-        let errors = on_all(&groups(&hosts), |group| match group.group().rank() {
-            0 => all_reduce(group, &mut [1.0; 50]).unwrap_err(),
-            _ => group.group().barrier().unwrap_err(),
-        });
-        for error in errors {
-            let text = error.to_string();
-            assert!(matches!(error, Error::Mismatch { .. }), "{text}");
-            assert!(text.contains("all_reduce #1") && text.contains("barrier #1"), "{text}");
-        }
-    }
-}
-
-#[test]
-fn a_call_ends_with_its_group() {
-    on_all(&groups(&[0; 3]), |group| match group.group().rank() {
-        2 => {
-            std::thread::sleep(Duration::from_millis(50));
-            group.group().abort("it was enough");
-        }
-        _ => {
-            let error = all_reduce(group, &mut [1.0; 1000]).unwrap_err();
-            assert!(matches!(error, Error::Aborted { peer: Rank(2), .. }), "{error}");
-        }
-    });
-}
-
-#[test]
-fn a_wait_says_for_whom() {
-    let groups = groups(&[0; 3]);
-    let asked = [0, 2].map(|rank| {
-        // Asked when a call waits, and has noted for whom.
-        let asked = Arc::new(AtomicBool::new(false));
-        let ask = asked.clone();
-        groups[rank].group().stop_waiting_if(move || {
-            ask.store(true, Ordering::SeqCst);
-            false
-        });
-        asked
-    });
-    on_all(&groups, |group| match group.group().rank() {
-        1 => {
-            let deadline = Instant::now() + Duration::from_secs(20);
-            while !asked.iter().all(|asked| asked.load(Ordering::SeqCst)) {
-                assert!(Instant::now() < deadline, "no rank waits");
-                std::thread::sleep(Duration::from_millis(5));
-            }
-            groups[0].group().abort_handle().expire(Duration::from_millis(1));
-        }
-        rank => match all_reduce(group, &mut [1.0; 1000]).unwrap_err() {
-            Error::TimedOut { missing, .. } if rank == 0 => assert_eq!(missing, [Rank(1)]),
-            Error::Aborted { peer: Rank(0), .. } if rank == 2 => {}
-            error => panic!("rank {rank}: {error}"),
-        },
-    });
-}
-
-#[test]
-fn other_memory_other_algorithms_and_recording_streams_are_refused() {
+fn other_memory_and_other_algorithms_are_refused() {
     on_all(&world(2, 1024, DeviceCosts::default()), |group| {
         let mut buffer = [1i32; 10];
         let at = buffer.as_mut_ptr();
@@ -238,11 +156,6 @@ fn other_memory_other_algorithms_and_recording_streams_are_refused() {
             let expected = InvalidCall::UnsupportedAlgorithm { algorithm, op: "all-reduce" };
             assert_eq!(refused, Error::InvalidCall(expected));
         }
-        // SAFETY: the driver knows this stream.
-        let recording =
-            unsafe { request(Memory::Device(0)).on_stream(std::ptr::without_provenance_mut(2)) };
-        let refused = group.group().run(recording).unwrap_err();
-        assert_eq!(refused, Error::InvalidCall(InvalidCall::Recording));
         // The group is as before.
         group.group().run(request(Memory::Device(0))).unwrap();
         assert_eq!(buffer, [2; 10]);
@@ -250,16 +163,29 @@ fn other_memory_other_algorithms_and_recording_streams_are_refused() {
 }
 
 #[test]
+fn ranks_that_call_differently_are_told() {
+    for hosts in [[0, 0], [0, 1]] {
+        tells_of_different_calls(&groups(&hosts));
+        tells_of_a_call_on_the_host(&groups(&hosts));
+    }
+}
+
+#[test]
+fn a_call_ends_with_its_group() {
+    ends_a_call_with_its_group(&groups(&[0; 3]));
+}
+
+#[test]
+fn a_wait_says_for_whom() {
+    says_for_whom_it_waits(&groups(&[0; 3]));
+}
+
+#[test]
+fn a_stream_that_records_is_refused() {
+    refuses_a_stream_that_records(&groups(&[0; 2]));
+}
+
+#[test]
 fn groups_made_of_a_group_have_communicators_of_their_own() {
-    on_all(&groups(&[0; 4]), |group| {
-        let half = group.group().split(Some(group.group().rank() as u32 % 2), 0).unwrap().unwrap();
-        let half = DeviceGroup::new(half, 0);
-        let mut ranks = vec![group.group().rank() as f32; 1000];
-        all_reduce(&half, &mut ranks).unwrap();
-        let expected = if group.group().rank() % 2 == 0 { 2.0 } else { 4.0 };
-        assert!(ranks.iter().all(|sum| *sum == expected));
-        drop(half);
-        all_reduce(group, &mut ranks).unwrap();
-        assert!(ranks.iter().all(|sum| *sum == 12.0));
-    });
+    makes_groups_of_a_group(&groups(&[0; 4]));
 }

@@ -8,6 +8,8 @@ mod opening;
 mod own;
 
 /// What every engine of a device does.
+#[path = "../common/behaviour.rs"]
+mod behaviour;
 #[path = "../window/bits.rs"]
 mod bits;
 #[path = "../common/mod.rs"]

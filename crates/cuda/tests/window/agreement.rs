@@ -1,20 +1,18 @@
 //! Ranks that cannot share memory, or do not agree on a call.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
-
 use unisono_collective::engine::Memory;
 use unisono_collective::fabric::LocalHub;
 use unisono_collective::{
-    Algorithm, Dtype, Epoch, Error, FormError, Group, InvalidCall, Op, Options, Rank, Reduction,
-    Request,
+    Algorithm, Dtype, Epoch, Error, FormError, Group, InvalidCall, Op, Options, Rank, Request,
 };
 use unisono_cuda::{
-    CudaError, DeviceCosts, DeviceEngine, DeviceGroup, DeviceOptions, DevicePtr, Driver,
-    engine as engine_of,
+    CudaError, DeviceCosts, DeviceEngine, DeviceGroup, DeviceOptions, Driver, engine as engine_of,
 };
 
+use crate::behaviour::{
+    all_reduce, ends_a_call_with_its_group, makes_groups_of_a_group, refuses_a_stream_that_records,
+    says_for_whom_it_waits, tells_of_a_call_on_the_host, tells_of_different_calls,
+};
 use crate::fake::{ONE_ROUND, fake_engine, library, on_all, window, world, world_with};
 
 fn start(
@@ -39,12 +37,6 @@ fn start(
         let ranks: Vec<_> = (0..hosts.len()).map(form).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
-}
-
-fn all_reduce(group: &DeviceGroup, buffer: &mut [f32]) -> Result<(), Error> {
-    let at = DevicePtr(buffer.as_mut_ptr() as u64);
-    // SAFETY: the host's memory is the device's.
-    unsafe { group.all_reduce(at, at, buffer.len(), Dtype::F32, Reduction::Sum, None) }
 }
 
 #[test]
@@ -100,77 +92,6 @@ fn groups_tell_their_engine() {
 }
 
 #[test]
-fn ranks_that_call_differently_are_told() {
-    let groups = world(2, 1024, DeviceCosts::default());
-    let errors = on_all(&groups, |group| {
-        all_reduce(group, &mut [1.0; 50]).unwrap();
-        all_reduce(group, &mut vec![1.0; 100 + group.group().rank()]).unwrap_err()
-    });
-    for error in errors {
-        let text = error.to_string();
-        assert!(matches!(error, Error::Mismatch { .. }), "{text}");
-        assert!(text.contains("of 100 f32") && text.contains("of 101 f32"), "{text}");
-    }
-}
-
-#[test]
-fn ranks_of_which_one_calls_on_the_host_are_told() {
-    let groups = world(2, 1024, DeviceCosts::default());
-    let errors = on_all(&groups, |group| match group.group().rank() {
-        0 => all_reduce(group, &mut [1.0; 50]).unwrap_err(),
-        _ => group.group().barrier().unwrap_err(),
-    });
-    for error in errors {
-        assert!(matches!(error, Error::Mismatch { .. }), "{error}");
-    }
-}
-
-#[test]
-fn a_call_ends_with_its_group() {
-    let groups = world(3, 1024, DeviceCosts::default());
-    on_all(&groups, |group| match group.group().rank() {
-        2 => {
-            std::thread::sleep(Duration::from_millis(50));
-            group.group().abort("it was enough");
-        }
-        _ => {
-            let error = all_reduce(group, &mut [1.0; 1000]).unwrap_err();
-            assert!(matches!(error, Error::Aborted { peer: Rank(2), .. }), "{error}");
-        }
-    });
-}
-
-#[test]
-fn a_wait_says_for_whom() {
-    let groups = world(3, 1024, DeviceCosts::default());
-    let asked = [0, 2].map(|rank| {
-        // Asked when a call waits, and has noted for whom.
-        let asked = Arc::new(AtomicBool::new(false));
-        let ask = asked.clone();
-        groups[rank].group().stop_waiting_if(move || {
-            ask.store(true, Ordering::SeqCst);
-            false
-        });
-        asked
-    });
-    on_all(&groups, |group| match group.group().rank() {
-        1 => {
-            let deadline = Instant::now() + Duration::from_secs(20);
-            while !asked.iter().all(|asked| asked.load(Ordering::SeqCst)) {
-                assert!(Instant::now() < deadline, "nobody waits");
-                std::thread::sleep(Duration::from_millis(5));
-            }
-            groups[0].group().abort_handle().expire(Duration::from_millis(1));
-        }
-        rank => match all_reduce(group, &mut [1.0; 1000]).unwrap_err() {
-            Error::TimedOut { missing, .. } if rank == 0 => assert_eq!(missing, [Rank(1)]),
-            Error::Aborted { peer: Rank(0), .. } if rank == 2 => {}
-            error => panic!("rank {rank}: {error}"),
-        },
-    });
-}
-
-#[test]
 fn other_memory_and_other_algorithms_are_refused() {
     let groups = world(2, 1024, DeviceCosts::default());
     on_all(&groups, |group| {
@@ -199,37 +120,6 @@ fn other_memory_and_other_algorithms_are_refused() {
 }
 
 #[test]
-fn a_stream_that_records_is_refused() {
-    let groups = world(2, 1024, DeviceCosts::default());
-    on_all(&groups, |group| {
-        let mut buffer = [1f32; 10];
-        let at = buffer.as_mut_ptr();
-        // SAFETY: the host's memory is the device's, and the driver knows this stream.
-        let request = unsafe {
-            let request = Request::raw(Op::AllReduce, Dtype::F32, 10, at, at).unwrap();
-            request.in_memory(Memory::Device(0)).on_stream(std::ptr::without_provenance_mut(2))
-        };
-        let refused = group.group().run(request).unwrap_err();
-        assert_eq!(refused, Error::InvalidCall(InvalidCall::Recording));
-        all_reduce(group, &mut buffer).unwrap();
-        assert_eq!(buffer, [2.0; 10]);
-    });
-}
-
-#[test]
-fn groups_made_of_a_group_have_staging_of_their_own() {
-    let groups = world(4, 1024, DeviceCosts::default());
-    on_all(&groups, |group| {
-        let half = group.group().split(Some(group.group().rank() as u32 % 2), 0).unwrap().unwrap();
-        let half = DeviceGroup::new(half, 0);
-        let mut ranks = vec![group.group().rank() as f32; 1000];
-        all_reduce(&half, &mut ranks).unwrap();
-        let expected = if group.group().rank() % 2 == 0 { 2.0 } else { 4.0 };
-        assert!(ranks.iter().all(|sum| *sum == expected));
-    });
-}
-
-#[test]
 fn a_world_with_devices_forms_twice_at_once() {
     let make = fake_engine(window(2048, DeviceCosts::default()));
     let groups: Vec<Vec<DeviceGroup>> =
@@ -238,4 +128,39 @@ fn a_world_with_devices_forms_twice_at_once() {
     for groups in &groups {
         on_all(groups, |group| all_reduce(group, &mut [1.0; 500]).unwrap());
     }
+}
+
+/// A world over each of the engines that need no NCCL.
+fn every_world(ranks: usize) -> impl Iterator<Item = Vec<DeviceGroup>> {
+    let engines = [DeviceEngine::Window, DeviceEngine::HostWindow, DeviceEngine::Bounce];
+    let window = window(1024, DeviceCosts::default());
+    engines
+        .into_iter()
+        .map(move |engine| world_with(ranks, DeviceOptions { window, ..engine.into() }))
+}
+
+#[test]
+fn ranks_that_call_differently_are_told() {
+    every_world(2).for_each(|groups| tells_of_different_calls(&groups));
+    every_world(2).for_each(|groups| tells_of_a_call_on_the_host(&groups));
+}
+
+#[test]
+fn a_call_ends_with_its_group() {
+    every_world(3).for_each(|groups| ends_a_call_with_its_group(&groups));
+}
+
+#[test]
+fn a_wait_says_for_whom() {
+    every_world(3).for_each(|groups| says_for_whom_it_waits(&groups));
+}
+
+#[test]
+fn a_stream_that_records_is_refused() {
+    every_world(2).for_each(|groups| refuses_a_stream_that_records(&groups));
+}
+
+#[test]
+fn groups_made_of_a_group_have_staging_of_their_own() {
+    every_world(4).for_each(|groups| makes_groups_of_a_group(&groups));
 }

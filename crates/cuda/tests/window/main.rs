@@ -7,6 +7,8 @@ mod fake;
 mod faults;
 mod host;
 
+#[path = "../common/behaviour.rs"]
+mod behaviour;
 #[path = "../common/mod.rs"]
 #[allow(dead_code, reason = "only the elements are used here")]
 mod common;
