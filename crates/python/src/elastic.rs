@@ -7,6 +7,7 @@
 
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
 
 use pyo3::prelude::*;
 use unisono::elastic::{Donor, ElasticError, ElasticJob as Library};
@@ -19,6 +20,10 @@ use crate::following::{Asked, Copies, PythonFollower};
 use crate::group::Group;
 use crate::signals::CHECK_EVERY;
 use crate::sync::Synchronizer;
+
+/// How long a worker whose wait was interrupted stays connected. Longer: a process that lives on holds up the others for
+/// as long. Shorter: one that ends with an error is killed and started again before its exit code is seen.
+const PARTING: Duration = Duration::from_secs(5);
 
 /// A worker's membership in a job whose workers may come and go.
 #[pyclass(frozen)]
@@ -71,8 +76,12 @@ impl ElasticJob {
             let asking = tell.clone();
             let ask = move |asked, answer| asking.send(Told::Asks(asked, answer)).is_ok();
             let outcome = call(&mut library, Box::new(ask));
-            // Fails if the wait was interrupted: then this worker leaves the job here.
-            let _ = tell.send(Told::Waited(library, outcome));
+            if let Err(left) = tell.send(Told::Waited(library, outcome)) {
+                // The wait was interrupted: this worker leaves the job here. If its process ends now, the launcher
+                // is to see how.
+                std::thread::sleep(PARTING);
+                drop(left);
+            }
         };
         let name = "unisono-elastic".into();
         let spawned = std::thread::Builder::new().name(name).spawn(waiting);
@@ -141,7 +150,8 @@ impl ElasticJob {
         };
         let fingerprint = follower.getattr("fingerprint")?.extract::<[u8; 32]>()?;
         let call = move |library: &mut Library, ask| {
-            library.enter_with(&mut PythonFollower { fingerprint, ask, is_over: false })
+            let (is_over, is_gone) = (false, false);
+            library.enter_with(&mut PythonFollower { fingerprint, ask, is_over, is_gone })
         };
         Ok(self.wait(py, call, |asked: Asked| asked.of(follower))?.map(Group::new))
     }
@@ -179,6 +189,14 @@ impl ElasticJob {
     ) -> PyResult<()> {
         if let Some(donor) = self.donor(py)? {
             donor.tell_step(steps, copies.iter().flat_map(|copies| copies.take()).collect());
+        }
+        Ok(())
+    }
+
+    /// No worker can follow this one: the one that does gets the state in the next group.
+    fn refuse(&self, py: Python<'_>) -> PyResult<()> {
+        if let Some(donor) = self.donor(py)? {
+            donor.refuse();
         }
         Ok(())
     }

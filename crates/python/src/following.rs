@@ -147,15 +147,20 @@ pub struct PythonFollower {
     pub ask: Box<dyn Fn(Asked, Sender<bool>) -> bool + Send>,
     /// Whether it does not follow any more.
     pub is_over: bool,
+    /// Whether the thread that runs Python has stopped waiting.
+    pub is_gone: bool,
 }
 
 impl PythonFollower {
     /// Asks, and waits for the answer. There is none if the wait of the other thread has ended.
     fn asked(&mut self, asked: Asked) -> bool {
+        if self.is_over {
+            return false;
+        }
         let (answer, answered) = mpsc::channel();
-        self.is_over = self.is_over
-            || !(self.ask)(asked, answer)
-            || !answered.recv().is_ok_and(|follows| follows);
+        let answered = if (self.ask)(asked, answer) { answered.recv().ok() } else { None };
+        self.is_gone = answered.is_none();
+        self.is_over = answered != Some(true);
         !self.is_over
     }
 
@@ -196,5 +201,9 @@ impl Follower for PythonFollower {
 
     fn stepped(&mut self, steps: u64) -> Result<(), Unfit> {
         self.expect(Asked::Stepped(steps))
+    }
+
+    fn is_gone(&self) -> bool {
+        self.is_gone
     }
 }

@@ -254,7 +254,9 @@ class Joiner(following.Joiner):
         is_well = super().complete(steps)
         write_down("joins", rank, life, steps)
         while settings.get("ahead") and time.monotonic() < end:
-            if max((made for (made,) in written("made")), default=0) >= steps + settings["ahead"]:
+            # Behind those in which a worker can join beside them, the others make no step without this one.
+            enough = min(steps + settings["ahead"], settings["beside"])
+            if max((made for (made,) in written("made")), default=0) >= enough:
                 break
             time.sleep(0.005)
         reach("received")

@@ -679,12 +679,17 @@ def check_graphs_are_refused(rank, world, place):
     refused, graph = 0, torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         tensor.mul_(2)
-        for asynchronous in (False, True):
+        for call in (
+            lambda: dist.all_reduce(tensor),
+            lambda: dist.all_reduce(tensor, async_op=True),
+            lambda: dist.isend(tensor, (rank + 1) % world),
+            lambda: dist.irecv(tensor, (rank - 1) % world),
+        ):
             try:
-                dist.all_reduce(tensor, async_op=asynchronous)
+                call()
             except unisono.InvalidCall:
                 refused += 1
-    assert refused == 2, refused
+    assert refused == 4, refused
     graph.replay()
     dist.all_reduce(tensor)
     same(tensor, torch.full((100,), 2.0 * world * world), "after the graph")

@@ -222,7 +222,8 @@ def check_profile(rank, world, gpu):
                 own = step["ranks"][0]
                 told["step"] = round(1e3 * (own["end"] - own["begin"]), 2)
                 told["exposed"] = round(1e3 * (own["reduced"] - own["computed"]), 2)
-                told["device"] = own.get("device")
+                device = own.get("device") or {}
+                told["device"] = {name: round(1e3 * seconds, 2) for name, seconds in device.items()}
                 print(f"     step {step['step']} of rank 0, ms: {told}", flush=True)
             assert len(steps) == 12, len(steps)
             for step in steps[2:]:

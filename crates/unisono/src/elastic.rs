@@ -143,7 +143,7 @@ impl ElasticJob {
     }
 
     /// As [`ElasticJob::enter`]. A worker that was in no epoch yet first gets the state of a member, and follows
-    /// its steps, while the members go on.
+    /// its steps, while the members go on. `None` also if the model [is gone](Follower::is_gone).
     pub fn enter_with(&mut self, model: &mut dyn Follower) -> Result<Option<Group>, ElasticError> {
         let (ip, timeout) = (self.ip, self.options.timeout);
         if self.server.is_none() {
@@ -160,6 +160,7 @@ impl ElasticJob {
         let place = |address: &[u8]| postcard::from_bytes::<Reach>(address).ok()?.state;
         match Handover::find(&self.client, timeout, model, place)? {
             Some(handover) => self.enter_by(Some((handover, model))),
+            None if model.is_gone() => Ok(None),
             None => self.enter(),
         }
     }
@@ -200,7 +201,12 @@ impl ElasticJob {
             };
             let view = match next? {
                 Next::Epoch(view) => view,
-                Next::Over => return Ok(None),
+                Next::Over => {
+                    if let Some(donor) = self.donor() {
+                        donor.retire();
+                    }
+                    return Ok(None);
+                }
             };
             (self.epoch, self.is_careful) = (view.epoch, view.is_careful);
             if let Some(donor) = self.donor() {

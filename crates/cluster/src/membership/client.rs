@@ -212,6 +212,11 @@ impl Client {
         }
     }
 
+    /// Whether this worker was told that it is not needed any more.
+    pub fn is_let_go(&self) -> bool {
+        matches!(self.shared.lock().next, Some(Next::Over))
+    }
+
     /// Whether the members of an epoch should agree to leave it.
     pub fn is_asked_to_regroup(&self, epoch: u64) -> bool {
         self.shared.asked.load(Ordering::Relaxed) >= epoch

@@ -454,13 +454,17 @@ impl Coordinator {
     /// The present epoch, as a worker sees it that is not in it.
     fn seen(&self) -> ToWorker {
         let is_over = self.is_complete || self.is_ending;
+        let known = self.members.iter().filter_map(|member| self.about.get(member));
+        let addresses: Vec<Vec<u8>> = known.map(|about| about.address.clone()).collect();
         ToWorker::Seen(if !is_over && self.membership.is_regrouping() {
             Seen::Regrouping
-        } else if !is_over && self.membership.is_whole() && self.members.len() < self.most {
-            let known = self.members.iter().filter_map(|member| self.about.get(member));
-            Seen::Members(known.map(|about| about.address.clone()).collect())
-        } else {
+        } else if is_over || !self.membership.is_whole() || self.members.len() >= self.most {
             Seen::Nothing
+        } else if addresses.is_empty() {
+            // A new coordinator has yet to hear from them.
+            Seen::Regrouping
+        } else {
+            Seen::Members(addresses)
         })
     }
 

@@ -48,7 +48,15 @@ impl Calls {
 
     /// Makes a call, or its exchange of lengths, at its place in the order of the group.
     fn make_at(&mut self, seq: u32, request: &Checked<'_>) -> Result<(), Error> {
-        let plan = self.engine.plan(request)?;
+        let plan = match self.engine.plan(request) {
+            // A call that is wrong is refused, and the group goes on. What else fails before it has begun ends the
+            // group: the others are in this call already.
+            Err(error) if !matches!(error, Error::InvalidCall(_)) => {
+                self.state.fail(error);
+                return Err(self.state.settled_error(None));
+            }
+            planned => planned?,
+        };
         self.expect_canonical(request, plan)?;
         let call = request.call(seq, plan);
         if self.state.is_over() {

@@ -251,7 +251,12 @@ impl Group {
             Pricing::Known(_) | Pricing::Measured => host.measure(crowd)?,
         }
         let costs = *host.costs();
-        let engine = make_engine(host)?;
+        let engine = make_engine(host).inspect_err(|error| {
+            // Ranks that agree on why there is none are told already; others may wait for this one in the engine.
+            if !matches!(error, FormError::Device { .. }) {
+                state.fail(Error::System { what: "making an engine", reason: error.to_string() });
+            }
+        })?;
         let reach = engine.reaches();
         let calls = Calls::new(engine, state.clone(), topology.clone(), &options);
         let queue = Queue::new(calls, state.clone());

@@ -113,6 +113,11 @@ def check_profile_of_plain_calls(rank, world):
                 dist.all_reduce(parameter.grad)
             optimizer.step()
             optimizer.zero_grad()
+        # Messages are seen too, behind the last step.
+        number = torch.full((3,), float(rank))
+        messages = [dist.isend(number, (rank + 1) % world), dist.irecv(torch.empty(3), (rank - 1) % world)]
+        for message in messages:
+            message.wait()
 
     run = _profiled(train)
     if rank == 0:

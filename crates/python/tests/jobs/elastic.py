@@ -136,7 +136,7 @@ def _joined_beside(place: str | None = None, what: str = "", **settings) -> list
     if settings.get("codec"):
         # After the loss all go back to the checkpoint, which one of them has read.
         handed_over = [about for about in handed_over if about[0] >= joined[-1][-1]]
-    assert not handed_over, handed_over
+    assert not handed_over, (handed_over, entries, ended.stderr)
     return entries
 
 

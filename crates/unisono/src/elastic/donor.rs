@@ -115,6 +115,18 @@ impl Outgoing {
         self.items.clear();
     }
 
+    /// No step follows those in the queue.
+    pub fn run_dry(&mut self) {
+        self.is_over = true;
+    }
+
+    /// The joiner gets what it needs in the next group.
+    pub fn refuse(&mut self) {
+        if !self.is_over {
+            self.end_with(Message::TooSlow);
+        }
+    }
+
     /// What to send next. `None` if there is nothing.
     pub fn pop(&mut self) -> Option<Item> {
         let item = self.items.pop_front();
@@ -232,6 +244,17 @@ impl Donor {
     /// The state of this worker was replaced by another, so that what follows does not belong to what was sent.
     pub fn break_off(&self) {
         self.with_outgoing(Outgoing::break_off);
+    }
+
+    /// No joiner can follow the steps of this worker: the one that does is told so.
+    pub fn refuse(&self) {
+        self.with_outgoing(Outgoing::refuse);
+    }
+
+    /// The worker is let go: it makes no step any more, and a joiner needs another donor.
+    pub(super) fn retire(&self) {
+        self.leave_epoch();
+        self.with_outgoing(Outgoing::run_dry);
     }
 
     /// The worker leaves its epoch: until it is in the next, it makes no step.

@@ -6,9 +6,10 @@ use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, poll};
 use unisono_cluster::membership::{Client, MembershipError, Seen, WorkerId};
 use unisono_net::frame::{self, FrameError};
-use unisono_net::{Connection, Dialer, HandshakeError, Target, Token};
+use unisono_net::{Connection, Dialer, HandshakeError, Target, Token, timespec};
 
 use super::joiner::{Follower, Following, Heard, Lost, Patient};
 use super::server::introduction;
@@ -29,6 +30,10 @@ const PAUSE: Duration = Duration::from_millis(20);
 /// How long a joiner waits after it has lost its first donor, and twice as long after each further one. Longer: it joins
 /// later. Shorter: it gives up before the launcher has noticed that a member is gone, if its machine was cut off.
 const AFTER_LOSS: Duration = Duration::from_millis(100);
+
+/// How often a joiner looks whether it is needed at once. Longer: a run that waits for it waits as much longer. Shorter:
+/// more messages to the launcher.
+const LOOK_AGAIN: Duration = Duration::from_secs(1);
 
 /// A joiner that is level with its donor, and follows it.
 pub struct Handover {
@@ -68,7 +73,7 @@ impl Handover {
     ) -> Result<Option<Handover>, MembershipError> {
         let (mut lost, mut turn) = (0, client.id().number as usize);
         let mut regrouping_since = None;
-        while lost < DONORS {
+        while lost < DONORS && !client.is_let_go() {
             let addresses = match client.look()? {
                 Seen::Members(addresses) => addresses,
                 // Soon they serve again; but a worker that is stuck among them is no reason to wait for ever.
@@ -91,7 +96,17 @@ impl Handover {
             // Workers that join at once begin with different members.
             let donor = donors[turn % donors.len()];
             turn += 1;
-            match Handover::ask(client.token(), client.id(), donor, timeout, model) {
+            // While the state comes, the others may be lost, and this worker needed for the next epoch.
+            let looked = Cell::new(Instant::now());
+            let is_enough = || {
+                let is_due = looked.get().elapsed() >= LOOK_AGAIN;
+                if is_due {
+                    looked.set(Instant::now());
+                }
+                client.is_let_go() || is_due && matches!(client.look(), Ok(Seen::Nothing))
+            };
+            let asker = (client.token(), client.id());
+            match Handover::ask(asker, donor, timeout, model, &is_enough) {
                 Ok(Asked::Level(handover)) => return Ok(Some(*handover)),
                 Ok(Asked::Never) => return Ok(None),
                 Ok(Asked::NotNow) => std::thread::sleep(PAUSE),
@@ -109,13 +124,13 @@ impl Handover {
         Ok(None)
     }
 
-    /// Asks one member, and gets level with it.
+    /// Asks one member, and gets level with it, unless that `is_enough`.
     pub(super) fn ask(
-        token: &Token,
-        joiner: WorkerId,
+        (token, joiner): (&Token, WorkerId),
         donor: SocketAddr,
         timeout: Duration,
         model: &mut dyn Follower,
+        is_enough: &dyn Fn() -> bool,
     ) -> Result<Asked, Failure> {
         let dialer = Dialer::new(token, Instant::now() + timeout);
         let mut connection = dialer.dial(Target::Tcp(donor), introduction(joiner))?;
@@ -123,13 +138,11 @@ impl Handover {
         frame::send(&mut connection.until(Instant::now() + timeout), &ask)?;
         let mut handover =
             Box::new(Handover { connection, following: Following::default(), timeout });
-        // A model that takes over its state only once all of it is there may take long to do so: what the donor said
-        // before is not what it has come to since.
-        let mut is_late = model.lengths().is_none();
         loop {
-            match handover.hear(model, &|| false)? {
-                Heard::At { .. } if is_late => is_late = false,
-                Heard::At { steps, newest } if newest - steps <= LEVEL => {
+            match handover.hear(model, is_enough)? {
+                // While this worker took over a state or a step, the donor may have made others: what it said before
+                // is not what it has come to since.
+                Heard::At { steps, newest } if newest - steps <= LEVEL && !handover.has_more() => {
                     return Ok(Asked::Level(handover));
                 }
                 Heard::At { .. } => {}
@@ -179,7 +192,15 @@ impl Handover {
         })
     }
 
-    fn hear(
+    /// Whether the donor has said something that was not heard yet.
+    fn has_more(&self) -> bool {
+        let receiver = &self.connection.receiver;
+        let mut fds = [PollFd::new(receiver.socket(), PollFlags::IN)];
+        receiver.has_unread()
+            || poll(&mut fds, Some(&timespec(Duration::ZERO))).is_ok_and(|n| n > 0)
+    }
+
+    pub(super) fn hear(
         &mut self,
         model: &mut dyn Follower,
         is_enough: &dyn Fn() -> bool,

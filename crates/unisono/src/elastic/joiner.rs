@@ -41,6 +41,11 @@ pub trait Follower {
 
     /// All that changes in a step was given: so many steps are made.
     fn stepped(&mut self, steps: u64) -> Result<(), Unfit>;
+
+    /// Whether the program that has it has given up, so that it joins nothing any more.
+    fn is_gone(&self) -> bool {
+        false
+    }
 }
 
 /// Why a model does not follow, whatever donor it has: its state is handed over inside of the group.

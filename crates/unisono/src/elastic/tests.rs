@@ -142,7 +142,7 @@ fn step(model: &mut Model, donor: &Donor) {
 }
 
 fn ask(address: SocketAddr, id: WorkerId, model: &mut Model) -> Asked {
-    Handover::ask(&TOKEN, id, address, Duration::from_secs(10), model).unwrap()
+    Handover::ask((&TOKEN, id), address, Duration::from_secs(10), model, &|| false).unwrap()
 }
 
 fn level(asked: Asked) -> Handover {
@@ -199,7 +199,8 @@ fn a_joiner_that_is_in_no_epoch_stops_following() {
     let timeout = Duration::from_secs(600);
     let member = Member::start(Duration::from_millis(10));
     let mut model = Model::new(0.0);
-    let asked = Handover::ask(&TOKEN, JOINER, member.address(), timeout, &mut model).unwrap();
+    let asker = (&TOKEN, JOINER);
+    let asked = Handover::ask(asker, member.address(), timeout, &mut model, &|| false).unwrap();
     let begun = Instant::now();
     level(asked).follow(&mut model, || {}, |()| false);
     assert!(begun.elapsed() < HUNG);
@@ -261,12 +262,55 @@ fn a_joiner_that_does_not_keep_up_gives_up() {
     assert!(model.is_complete, "what it has is the state after some step");
 }
 
+/// What a joiner hears of a donor that is asked to do something once it is followed.
+fn heard_after(then: impl Fn(&Donor)) -> Result<Heard, Lost> {
+    let member = Member::start(Duration::from_millis(5));
+    let mut model = Model { pause: Duration::from_millis(1), ..Model::new(0.0) };
+    let mut handover = level(ask(member.address(), JOINER, &mut model));
+    then(member.server.donor());
+    let begun = Instant::now();
+    loop {
+        assert!(begun.elapsed() < HUNG);
+        match handover.hear(&mut model, &|| false) {
+            Ok(Heard::At { .. }) => {}
+            heard => return heard,
+        }
+    }
+}
+
+#[test]
+fn a_joiner_is_told_if_no_worker_can_follow_its_donor() {
+    assert!(matches!(heard_after(Donor::refuse), Ok(Heard::Never)));
+}
+
+#[test]
+fn a_joiner_needs_another_donor_if_its_own_is_let_go() {
+    // It gets what is in the queue, and no word that this is all: another is ahead.
+    assert!(matches!(heard_after(Donor::retire), Err(Lost::Frame(_))));
+}
+
+#[test]
+fn a_joiner_that_is_needed_at_once_waits_for_no_state() {
+    let server =
+        StateServer::start(Ipv4Addr::LOCALHOST.into(), TOKEN, Duration::from_secs(10)).unwrap();
+    // It makes no step, and so gives no state.
+    server.donor().offer([1; 32], 8);
+    server.donor().enter_epoch(&[]);
+    let (begun, mut model) = (Instant::now(), Model::new(0.0));
+    let is_enough = || begun.elapsed() >= Duration::from_millis(50);
+    let asker = (&TOKEN, JOINER);
+    let timeout = Duration::from_secs(600);
+    assert!(Handover::ask(asker, server.address(), timeout, &mut model, &is_enough).is_err());
+    assert!(begun.elapsed() < HUNG);
+}
+
 #[test]
 fn a_stranger_gets_nothing() {
     let member = Member::start(Duration::from_millis(1));
     let token = Token::from_bytes([6; 32]);
     let (timeout, mut model) = (Duration::from_secs(10), Model::new(0.0));
-    assert!(Handover::ask(&token, JOINER, member.address(), timeout, &mut model).is_err());
+    let asker = (&token, JOINER);
+    assert!(Handover::ask(asker, member.address(), timeout, &mut model, &|| false).is_err());
     assert!(!member.server.donor().is_asked() && !member.server.donor().is_followed());
     assert!(model == Model::new(0.0));
 }
@@ -283,7 +327,8 @@ fn a_donor_that_is_silent_is_given_up() {
         Acceptor::start(vec![listener], admission, move |connection, _| kept.push(connection));
     let begun = Instant::now();
     let timeout = Duration::from_millis(200);
-    assert!(Handover::ask(&TOKEN, JOINER, address, timeout, &mut Model::new(0.0)).is_err());
+    let (asker, mut model) = ((&TOKEN, JOINER), Model::new(0.0));
+    assert!(Handover::ask(asker, address, timeout, &mut model, &|| false).is_err());
     assert!(begun.elapsed() < HUNG);
 }
 
@@ -542,7 +587,8 @@ fn a_joiner_that_knows_no_lengths_is_told_them_with_every_step() {
         steps
     });
     let mut model = Told::default();
-    let asked = Handover::ask(&TOKEN, JOINER, server.address(), timeout, &mut model).unwrap();
+    let asker = (&TOKEN, JOINER);
+    let asked = Handover::ask(asker, server.address(), timeout, &mut model, &|| false).unwrap();
     let enter = || {
         std::thread::sleep(Duration::from_millis(300));
         ends.store(true, Ordering::Relaxed);

@@ -7,7 +7,7 @@ mod history;
 use super::world::{Sabotage, Tally};
 use history::History;
 
-const SEEDS: u64 = 40_000;
+const SEEDS: u64 = 20_000;
 
 #[test]
 fn every_history_ends_with_the_weights_of_an_undisturbed_run() {

@@ -15,7 +15,7 @@ mod world;
 use crate::membership::model::Tally;
 use world::{Sabotage, World};
 
-const SEEDS: u64 = 40_000;
+const SEEDS: u64 = 20_000;
 
 #[test]
 fn every_history_ends_with_the_weights_of_an_undisturbed_run() {

@@ -20,6 +20,14 @@ _WAITING = BarrierOptions()
 _WAITING.asyncOp = False
 
 
+def _to_device(target: torch.Tensor, flat: torch.Tensor, begun: torch.cuda.Event, number: int) -> None:
+    """Copies a message to where it was to be received, on the current stream, which may not be the one on which the
+    program used that memory before."""
+    device.wait_for(begun, number)
+    write(target, flat)
+    device.use_on_current([target], number)
+
+
 class Calls(Collectives):
     """All calls of a group."""
 
@@ -31,6 +39,7 @@ class Calls(Collectives):
         self._check_rank(destination)
         number = device.number_of(source)
         if number is not None:
+            device.refuse_recording(self._rank)
             source = device.to_host(source)
         address, length = source.data_ptr(), byte_count(source)
         native = self._native.send(address, length, destination, tag, source.untyped_storage())
@@ -54,8 +63,9 @@ class Calls(Collectives):
             flat, finish = target_for(target, keep=False)
         else:
             check_copy_to(target)
+            device.refuse_recording(self._rank)
             flat = device.host_memory(target)
-            finish = functools.partial(write, target, flat)
+            finish = functools.partial(_to_device, target, flat, device.reached(number), number)
         address, length = flat.data_ptr(), byte_count(flat)
         native = self._native.receive(address, length, source, tag, flat.untyped_storage())
         return self._start_message(native, tensors, finish, name, number)

@@ -224,6 +224,7 @@ class Collectives(Core):
         """Waits for all ranks; if it is to be one of a GPU, after what the current stream there was given."""
         place = getattr(opts, "device", None)
         if place is not None and place.type == "cuda":
+            device.refuse_recording(self._rank)
             device.drain(place)
         timeout = getattr(opts, "timeout", None)
         seconds = max(timeout.total_seconds(), 0.0) if timeout else 0.0

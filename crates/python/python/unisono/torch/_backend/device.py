@@ -48,7 +48,7 @@ def stream_of(number: int) -> int:
 def refuse_recording(rank: int) -> None:
     """Refuses what cannot be recorded for a graph."""
     if torch.cuda.is_current_stream_capturing():
-        text = "the current stream records for a CUDA graph; make the first call of a group outside of it"
+        text = "the current stream records for a CUDA graph, of which this call cannot be a part; make it outside"
         raise InvalidCall(text, rank=rank)
 
 

@@ -226,7 +226,8 @@ class ElasticStep(ShardedStep):
         with self._told.listening() if self._job is not None else nullcontext():
             while not self._is_over:
                 if self._donor is not None:
-                    self._donor.give_step(self.steps)
+                    is_asked, _, is_stopped = self._native.last_step if self._has_just_stepped else (False, 0.0, False)
+                    self._donor.give_step(self.steps, is_asked or is_stopped)
                 if not self._enter():
                     break
                 try:
@@ -387,7 +388,7 @@ class ElasticStep(ShardedStep):
 
     def _take_over(self, joiner: following.Joiner) -> None:
         """Goes on from where a worker that joins has come to before it is in a group."""
-        if joiner.steps is not None:
+        if joiner.steps is not None and joiner.is_certain:
             self._native.go_on_from(joiner.steps)
             self._has_state, self._level = True, joiner.steps
         elif joiner.initial is not None:

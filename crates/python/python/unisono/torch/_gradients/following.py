@@ -8,9 +8,10 @@ settings and its state: so both come to the same bits.  What else a step changes
 step: buffers, such as the statistics of batch norms, the scheduler, and the objects that the program changes itself.
 
 A program can do what no other worker can do after it: change the weights by hand, or draw random numbers in the
-optimizer.  So the donor also sends a hash of weights and optimizer state: of all of it after the first step, and of
-another part after each later one.  A joiner that does not come to the same hash gives up, and gets the state inside of
-the next group, while the others wait.
+optimizer.  So the donor also sends a hash of weights and optimizer state: of all of it after the first step and after
+the last, when the members leave their group to let the joiner in, and of another part after each other one.  A joiner
+that does not come to the same hash, or whose last one was of a part, gets the state inside of the next group, while the
+others wait.
 
 Tensors travel one by one, as they are in memory, and everything else in a head, which torch writes and reads as a file
 of plain values.
@@ -151,6 +152,8 @@ class Donor:
                 raise InvalidCall(f"the state of the run cannot be handed over ({error})") from error
             self._job.give_state(steps, copies)
             is_followed = self._is_first = True
+        if not is_followed:
+            self._others = {}
         self._begun = steps if is_followed else None
         self._given, self._is_odd = None, False
 
@@ -166,8 +169,9 @@ class Donor:
         gradients = [parameter.grad for parameter in self._run.trained]
         self._given = _copied({"gradients": gradients, "settings": self._run.settings()})
 
-    def give_step(self, steps: int) -> None:
-        """Where the loop goes on: gives a worker that follows the step that was made, if one was."""
+    def give_step(self, steps: int, is_last: bool) -> None:
+        """Where the loop goes on: gives a worker that follows the step that was made, if one was. The last is that after
+        which the members leave their group."""
         begun, self._begun = self._begun, None
         if begun is None or steps == begun:
             return
@@ -176,10 +180,10 @@ class Donor:
         try:
             if self._is_odd:
                 raise ValueError("its optimizer makes other steps than one without a closure")
-            rest = _copied(self._rest(steps))
+            rest = _copied(self._rest(steps, is_last))
         except Exception as error:
             print(f"unisono: a worker that joins cannot follow this one: {error}", file=sys.stderr, flush=True)
-            self._job.break_off()
+            self._job.refuse()
             return
         self._job.give_step(steps, [given, rest])
         self._is_first = False
@@ -189,13 +193,13 @@ class Donor:
         self._begun = None
         self._job.break_off()
 
-    def _rest(self, steps: int) -> dict[str, Any]:
+    def _rest(self, steps: int, is_last: bool) -> dict[str, Any]:
         """What a step has changed besides what the optimizer has."""
         now = dict(self._seen())
         changed = {name: seen for name, seen in now.items() if not _is_same(seen, self._others.get(name))}
         self._others = now
         weights = self._run.model.state_dict()
-        part, of = (0, 1) if self._is_first else (steps % _PARTS, _PARTS)
+        part, of = (0, 1) if self._is_first or is_last else (steps % _PARTS, _PARTS)
         buffers = handover.other_buffers(self._run.model)
         return {
             "settings": self._run.settings(),
@@ -229,6 +233,8 @@ class Joiner:
         self.fingerprint = run.fingerprint
         #: The steps after which the run is as it is here; None if it is that of no step.
         self.steps: int | None = None
+        #: Whether all of it is known to be as it is at the donor.
+        self.is_certain = False
         #: What the run was before, once it is not any more.
         self.initial: bytes | None = None
         # What the optimizer is to be given, while it makes a step.
@@ -236,13 +242,22 @@ class Joiner:
         self._packages: list[Any] = []
         self._head: tuple[list, Any] | None = None
         self._vectors: list[bytearray] = []
+        # Why what was taken cannot be read.
+        self._flaw: Exception | None = None
 
     def begin(self) -> None:
         """What follows is a state."""
-        self._head, self._vectors, self._packages = None, [], []
+        self._head, self._vectors, self._packages, self._flaw = None, [], [], None
 
     def take(self, vector: bytearray) -> None:
         """Takes the next vector."""
+        if self._flaw is None:
+            try:
+                self._collect(vector)
+            except Exception as error:
+                self._flaw = error
+
+    def _collect(self, vector: bytearray) -> None:
         if self._head is None:
             length = int.from_bytes(vector[:8], "little")
             self._head = handover.load_plain(bytes(memoryview(vector)[8 : 8 + length]))
@@ -254,29 +269,37 @@ class Joiner:
             self._head, self._vectors = None, []
 
     def complete(self, steps: int) -> bool:
-        """The state after so many steps was taken."""
+        """The state after so many steps was taken. Whether it can be followed."""
+        if self._flaw is not None:
+            return self._gives_up(self._flaw)
         (state,), self._packages = self._packages, []
         model, optimizer, objects = self._run
         if self.initial is None:
             self.initial = handover.pack(0, model, optimizer, objects, {})
         self.steps = None
         handover.set_parts(state, "the member that hands over its state", model, optimizer, objects)
-        self.steps = steps
+        self.steps, self.is_certain = steps, True
         return True
 
     def stepped(self, steps: int) -> bool:
         """What the next step has changed was taken: makes it. Whether it has come to the same."""
-        (given, rest), self._packages = self._packages, []
         self.steps = None
         try:
+            if self._flaw is not None:
+                raise self._flaw
+            (given, rest), self._packages = self._packages, []
             self._make(given, rest)
         except Exception as error:
-            # Not an InvalidCall: a program that no other worker can follow may be right.
-            text = "this worker cannot follow the steps of the others, and gets the state while they wait"
-            print(f"unisono: {text}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            return False
+            return self._gives_up(error)
         self.steps = steps
         return True
+
+    @staticmethod
+    def _gives_up(error: Exception) -> bool:
+        # Not an InvalidCall: a program that no other worker can follow may be right.
+        text = "this worker cannot follow the steps of the others, and gets the state while they wait"
+        print(f"unisono: {text}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return False
 
     def note_optimizer(self) -> None:
         """The optimizer is about to make a step: gives it the gradients that the donor's was given, whatever hooks that
@@ -306,6 +329,7 @@ class Joiner:
         part, of, hash_there = rest["check"]
         if self._run.hash_of(part, of) != hash_there:
             raise ValueError("the same gradients led to other weights here, or the program changes them by hand")
+        self.is_certain = of == 1
 
 
 def _copied(value: Any) -> _native.Copies:
@@ -327,7 +351,8 @@ def _flattened(value: Any) -> tuple[bytes, list[torch.Tensor]]:
             dense, order = _dense(value)
             number = -1
             if value.numel():
-                key = value.data_ptr(), value.dtype, tuple(value.shape), value.stride()
+                seen = value.is_conj(), value.is_neg()
+                key = value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), seen
                 number = known.setdefault(key, len(tensors))
                 if number == len(tensors):
                     tensors.append(dense.cpu())  # Itself, if it is there.

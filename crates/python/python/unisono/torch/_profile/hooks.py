@@ -292,10 +292,10 @@ class Hooks:
         return start
 
     def _message(self, original: Callable) -> Callable:
-        def start(group, native, tensors, finish, name):
+        def start(group, native, tensors, finish, name, number):
             size = sum(byte_count(tensor) for tensor in tensors)
             self._stamped.append((_now(), name, size, _native.Stamp(native)))
-            return original(group, native, tensors, finish, name)
+            return original(group, native, tensors, finish, name, number)
 
         return start
 
