@@ -28,7 +28,7 @@ BESIDE = 40
 # Numbers that make a state larger than what connections hold by themselves.
 BALLAST = 2 << 20
 # Random kills of one run.
-KILLS = int(os.environ.get("UNISONO_TEST_KILLS", "30"))
+KILLS = int(os.environ.get("UNISONO_TEST_KILLS", "15"))
 
 
 def case_elastic_undisturbed() -> None:
