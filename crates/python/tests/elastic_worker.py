@@ -185,10 +185,11 @@ if mistake == "group":
     torch.distributed.init_process_group("unisono", store=store, rank=0, world_size=1)
 if mistake == "late" and rank == 1:
     time.sleep(PATIENCE)
+shards = 2 if settings.get("few_shards") else 8
 step = unisono.torch.ElasticStep(
     model,
     optimizer,
-    shards=2 if settings.get("few_shards") else 8,
+    shards=shards,
     scheduler=scheduler,
     state=state,
     codec=settings.get("codec"),
@@ -333,7 +334,8 @@ def have_begun() -> bool:
 def wait_for_faults(number: int) -> None:
     """Until all have happened, or this group is at its end."""
     while time.monotonic() < end and step._job is not None:
-        is_whole = step.workers == settings.get("workers", step.workers) and have_begun()
+        # More than there are shards wait as spares.
+        is_whole = step.workers == min(settings.get("workers", step.workers), shards) and have_begun()
         if len(proven()) >= settings.get("kills", len(settings.get("faults", []))) and is_whole:
             return
         if step._group.has_ended() or step._job.is_asked_to_regroup():
