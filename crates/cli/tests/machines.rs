@@ -52,7 +52,7 @@ fn train(steps: &str, pacer: &Pacer, codec: Option<&str>) -> Result<()> {
     let settings = Settings { compression: codec.map(Compression::new), ..Settings::new(8) };
     let mut replica = ElasticReplica::join(&parameters, settings, "adamw".parse()?)?;
     while let Some(step) = replica.next_step(steps)? {
-        pacer.pace();
+        pacer.pace(step);
         while let Some(shard) = replica.next_shard() {
             let inputs: Vec<f32> =
                 (0..40).map(|i| ((i * shard as u64 + step) % 7) as f32).collect();

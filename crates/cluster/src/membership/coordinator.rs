@@ -82,7 +82,12 @@ pub(super) enum Act {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Change {
     /// An epoch begins.
-    Begin { epoch: u64, members: Vec<WorkerId> },
+    Begin {
+        epoch: u64,
+        members: Vec<WorkerId>,
+        /// Where each member is reached: one that has ended until this is committed is known no more.
+        addresses: Vec<Vec<u8>>,
+    },
     /// The run is complete.
     Finish { epoch: u64 },
 }
@@ -309,7 +314,9 @@ impl Coordinator {
             return Vec::new();
         }
         match self.changes.pop_front().expect("it is there") {
-            Change::Begin { epoch, members } => self.begin(now, epoch, &members),
+            Change::Begin { epoch, members, addresses } => {
+                self.begin(now, epoch, &members, addresses);
+            }
             Change::Finish { epoch } => {
                 self.is_complete = true;
                 self.note(now, Occurrence::Finished);
@@ -472,7 +479,12 @@ impl Coordinator {
     fn carry_out(&mut self, now: Duration, decisions: Vec<Decision>, sign: Sign) {
         for decision in decisions {
             match decision {
-                Decision::Begin { epoch, members } => self.commit(Change::Begin { epoch, members }),
+                Decision::Begin { epoch, members } => {
+                    let address = |id| self.about.get(id).map(|about| about.address.clone());
+                    let addresses = members.iter().map(|id| address(id).unwrap_or_default());
+                    let addresses = addresses.collect();
+                    self.commit(Change::Begin { epoch, members, addresses });
+                }
                 Decision::AskToRegroup => {
                     self.acts.push(Act::Confirm { epoch: self.membership.epoch() });
                 }
@@ -515,7 +527,7 @@ impl Coordinator {
         }
     }
 
-    fn begin(&mut self, now: Duration, epoch: u64, members: &[WorkerId]) {
+    fn begin(&mut self, now: Duration, epoch: u64, members: &[WorkerId], addresses: Vec<Vec<u8>>) {
         log::debug!("epoch {epoch} begins with {members:?}");
         if epoch > 1 && !self.has_stepped {
             self.fruitless += 1;
@@ -538,8 +550,6 @@ impl Coordinator {
             self.lost_at.get_or_insert(now);
         }
         self.note(now, Occurrence::Epoch { epoch, members: members.to_vec() });
-        let address = |worker| self.about.get(worker).map(|about| about.address.clone());
-        let addresses = members.iter().map(|worker| address(worker).unwrap_or_default()).collect();
         self.computing.clear();
         let is_careful = self.fruitless >= CAREFUL;
         let members_too = members.to_vec();

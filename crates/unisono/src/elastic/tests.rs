@@ -264,7 +264,7 @@ fn a_joiner_that_does_not_keep_up_gives_up() {
 
 /// What a joiner hears of a donor that is asked to do something once it is followed.
 fn heard_after(then: impl Fn(&Donor)) -> Result<Heard, Lost> {
-    let member = Member::start(Duration::from_millis(5));
+    let member = Member::start(Duration::from_millis(40));
     let mut model = Model { pause: Duration::from_millis(1), ..Model::new(0.0) };
     let mut handover = level(ask(member.address(), JOINER, &mut model));
     then(member.server.donor());

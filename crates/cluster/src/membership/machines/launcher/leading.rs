@@ -228,7 +228,7 @@ impl Launcher {
 
 pub(super) fn apply(record: &mut Record, change: &Change) {
     match change {
-        Change::Begin { epoch, members } => {
+        Change::Begin { epoch, members, .. } => {
             record.epoch = *epoch;
             record.members.clone_from(members);
         }

@@ -204,7 +204,10 @@ impl World {
                 process.is_linked = true;
                 Report::Connected
             }
-            Up::Ready { after, silent } => Report::Ready { after, silent, about: About::default() },
+            Up::Ready { after, silent } => {
+                let about = About { address: address(worker), ..About::default() };
+                Report::Ready { after, silent, about }
+            }
             Up::Alive => Report::Alive,
             Up::Stepped { epoch } => Report::Stepped(FirstStep {
                 epoch,
@@ -296,7 +299,13 @@ impl World {
             return Ok(());
         }
         match &message {
-            ToWorker::Begin { epoch, members, .. } => self.check_begin(*epoch, members)?,
+            ToWorker::Begin { epoch, members, addresses, .. } => {
+                self.check_begin(*epoch, members)?;
+                let known: Vec<Vec<u8>> = members.iter().map(|member| address(*member)).collect();
+                check(*addresses == known, || {
+                    format!("epoch {epoch} begins with {members:?} at {addresses:?}")
+                })?;
+            }
             ToWorker::Finish => self.check_release(index)?,
             _ => {}
         }
@@ -649,4 +658,9 @@ impl World {
             }
         }
     }
+}
+
+/// Where a worker says that others reach it.
+fn address(worker: WorkerId) -> Vec<u8> {
+    format!("{}.{}", worker.number, worker.life).into_bytes()
 }
