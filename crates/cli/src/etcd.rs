@@ -160,7 +160,8 @@ impl Shown<'_> {
 
     fn text(&self) -> String {
         let mut text = format!("job {}: {}, epoch {}", self.job, self.state, self.epoch);
-        if let Some(step) = self.step {
+        // Where an epoch began says nothing of a run that is over.
+        if let Some(step) = self.step.filter(|_| self.state != "finished") {
             let _ = write!(text, ", step {step} or later");
         }
         let leader = &self.leader;
@@ -184,7 +185,7 @@ impl Shown<'_> {
         for Recovery { seconds, first } in &self.past_recoveries[skipped..] {
             let FirstStep { epoch, step, redone, from_checkpoint, .. } = first;
             let redone = if *redone { ", computed again" } else { "" };
-            let back = if *from_checkpoint { ", from a checkpoint" } else { "" };
+            let back = crate::status::went_back(*from_checkpoint, *step);
             let _ = writeln!(
                 text,
                 "  in {:>8}: epoch {epoch}, step {step}{redone}{back}",

@@ -140,7 +140,12 @@ impl Status<'_> {
         };
         let find = |(rank, id): (usize, &membership::WorkerId)| {
             let life = timeline.lives.iter().rev().find(|life| life.worker == *id)?;
-            Some(worker(life, Some(rank)))
+            let mut member = worker(life, Some(rank));
+            if member.state == State::Spare.name() {
+                // For the others, or for more of them.
+                member.state = "waiting".into();
+            }
+            Some(member)
         };
         let others = |state: State| {
             let is_one = |life: &&&Life| {
@@ -212,7 +217,7 @@ impl Status<'_> {
         }
         for Recovery { at, seconds, first, members, .. } in &self.past_recoveries[skipped..] {
             let redone = if first.redone { ", computed again" } else { "" };
-            let back = if first.from_checkpoint { ", from a checkpoint" } else { "" };
+            let back = went_back(first.from_checkpoint, first.step);
             let _ = writeln!(
                 out,
                 "  at {:>8}: in {:>8}, epoch {} with {}, step {}{redone}{back}",
@@ -295,6 +300,15 @@ fn described(life: &Life, is_over: bool) -> String {
         (None, _) if is_over => State::Gone.name().into(),
         (None, _) if life.sign.is_some() => "lost".into(),
         (None, state) => state.name().into(),
+    }
+}
+
+/// From where a run went on in which no worker had the state any more, in words.
+pub fn went_back(is_back: bool, first_step: u64) -> &'static str {
+    match (is_back, first_step) {
+        (false, _) => "",
+        (true, 0 | 1) => ", from the beginning",
+        (true, _) => ", from a checkpoint",
     }
 }
 

@@ -299,15 +299,76 @@ impl Victim {
     }
 }
 
+/// A worker dies, and the launcher is told to stop before the others have gone on without it: they have the state, and
+/// save it.
+#[test]
+fn a_run_that_is_told_to_stop_while_a_worker_dies_saves() {
+    for pause in [0, 1, 2, 4, 7, 10, 20] {
+        let desk = Desk::new();
+        let kept = "--checkpoint-dir kept --checkpoint-every 100000";
+        let mut victim =
+            Victim::start(&desk, &format!("{SMALL} --workers 3 --steps 100000 {kept}"), 1);
+        let steps = desk.path("run-0/steps.jsonl");
+        let is_under_way = || std::fs::metadata(&steps).is_ok_and(|file| file.len() > 1000);
+        victim.job.wait_until("some steps", is_under_way);
+        let worker = victim.workers()[pause as usize % 3];
+        kill_process(worker, Signal::KILL).unwrap();
+        std::thread::sleep(Duration::from_millis(pause));
+        victim.job.signal(Signal::TERM);
+        let ended = victim.job.wait();
+        let saved = checkpoints(&desk.path("kept"));
+        assert_eq!(saved.len(), 1, "after {pause} ms: {}", ended.stderr);
+        assert_eq!(ended.summary().object["interrupted"], true, "after {pause} ms");
+    }
+}
+
+/// It ends as if it had been killed; only the launcher can tell the run to stop.
+#[test]
+fn a_worker_that_is_told_to_end_takes_no_run_with_it() {
+    let desk = Desk::new();
+    let arguments = format!("{SMALL} --steps 20000");
+    let whole = undisturbed(&desk, &arguments);
+    let number = desk.count();
+    let mut victim = Victim::start(&desk, &format!("{arguments} --workers 3"), 1);
+    let steps = desk.path(&format!("run-{number}/steps.jsonl"));
+    let is_under_way = || std::fs::metadata(&steps).is_ok_and(|file| file.len() > 1000);
+    victim.job.wait_until("some steps", is_under_way);
+    kill_process(victim.workers()[1], Signal::TERM).unwrap();
+    let ended = victim.job.wait();
+    ended.summary().assert_same_weights(&whole);
+    assert_eq!(ended.summary().count("workers_lost"), 1, "{}", ended.stderr);
+    assert!(ended.stderr.contains("SIGTERM"), "{}", ended.stderr);
+}
+
+/// They are started at once, so that both find no run in the folder.
+#[test]
+fn of_two_runs_with_one_folder_one_is_refused() {
+    let desk = Desk::new();
+    let call = format!("train --elastic {SMALL} --workers 1 --steps 50 --run-dir one");
+    let runs: Vec<Running> = (0..4).map(|_| desk.start(&mut desk.command(&call))).collect();
+    let codes: Vec<_> = runs.into_iter().map(|run| run.wait().status.code()).collect();
+    assert_eq!(codes.iter().filter(|code| **code == Some(0)).count(), 1, "{codes:?}");
+    assert_eq!(codes.iter().filter(|code| **code == Some(2)).count(), 3, "{codes:?}");
+    // Each without a name for it has a folder of its own.
+    let call = format!("train --elastic {SMALL} --workers 1 --steps 50");
+    let runs: Vec<Running> = (0..3).map(|_| desk.start(&mut desk.command(&call))).collect();
+    runs.into_iter().for_each(|run| drop(run.wait().expect_success().to_owned()));
+    assert_eq!(std::fs::read_dir(desk.path("runs")).unwrap().count(), 3);
+}
+
 /// Kills workers until so many have died, about `in_one` of them in each run. `arguments` describe the run,
-/// `kept` what only the disturbed one needs.
+/// `kept` what only the disturbed one needs. `UNISONO_TEST_SEED` kills at other moments.
 fn survives_kills(kills: u64, in_one: u64, arguments: &str, kept: &str) {
+    let seed = std::env::var("UNISONO_TEST_SEED").map_or(0, |seed| seed.parse().unwrap());
+    survives_kills_of(1_000_000 * seed, kills, in_one, arguments, kept);
+}
+
+/// The same, with kills at moments that depend on the seed. Returns how many there were.
+fn survives_kills_of(mut seed: usize, kills: u64, in_one: u64, arguments: &str, kept: &str) -> u64 {
     let desk = Desk::new();
     desk.write_text("text", 4000);
     let whole = undisturbed(&desk, arguments);
-    // Soaks that run beside each other kill at other moments.
-    let seed = std::env::var("UNISONO_TEST_SEED").map_or(0, |seed| seed.parse().unwrap());
-    let (mut killed, mut lost, mut joined, mut seed) = (0, 0, 0, 1_000_000 * seed);
+    let (mut killed, mut lost, mut joined) = (0, 0, 0);
     while killed < kills {
         seed += 1000;
         let kept = kept.replace("RUN", &seed.to_string());
@@ -323,6 +384,7 @@ fn survives_kills(kills: u64, in_one: u64, arguments: &str, kept: &str) {
     }
     println!("{killed} kills: {lost} members lost, {joined} joined");
     assert!(lost > 0 && joined > 0, "{lost} members lost, {joined} joined");
+    killed
 }
 
 #[test]
@@ -375,10 +437,23 @@ fn many_random_kills_change_no_bit_of_conv() {
 #[test]
 #[ignore = "soak: most of an hour; its last result is in docs/measurements/elastic.md"]
 fn ten_thousand_random_kills_change_no_bit() {
-    let kills = std::env::var("UNISONO_TEST_KILLS").map_or(10_000, |kills| kills.parse().unwrap());
+    let kills: u64 =
+        std::env::var("UNISONO_TEST_KILLS").map_or(10_000, |kills| kills.parse().unwrap());
+    let seed = std::env::var("UNISONO_TEST_SEED").map_or(0, |seed| seed.parse().unwrap());
     // Checkpoints, should all workers be lost at once: else the run would begin anew.
     let kept = "--checkpoint-dir kept-RUN --checkpoint-every 200";
-    survives_kills(kills, kills.min(1000), "--steps 20000", kept);
+    // One run for each core at a time.
+    let lanes = std::thread::available_parallelism().map_or(1, usize::from);
+    let of_one = kills.div_ceil(lanes as u64);
+    let run = |lane| {
+        let seed = 1_000_000 * (seed * lanes + lane);
+        move || survives_kills_of(seed, of_one, of_one.min(1000), "--steps 20000", kept)
+    };
+    let killed: u64 = std::thread::scope(|scope| {
+        let lanes: Vec<_> = (0..lanes).map(|lane| scope.spawn(run(lane))).collect();
+        lanes.into_iter().map(|lane| lane.join().expect("its run survives")).sum()
+    });
+    println!("{killed} kills in all");
 }
 
 #[test]

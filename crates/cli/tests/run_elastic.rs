@@ -16,6 +16,7 @@ use candle_nn::{Module, VarMap};
 use common::{Desk, Ended, Running, numbers};
 use rustix::process::{Pid, Signal, kill_process};
 use unisono::candle::{Checkpoint, ElasticReplica, Parameters};
+use unisono::cluster::worker::Worker;
 use unisono::prelude::*;
 use unisono::sync::strategy::Compression;
 
@@ -55,7 +56,11 @@ fn run(program: &str) -> Result<()> {
             std::thread::sleep(common::LONG);
             Ok(())
         }
-        ["fails" | "sleeps"] => example::train(STEPS),
+        ["stops"] if rank == "1" && Worker::from_env()?.starts == 1 => {
+            // Before it has connected to anything.
+            Ok(kill_process(rustix::process::getpid(), Signal::STOP)?)
+        }
+        ["fails" | "sleeps" | "stops"] => example::train(STEPS),
         _ => Err(format!("no such program: {program}").into()),
     }
 }
@@ -334,6 +339,17 @@ fn a_rank_that_is_let_in_takes_no_compressed_run_back() {
 }
 
 /// Another attempt would end like this one.
+/// Two ranks would be too few, so that the job has to do something about the third.
+#[test]
+fn a_rank_that_is_stopped_before_it_has_connected_is_ended_and_started_again() {
+    let desk = Desk::new();
+    let whole = launch(&desk, "", &format!("train {STEPS}"));
+    let ended = launch(&desk, "--elastic 3 -n 3", "stops");
+    assert_eq!(hash(&ended), hash(&whole));
+    assert!(ended.stderr.contains("rank 1 is stopped; ending it"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("restart 1 of"), "{}", ended.stderr);
+}
+
 #[test]
 fn ranks_whose_weights_differ_are_not_started_again() {
     let desk = Desk::new();

@@ -35,6 +35,7 @@ mod wire;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -163,6 +164,12 @@ impl ElasticJob {
             None if model.is_gone() => Ok(None),
             None => self.enter(),
         }
+    }
+
+    /// Becomes true when the launcher of this machine says that the job is to stop: all members are then to agree
+    /// on a step after which they do.
+    pub fn stopping(&self) -> Arc<AtomicBool> {
+        self.client.stopping()
     }
 
     /// From now on says that a batch is cut into so many shards: more workers than that wait as spares.

@@ -4,13 +4,19 @@
 //! told the result by rank 0. A worker builds its model first, and then takes part in one epoch after the
 //! other, as a [`Session`] decides.
 
+use std::fs::{self, File, TryLockError};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Duration;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
 use unisono::cluster::launch::{Completion, Elastic, Launch, Outcome, Restarts};
 use unisono::cluster::membership::History;
 use unisono::elastic::{ElasticJob, GIVES_UP, Saved, Session, Source};
@@ -26,7 +32,7 @@ use super::progress::{Display, Failure};
 use super::rank_zero::RankZero;
 use super::relaxed::without_run_dir;
 use super::worker::{expect_equal_plans, sync_error};
-use super::{GRACE, advice, stop_flag};
+use super::{GRACE, advice};
 use crate::exit::{self, Wrong};
 use crate::membership_log::Recorder;
 use crate::output;
@@ -49,7 +55,8 @@ struct Said {
 pub fn lead(args: &TrainArgs) -> anyhow::Result<ExitCode> {
     let plan = args.plan(args.workers())?;
     let elastic = plan.elastic.context("an elastic run")?;
-    let dir = run_dir(&plan);
+    let claim = Claim::take(&plan)?;
+    let dir = claim.dir.clone();
     if dir.join("run.toml").exists() && !plan.resume {
         return Err(FolderError::Occupied { path: dir }.into());
     }
@@ -167,11 +174,42 @@ fn with_history(text: String, history: &History, json: bool) -> String {
     )
 }
 
-/// The folder of the run: the one that is named, or the first `runs/NAME-N` that does not exist.
-fn run_dir(plan: &RunPlan) -> PathBuf {
-    let free = |number: u32| PathBuf::from(format!("runs/{}-{number}", plan.short_name()));
-    let first = || (1..).map(free).find(|dir| !dir.exists()).expect("numbers do not end");
-    plan.run_dir.clone().unwrap_or_else(first)
+/// The folder of a run, which no other run can have meanwhile.
+struct Claim {
+    dir: PathBuf,
+    /// The folder, locked. Absent where none can be made: rank 0 will say why.
+    _lock: Option<File>,
+}
+
+impl Claim {
+    /// Takes the folder that is named, or the first `runs/NAME-N` that does not exist.
+    fn take(plan: &RunPlan) -> anyhow::Result<Claim> {
+        let dir = match &plan.run_dir {
+            Some(dir) => dir.clone(),
+            None => {
+                let _ = fs::create_dir_all("runs");
+                let numbered = |n: u32| PathBuf::from(format!("runs/{}-{n}", plan.short_name()));
+                let is_new = |dir: &PathBuf| match fs::create_dir(dir) {
+                    Ok(()) => true,
+                    Err(error) => error.kind() != ErrorKind::AlreadyExists,
+                };
+                (1..).map(numbered).find(is_new).expect("numbers do not end")
+            }
+        };
+        let _ = fs::create_dir_all(&dir);
+        let lock = File::open(&dir).ok();
+        match lock.as_ref().map(File::try_lock) {
+            Some(Err(TryLockError::WouldBlock)) => Err(FolderError::Occupied { path: dir }.into()),
+            _ => Ok(Claim { dir, _lock: lock }),
+        }
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        // Of a run that came to nothing, nothing stays.
+        let _ = fs::remove_dir(&self.dir);
+    }
 }
 
 /// Is one of the workers.
@@ -188,14 +226,17 @@ pub fn work(args: &TrainArgs) -> anyhow::Result<ExitCode> {
 
 fn take_part(args: &TrainArgs) -> anyhow::Result<()> {
     let plan = args.plan(args.workers())?;
-    let dir = plan.run_dir.clone().context("--run-dir: a worker needs the leader's folder")?;
+    let dir = plan.run_dir.clone().context(
+        "--elastic: `unisono train --elastic` starts its own workers; run it without `unisono run`",
+    );
+    let dir = dir.wrong_call()?;
     let job = ElasticJob::join(args.options()?)?;
     let mut job = job.context(
         "--elastic: no launcher coordinates this worker; leave it out under another launcher",
     )?;
     job.set_shards(plan.shards);
+    let stop = stop_with_launcher(&job)?;
     let mut session = Session::new(job);
-    let stop = stop_flag()?;
     let computation = computation::waiting(&plan)?;
     let recorder = StepRecorder::waiting(plan.batch as u64);
     let mut part = Part::new(&plan, computation, None, recorder, stop);
@@ -213,6 +254,32 @@ fn take_part(args: &TrainArgs) -> anyhow::Result<()> {
         }
     }
     Ok(())
+}
+
+/// How long a worker that gets a signal waits for word of its launcher. Longer: one that is told to end alone does so
+/// later. Shorter: one that gets its signal before the launcher ends before it has saved anything.
+const WORD: Duration = Duration::from_secs(1);
+
+/// Becomes true when the launcher says that the run is to stop. A signal that comes to this worker alone ends it as it
+/// would end any other program, and the others go on. Batch systems send theirs to all processes of a job, also to
+/// the launcher.
+fn stop_with_launcher(job: &ElasticJob) -> anyhow::Result<Arc<AtomicBool>> {
+    let stop = job.stopping();
+    let told = stop.clone();
+    let mut signals = Signals::new([SIGINT, SIGTERM]).context("listening for signals")?;
+    let wait = move || {
+        for signal in signals.forever() {
+            let deadline = Instant::now() + WORD;
+            while !told.load(Ordering::Relaxed) && Instant::now() < deadline {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            if !told.load(Ordering::Relaxed) {
+                let _ = signal_hook::low_level::emulate_default_handler(signal);
+            }
+        }
+    };
+    std::thread::Builder::new().name("unisono-signals".into()).spawn(wait)?;
+    Ok(stop)
 }
 
 /// Takes part in an epoch; what there is to say at its end, if this is rank 0 and the run is over.

@@ -9,6 +9,7 @@ use rustix::process::Signal;
 use super::members::Members;
 use super::nodes::{JobNode, Message};
 use super::output::lock;
+use super::stopped::{self, Watch};
 use super::supervisor::{Decision, Settings, Supervisor};
 use super::{Completion, Ending, Event, Launch, Member, Outcome};
 use crate::membership::{Happened, History, Home, Occurrence, Order, Sign, WorkerId};
@@ -18,6 +19,8 @@ pub(super) struct Driver<'a> {
     job: JobNode,
     /// Of an elastic job.
     home: Option<Box<dyn Home>>,
+    /// The same: for those of its members that do not answer because they have not connected.
+    watch: Option<Watch>,
     /// Which life each rank is in.
     lives: Vec<u32>,
     /// What the workers of an elastic job came to.
@@ -43,7 +46,8 @@ impl<'a> Driver<'a> {
     ) -> Driver<'a> {
         let (lives, began) = (vec![0; launch.ranks as usize], Instant::now());
         let result = None;
-        Driver { launch, job, home, lives, result, members, inbox, at_end, began }
+        let watch = launch.elastic.as_ref().map(|elastic| Watch::new(elastic.timeout));
+        Driver { launch, job, home, watch, lives, result, members, inbox, at_end, began }
     }
 
     /// Stays with the job until no process of it is left on this node.
@@ -66,7 +70,9 @@ impl<'a> Driver<'a> {
         (0..self.launch.ranks).for_each(|number| self.note_started(number));
         while supervisor.outcome().is_none() {
             let of_home = self.home.as_ref().and_then(|home| home.deadline());
-            let event = match supervisor.deadline().into_iter().chain(of_home).min() {
+            let of_watch = self.watch.as_ref().map(Watch::deadline);
+            let due = supervisor.deadline().into_iter().chain(of_home).chain(of_watch);
+            let event = match due.min() {
                 Some(at) => self.inbox.recv_timeout(at.saturating_sub(self.now())),
                 None => self.inbox.recv().map_err(RecvTimeoutError::from),
             };
@@ -75,6 +81,7 @@ impl<'a> Driver<'a> {
                 Ok(Event::Closed { node }) => self.job.links.note_closed(*node),
                 _ => {}
             }
+            self.end_stopped();
             let (event, orders) = self.ask_home(event);
             for order in orders {
                 self.obey(&mut supervisor, order);
@@ -124,6 +131,21 @@ impl<'a> Driver<'a> {
             (event, Some(worker)) => (event, home.ended(now, worker)),
             (Ok(event), None) => (Ok(event), Vec::new()),
             (Err(error), None) => (Err(error), home.tick(now)),
+        }
+    }
+
+    /// Ends ranks that stay stopped.
+    fn end_stopped(&mut self) {
+        let (now, ranks) = (self.now(), 0..self.launch.ranks);
+        let Some(watch) = &mut self.watch else { return };
+        let pid = |local: u32| self.members.pid(Member::Rank(local));
+        let stopped = watch.look(now, ranks.clone().map(pid), stopped::is_stopped);
+        for local in ranks.filter(|local| stopped.contains(&pid(*local))) {
+            if !self.launch.quiet {
+                let number = self.job.place.first_rank + local;
+                self.say(&format!("rank {number} is stopped; ending it"));
+            }
+            self.members.clear(Member::Rank(local));
         }
     }
 
@@ -178,6 +200,14 @@ impl<'a> Driver<'a> {
                     let name = self.members.name(member);
                     self.say(&format!(
                         "{name} {ending}; starting it again (restart {restart} of {limit})"
+                    ));
+                }
+            }
+            Decision::LeaveOut { member, ending, limit } => {
+                if !self.launch.quiet {
+                    let name = self.members.name(member);
+                    self.say(&format!(
+                        "{name} {ending}; not starting it again ({limit} restarts are allowed), the others go on"
                     ));
                 }
             }

@@ -45,6 +45,7 @@ mod output;
 mod process;
 mod restarts;
 mod shared;
+mod stopped;
 mod strays;
 mod supervisor;
 

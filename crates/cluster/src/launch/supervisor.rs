@@ -61,6 +61,8 @@ pub(super) struct Settings {
 pub(super) enum Decision {
     /// A member that ended will be started again: what it left running is killed.
     Clear { member: Member, ending: Ending, restart: u32, limit: u32 },
+    /// A member that ended will not be started again, and the others go on.
+    LeaveOut { member: Member, ending: Ending, limit: u32 },
     /// Start this life of a member. If that fails, it has [ended](Event::Ended).
     Start { member: Member, life: u32 },
     /// The rendezvous does not wait for this rank any longer.
@@ -235,18 +237,23 @@ impl Supervisor {
         let life = Life { number: slot.life, lasted, hasty: slot.hasty };
         if ending.is_success() || self.is_complete {
             self.on_ended_well(member);
-        } else if self.verdict.is_none()
-            && !self.gets_another_life(now, member, &life, ending)
-            && !self.can_do_without(&life, ending)
-        {
-            self.failures.push((member, ending));
-            let settled = matches!(ending, Ending::Signal(_)) || self.slots.len() == 1;
-            let at = now + if settled { Duration::ZERO } else { SETTLE };
-            self.settle_at = Some(self.settle_at.map_or(at, |earlier| earlier.min(at)));
+        } else if self.verdict.is_none() && !self.gets_another_life(now, member, &life, ending) {
+            self.on_ended_for_good(now, member, &life, ending);
         }
         if self.ranks_ended() && self.verdict.is_none() && self.failures.is_empty() {
             self.report_to_leader(Message::Finished);
         }
+    }
+
+    fn on_ended_for_good(&mut self, now: Duration, member: Member, life: &Life, ending: Ending) {
+        if self.can_do_without(life, ending) {
+            let (_, limit) = self.restarts.spent();
+            return self.decisions.push(Decision::LeaveOut { member, ending, limit });
+        }
+        self.failures.push((member, ending));
+        let settled = matches!(ending, Ending::Signal(_)) || self.slots.len() == 1;
+        let at = now + if settled { Duration::ZERO } else { SETTLE };
+        self.settle_at = Some(self.settle_at.map_or(at, |earlier| earlier.min(at)));
     }
 
     fn on_ended_well(&mut self, member: Member) {

@@ -148,10 +148,10 @@ impl Agent {
         }
     }
 
-    /// Lets all workers go.
-    pub fn finish(&mut self) {
+    /// Says something to all workers.
+    pub fn tell_all(&mut self, message: &ToWorker) {
         let all: Vec<WorkerId> = self.links.keys().copied().collect();
-        all.into_iter().for_each(|worker| self.tell(worker, &ToWorker::Finish));
+        all.into_iter().for_each(|worker| self.tell(worker, message));
     }
 }
 

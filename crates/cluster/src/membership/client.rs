@@ -1,7 +1,7 @@
 //! A worker's connection to its coordinator.
 
 use std::net::{IpAddr, Ipv4Addr, ToSocketAddrs};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -43,6 +43,8 @@ struct Shared {
     asked: AtomicU64,
     /// What to do when an epoch is over.
     on_over: Mutex<Option<OnOver>>,
+    /// Whether the job is to stop.
+    stopping: Arc<AtomicBool>,
 }
 
 type OnOver = (u64, Box<dyn FnOnce() + Send>);
@@ -217,6 +219,11 @@ impl Client {
         matches!(self.shared.lock().next, Some(Next::Over))
     }
 
+    /// Becomes true when the launcher of this machine says that the job is to stop.
+    pub fn stopping(&self) -> Arc<AtomicBool> {
+        self.shared.stopping.clone()
+    }
+
     /// Whether the members of an epoch should agree to leave it.
     pub fn is_asked_to_regroup(&self, epoch: u64) -> bool {
         self.shared.asked.load(Ordering::Relaxed) >= epoch
@@ -313,6 +320,10 @@ impl Listener {
             ToWorker::Over { epoch } => {
                 self.shared.lock().over = epoch;
                 self.shared.end(epoch);
+                return Ok(());
+            }
+            ToWorker::Stop => {
+                self.shared.stopping.store(true, Ordering::Relaxed);
                 return Ok(());
             }
             ToWorker::Seen(seen) => {

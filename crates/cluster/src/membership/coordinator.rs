@@ -338,7 +338,8 @@ impl Coordinator {
         self.take_acts()
     }
 
-    /// The job is to end: lets workers go that wait for an epoch, now and from now on.
+    /// The job is to stop: lets workers go that wait for an epoch, now and from now on; but not while members of the last
+    /// one are on their way to the next. They have the state, and save it before they stop.
     pub fn release(&mut self) -> Vec<Act> {
         self.is_ending = true;
         self.release_spares();
@@ -356,7 +357,7 @@ impl Coordinator {
     }
 
     fn release_spares(&mut self) {
-        if self.is_ending {
+        if self.is_ending && !self.membership.is_regrouping() {
             let spares: Vec<WorkerId> = self.membership.spares().collect();
             spares.into_iter().for_each(|worker| self.tell(worker, ToWorker::Finish));
         }

@@ -10,7 +10,7 @@ use super::agent::{Agent, FromWorker};
 use super::coordinator::{Act, Coordinator, History, Report};
 use super::core::{Settings, WorkerId};
 use super::events::Observer;
-use super::{Brought, Heard, Home, Order};
+use super::{Brought, Heard, Home, Order, ToWorker};
 
 /// The membership of a job on one machine.
 pub struct Embedded {
@@ -58,7 +58,7 @@ impl Embedded {
                 }
                 Act::Complete { epoch } => {
                     let result = self.agent.result(epoch).unwrap_or_default();
-                    self.agent.finish();
+                    self.agent.tell_all(&ToWorker::Finish);
                     orders.push(Order::Finished(Some(result)));
                 }
                 Act::Kill(worker, sign) => orders.push(Order::Kill(worker, sign)),
@@ -108,6 +108,7 @@ impl Home for Embedded {
     }
 
     fn release(&mut self, now: Duration) {
+        self.agent.tell_all(&ToWorker::Stop);
         let acts = self.coordinator.release();
         self.carry_out(now, acts);
     }

@@ -61,7 +61,8 @@ pub trait Home {
         None
     }
 
-    /// The job is to end: lets workers go that wait for an epoch, now and from now on.
+    /// The job is to stop: tells its workers, and lets those go that wait for an epoch and are in none that might
+    /// follow, now and from now on.
     fn release(&mut self, now: Duration);
 
     /// This machine is to leave the job, and the others go on; `None` if there are no others. Where all of them
@@ -164,6 +165,8 @@ enum ToWorker {
         epoch: u64,
     },
     Probe,
+    /// The job is to stop: all members agree to, at the end of a step.
+    Stop,
     Finish,
     /// The answer to a look.
     Seen(Seen),

@@ -274,7 +274,7 @@ impl World {
                     witness.pausing.push(member);
                 }
                 Decision::Start { member, life } => self.start(node, member, life, tally),
-                Decision::Gone { .. } => {}
+                Decision::Gone { .. } | Decision::LeaveOut { .. } => {}
                 Decision::Tell(message) => self.tell(node, &message),
                 Decision::BeginAtEnd => {
                     tally.at_ends += 1;

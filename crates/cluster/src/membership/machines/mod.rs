@@ -34,6 +34,7 @@ use self::launcher::{Command, Input, Launcher};
 pub(super) use self::links::FromLink;
 use self::links::{Links, Listener};
 use self::record::Applicant;
+use super::ToWorker;
 use super::agent::Agent;
 use super::coordinator::{History, Report};
 use super::core::{Settings, WorkerId};
@@ -180,7 +181,7 @@ impl Machines {
                 Command::ToWorker(worker, message) => self.agent.tell(worker, &message),
                 Command::Kill(worker, sign) => orders.push(Order::Kill(worker, sign)),
                 Command::Complete { epoch } => {
-                    self.agent.finish();
+                    self.agent.tell_all(&ToWorker::Finish);
                     let result = self.agent.result(epoch);
                     // What was handed in in another epoch is not what the run came to.
                     self.agent.take_result();
@@ -302,6 +303,7 @@ impl Home for Machines {
     }
 
     fn release(&mut self, now: Duration) {
+        self.agent.tell_all(&ToWorker::Stop);
         let commands = self.launcher.release(now);
         self.carry_out(commands);
     }

@@ -342,7 +342,7 @@ impl World {
             ToWorker::Probe => self.say(index, Up::Alive),
             ToWorker::Finish => process.next = Some(Next::Over),
             // Workers of the simulator do not look for the state before they are ready.
-            ToWorker::Seen(_) => {}
+            ToWorker::Seen(_) | ToWorker::Stop => {}
         }
         Ok(())
     }
