@@ -59,6 +59,28 @@ fn what_a_device_lacks_is_said_before_anything_starts() {
     }
 }
 
+/// Memory of the host, in which ranks read each other's buffers in place.
+#[test]
+fn collectives_in_registered_memory_are_checked_and_say_so() {
+    let desk = Desk::new();
+    for (op, ranks) in
+        [("all-reduce", 2), ("all-gather", 3), ("reduce-scatter", 2), ("broadcast", 3)]
+    {
+        let call = format!("bench collective --op {op} --ranks {ranks} --sizes 64KiB,1MiB");
+        let rows = rows(&desk.run(&format!("{call} --registered --seconds 0.01 --json")));
+        assert_eq!(rows.len(), 2, "{call}");
+        for row in rows {
+            assert_eq!(
+                (&row["registered"], &row["verified"]),
+                (&true.into(), &true.into()),
+                "{row}"
+            );
+            assert_eq!(row["algorithm"], "window", "{row}");
+            assert!(row["limit_gbs"].as_f64().unwrap() > 0.0, "{row}");
+        }
+    }
+}
+
 #[test]
 fn a_device_that_is_misnamed_or_has_nothing_to_do_is_refused() {
     let desk = Desk::new();

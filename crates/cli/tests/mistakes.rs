@@ -84,6 +84,8 @@ fn flags_that_mean_nothing() {
             ("train --model conv --heads 3", &["--heads", "leave it out"]),
             ("train --compute-ms 3", &["--compute-ms", "leave it out"]),
             ("train --model replay:gpt2 --hidden 3", &["--hidden", "leave it out"]),
+            ("bench collective --registered --op barrier", &["--op barrier", "--registered out"]),
+            ("bench collective --registered --device cuda", &["--registered", "--device out"]),
             ("train --model replay:gpt2 --data digits", &["--data", "leave it out"]),
             (
                 "train --model replay:gpt2 --checkpoint-dir here",

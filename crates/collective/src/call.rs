@@ -25,7 +25,8 @@ pub struct Call {
     pub reduction: Reduction,
     /// Elements in the buffer that is equal on all ranks, or of the longest block.
     pub count: u64,
-    /// A hash of the blocks' lengths where all ranks know them and they differ; else 0.
+    /// A hash of the blocks' lengths where all ranks know them and they differ, or of the place of the buffer
+    /// where ranks read it in place; else 0.
     pub shape: u64,
     /// The algorithm this rank chose.
     pub algorithm: Algorithm,
@@ -46,6 +47,21 @@ impl Call {
     /// The place of a call with this number, and, before it, of its exchange of lengths.
     pub(crate) fn places(number: u32) -> [u32; 2] {
         [2 * number + 1, 2 * number]
+    }
+
+    /// The shape of a call on a place of registered memory: the highest bit says so.
+    pub(crate) fn in_registered(allocation: u64, offset: u64) -> u64 {
+        shape([allocation, offset]) | REGISTERED
+    }
+
+    /// The shape of a call on blocks of these lengths.
+    pub(crate) fn with_lengths(counts: &[usize]) -> u64 {
+        shape(counts.iter().map(|count| *count as u64)) & !REGISTERED | 1
+    }
+
+    /// Whether ranks read the buffers in place.
+    pub(crate) fn is_in_registered(&self) -> bool {
+        self.shape & REGISTERED != 0
     }
 
     /// A hash in which two different calls differ, but for one chance in 2⁶⁴.
@@ -81,6 +97,13 @@ impl Call {
 
     /// What to add to each of two calls that differ in nothing that their texts show.
     pub(crate) fn hidden_difference(&self, other: &Call) -> [String; 2] {
+        if self.is_in_registered() != other.is_in_registered() {
+            let memory = |call: &Call| if call.is_in_registered() { "registered" } else { "other" };
+            return [self, other].map(|call| format!(" in {} memory", memory(call)));
+        }
+        if self.is_in_registered() && self.shape != other.shape {
+            return [self, other].map(|_| " at another place of registered memory".into());
+        }
         if self.algorithm != other.algorithm {
             return [self, other].map(|call| format!(" by the algorithm {}", call.algorithm));
         }
@@ -101,7 +124,8 @@ impl std::fmt::Display for Call {
             return write!(f, " with a length for each rank");
         }
         let (count, name) = self.unit.seen(self.count, self.dtype);
-        write!(f, " of {}{count} {name}", if self.shape == 0 { "" } else { "up to " })?;
+        let is_equal = self.shape == 0 || self.is_in_registered();
+        write!(f, " of {}{count} {name}", if is_equal { "" } else { "up to " })?;
         if self.op.has_blocks() {
             write!(f, " per rank")?;
         }
@@ -113,6 +137,14 @@ impl std::fmt::Display for Call {
             None => Ok(()),
         }
     }
+}
+
+/// A hash of some numbers.
+fn shape(numbers: impl IntoIterator<Item = u64>) -> u64 {
+    let mix = |hash: u64, number: u64| {
+        (hash ^ number).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
+    };
+    numbers.into_iter().fold(0, mix)
 }
 
 /// A [`Call`] as it travels.
@@ -132,6 +164,9 @@ pub struct WireCall {
 }
 
 const BARRIER: u8 = 0x80;
+
+/// In the shape of a call: ranks read the buffers in place.
+const REGISTERED: u64 = 1 << 63;
 
 const TYPE_BITS: u8 = 3;
 const _: () = assert!(Dtype::ALL.len() <= 1 << TYPE_BITS);

@@ -148,8 +148,14 @@ struct Entry {
 }
 
 impl Contest {
-    /// Among `algorithms`, those that can do the operation.
-    pub fn new(op: Op, topology: &Topology, algorithms: &[Algorithm]) -> Contest {
+    /// Among `algorithms`, those that can do the operation; of which `in_place` reads the buffers of others where
+    /// they are, if one does.
+    pub fn new(
+        op: Op,
+        topology: &Topology,
+        algorithms: &[Algorithm],
+        in_place: Option<Algorithm>,
+    ) -> Contest {
         let witnesses = witnesses(op, topology);
         let entry = |algorithm: &Algorithm| {
             let plan = |rank| {
@@ -158,7 +164,7 @@ impl Contest {
             };
             let plans: Vec<(usize, Schedule)> =
                 witnesses.iter().map(|rank| plan(*rank)).collect::<Option<_>>()?;
-            let load = Load::new(&plans, topology);
+            let load = Load::new(&plans, topology, in_place == Some(*algorithm));
             let schedule = plans.into_iter().next().expect("rank 0 is a witness").1;
             Some(Entry { algorithm: *algorithm, schedule, load })
         };
@@ -185,7 +191,7 @@ impl Contest {
 /// What a call takes, given the schedules of some ranks. Those of one host should be all there or
 /// be typical of the rest.
 pub fn predict(plans: &[(usize, Schedule)], topology: &Topology, costs: &Costs, cut: Cut) -> f64 {
-    Load::new(plans, topology).price(costs, cut)
+    Load::new(plans, topology, false).price(costs, cut)
 }
 
 /// Ranks among which are the busiest of any algorithm, rank 0 first: the root and its neighbour,
@@ -250,7 +256,7 @@ struct Traffic {
 }
 
 impl Load {
-    fn new(plans: &[(usize, Schedule)], topology: &Topology) -> Load {
+    fn new(plans: &[(usize, Schedule)], topology: &Topology, in_place: bool) -> Load {
         let mut steps: Vec<Step> = Vec::new();
         for (rank, schedule) in plans {
             let mut number = 0;
@@ -267,7 +273,7 @@ impl Load {
                         .rounds
                         .iter()
                         .for_each(|round| add(Effort::of_round(*rank, round, topology))),
-                    Phase::Window(window) => add(Effort::of_window(window)),
+                    Phase::Window(window) => add(Effort::of_window(window, in_place)),
                 }
             }
         }
@@ -333,12 +339,14 @@ impl Effort {
         effort
     }
 
-    fn of_window(window: &Window) -> Effort {
+    /// In place, nothing is staged or published, but all ranks wait for each other's last read.
+    fn of_window(window: &Window, in_place: bool) -> Effort {
         let mut effort = Effort::default();
         if window.cells > 0 {
-            effort.waits = 1.0 + f64::from(u8::from(window.publishes));
+            effort.waits = 1.0 + f64::from(u8::from(window.publishes) + u8::from(in_place));
         }
-        let staged = window.stages.iter().map(|stage| columns(&stage.blocks));
+        let staged = window.stages.iter().filter(|_| !in_place);
+        let staged = staged.map(|stage| columns(&stage.blocks));
         let collected = window.collects.iter().map(|collect| columns(&collect.blocks));
         effort.copied = staged.chain(collected).sum();
         window.copies.iter().for_each(|copy| effort.add_fold(copy));
@@ -347,7 +355,7 @@ impl Effort {
             let staged = fold.inputs.iter().filter(|i| matches!(i, Source::Staged { .. })).count();
             effort.staged += staged as f64 * blocks;
             effort.folded += (fold.inputs.len() - staged) as f64 * blocks;
-            if fold.publish.is_some() {
+            if fold.publish.is_some() && !in_place {
                 effort.copied += blocks;
             }
         }
@@ -407,7 +415,7 @@ mod tests {
     }
 
     fn ranking(op: Op, topology: &Topology, canonical: bool, bytes: usize) -> Vec<Algorithm> {
-        let contest = Contest::new(op, topology, &candidates(op, topology, canonical));
+        let contest = Contest::new(op, topology, &candidates(op, topology, canonical), None);
         let cut = cut(op, topology.world(), bytes);
         let predictions = contest.predict(&Costs::default(), cut);
         predictions.into_iter().map(|prediction| prediction.algorithm).collect()
@@ -463,7 +471,7 @@ mod tests {
         let hosts = Topology::new(&[0, 0, 0, 1, 1]);
         for topology in [Topology::one_host(5), Topology::all_apart(5), hosts] {
             for op in [Op::AllReduce, Op::ReduceScatter, Op::Broadcast { root: 2 }, Op::AllToAll] {
-                let contest = Contest::new(op, &topology, &Algorithm::ALL);
+                let contest = Contest::new(op, &topology, &Algorithm::ALL, None);
                 assert!(!contest.entries.is_empty());
                 for entry in &contest.entries {
                     let price = |bytes| {
@@ -483,7 +491,7 @@ mod tests {
         let topology = Topology::all_apart(4);
         let bytes = 1 << 30;
         let costs = Costs { fold: 0.0, ..Costs::default() };
-        let contest = Contest::new(Op::AllReduce, &topology, &[Algorithm::Pairwise]);
+        let contest = Contest::new(Op::AllReduce, &topology, &[Algorithm::Pairwise], None);
         let seconds = contest.predict(&costs, cut(Op::AllReduce, 4, bytes))[0].seconds;
         let limit = 1.5 * bytes as f64 * costs.far.byte;
         assert!(seconds > limit && seconds < 1.15 * limit, "{seconds} against {limit}");

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 pub struct Traffic {
     /// Written to sockets.
     pub sockets: u64,
-    /// Written to shared memory.
+    /// Written to shared memory, or read by others where they were.
     pub shared: u64,
 }
 

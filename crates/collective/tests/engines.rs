@@ -89,11 +89,16 @@ impl Engine for Device {
             return self.host.plan(request);
         }
         let algorithm = request.algorithm().unwrap_or(Algorithm::Pairwise);
-        Ok(CallPlan { algorithm, column: COLUMN, canonical: !self.wires.careless })
+        let canonical = !self.wires.careless;
+        Ok(CallPlan { algorithm, column: COLUMN, canonical, registered: 0 })
     }
 
     fn explain(&mut self, request: &Request<'_>) -> Result<Explanation, Error> {
         self.host.explain(request)
+    }
+
+    fn host(&mut self) -> &mut HostEngine {
+        &mut self.host
     }
 
     fn run(&mut self, call: &Call, request: &Checked<'_>) -> Result<(), Error> {

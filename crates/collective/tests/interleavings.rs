@@ -35,6 +35,8 @@ enum Fault {
     SharesBuffers,
     /// There is one slot for the record of calls.
     SharesSlots,
+    /// A rank that leaves a call in place does not say so.
+    LeavesSilently,
 }
 
 /// What the ranks do.
@@ -44,6 +46,11 @@ struct Program {
     buffers: usize,
     /// Segments of each call, and whether it publishes.
     calls: Vec<(usize, bool)>,
+    /// Whether the second, fourth, … call is in place.
+    in_place: bool,
+    /// The rank and wait that the end of the group interrupts in the last call, after which the rank uses its
+    /// buffer again.
+    leaves: Option<(usize, u32)>,
     /// Busy turns before sleeping.
     spins: u32,
     /// Where the clocks start.
@@ -60,6 +67,10 @@ struct Region {
     staged: Vec<AtomicU64>,
     /// What each buffer holds for others to collect.
     published: Vec<AtomicU64>,
+    /// The buffer of a call in place: of each segment what others fold, and what they collect.
+    lent: Vec<[AtomicU64; 2]>,
+    /// Whether its owner has left a call in place.
+    left: AtomicU32,
     /// The last calls of this rank.
     record: Vec<AtomicU64>,
 }
@@ -98,6 +109,8 @@ struct View<'a> {
     program: &'a Program,
     /// A clock value to be set late.
     pending: Cell<Option<u32>>,
+    /// Looks at clocks until this rank is interrupted.
+    patience: Cell<Option<u32>>,
 }
 
 impl Words for View<'_> {
@@ -141,6 +154,15 @@ impl Words for View<'_> {
     }
 
     fn sleep(&self, rank: usize, seen: u32, _target: u32) -> Result<(), Interrupted> {
+        if let Some(patience) = self.patience.get() {
+            // The group has ended: this rank hears of it by itself.
+            self.patience.set(Some(patience.saturating_sub(1)));
+            if patience == 0 {
+                return Err(Interrupted);
+            }
+            thread::yield_now();
+            return Ok(());
+        }
         let (lock, woken) = &self.regions[rank].futex;
         let guard = lock.lock().unwrap();
         if self.program.fault != Fault::SleepsBlindly && self.clock(rank) != seen {
@@ -182,10 +204,24 @@ struct Run<'a> {
     me: usize,
     call: usize,
     publishes: bool,
+    in_place: bool,
     fault: Fault,
+    /// Whether all that was read was right, in a call that a rank has left.
+    was_right: Option<bool>,
 }
 
 impl Run<'_> {
+    /// Reads what a peer has at a place. In a call that a rank has left it may be anything.
+    fn read(&mut self, cell: impl Fn(&Region) -> &AtomicU64, value: u64, what: &str) {
+        for rank in (0..self.regions.len()).filter(|rank| *rank != self.me) {
+            let cell = cell(&self.regions[rank]);
+            match &mut self.was_right {
+                Some(was_right) => *was_right &= (0..2).all(|_| cell.load(SeqCst) == value),
+                None => expect(cell, value, what),
+            }
+        }
+    }
+
     fn peers(&self) -> impl Iterator<Item = &Region> {
         self.regions.iter().enumerate().filter(|(rank, _)| *rank != self.me).map(|(_, r)| r)
     }
@@ -208,6 +244,14 @@ impl Steps for Run<'_> {
     }
 
     fn fold(&mut self, segment: usize, buffer: usize) {
+        if self.in_place {
+            self.read(|peer| &peer.lent[segment][0], name(self.call, segment, false), "a fold");
+            let own = &self.regions[self.me].lent[segment];
+            if self.publishes {
+                write(&own[1], name(self.call, segment, true));
+            }
+            return;
+        }
         let buffer = self.buffer(buffer);
         for peer in self.peers() {
             expect(&peer.staged[buffer], name(self.call, segment, false), "a fold");
@@ -219,6 +263,16 @@ impl Steps for Run<'_> {
     }
 
     fn collect(&mut self, segment: usize, buffer: usize) {
+        if self.in_place {
+            let (part, published) = (usize::from(self.publishes), self.publishes);
+            let name = name(self.call, segment, published);
+            self.read(|peer| &peer.lent[segment][part], name, "a collect");
+            if published {
+                // What is collected replaces what others have folded.
+                write(&self.regions[self.me].lent[segment][0], TORN);
+            }
+            return;
+        }
         let buffer = self.buffer(buffer);
         for peer in self.peers() {
             let cells = if self.publishes { &peer.published } else { &peer.staged };
@@ -232,7 +286,15 @@ impl Steps for Run<'_> {
         }
         Ok(())
     }
+
+    fn read(&mut self) -> Result<(), Interrupted> {
+        let any_left = self.regions.iter().any(|region| region.left.load(SeqCst) != 0);
+        if any_left { Err(Interrupted) } else { Ok(()) }
+    }
 }
+
+/// The most segments of a call in place.
+const LENT: usize = 8;
 
 /// Runs the program once, under shuttle's control.
 fn execute(program: &Program) {
@@ -242,6 +304,8 @@ fn execute(program: &Program) {
         futex: (Mutex::new(()), Condvar::new()),
         staged: cells(program.buffers),
         published: cells(program.buffers),
+        lent: (0..LENT).map(|_| [AtomicU64::new(0), AtomicU64::new(0)]).collect(),
+        left: AtomicU32::new(0),
         record: cells(SLOTS),
     };
     let regions: Arc<Vec<Region>> = Arc::new((0..program.ranks).map(region).collect());
@@ -251,13 +315,37 @@ fn execute(program: &Program) {
             thread::spawn(move || {
                 let mut pipeline =
                     Pipeline::starting_at(program.start, program.ranks, program.buffers);
-                let view =
-                    View { regions: &regions, me, program: &program, pending: Cell::new(None) };
+                let (pending, patience) = (Cell::new(None), Cell::new(None));
+                let view = View { regions: &regions, me, program: &program, pending, patience };
                 for (call, &(segments, publishes)) in program.calls.iter().enumerate() {
-                    let mut run =
-                        Run { regions: &regions, me, call, publishes, fault: program.fault };
+                    let in_place = program.in_place && call % 2 == 1;
+                    let (regions, fault, is_last) =
+                        (&*regions, program.fault, call + 1 == program.calls.len());
+                    let was_right = program.leaves.filter(|_| is_last).map(|_| true);
+                    let mut run = Run { regions, me, call, publishes, in_place, fault, was_right };
                     regions[me].record[run.slot()].store(call as u64 + 1, SeqCst);
-                    pipeline.run(&view, segments, publishes, &mut run).expect("nothing interrupts");
+                    if !in_place {
+                        let ran = pipeline.run(&view, segments, publishes, &mut run);
+                        ran.expect("nothing interrupts");
+                        continue;
+                    }
+                    for (segment, lent) in regions[me].lent.iter().take(segments).enumerate() {
+                        write(&lent[0], name(call, segment, false));
+                    }
+                    if let Some((who, wait)) = program.leaves.filter(|_| is_last) {
+                        // The others hear of the end of the group some time later.
+                        view.patience.set(Some(if who == me { wait } else { 200 }));
+                    }
+                    let ran = pipeline.run_in_place(&view, segments, publishes, &mut run);
+                    if ran.is_err() && program.fault != Fault::LeavesSilently {
+                        regions[me].left.store(1, SeqCst);
+                    }
+                    assert!(ran.is_err() || run.was_right != Some(false), "a torn result");
+                    assert!(ran.is_ok() || run.was_right.is_some(), "nothing interrupts");
+                    // The caller has its buffer back.
+                    for lent in regions[me].lent.iter().flatten() {
+                        lent.store(TORN, SeqCst);
+                    }
                 }
             })
         })
@@ -265,7 +353,15 @@ fn execute(program: &Program) {
     for rank in ranks {
         rank.join().unwrap();
     }
-    let ticks: usize = program.calls.iter().map(|&(n, publishes)| n << u32::from(publishes)).sum();
+    if program.leaves.is_some() {
+        return;
+    }
+    let ticks = |(call, &(segments, publishes)): (usize, &(usize, bool))| match publishes {
+        _ if program.in_place && call % 2 == 1 => 2 + if publishes { segments } else { 0 },
+        true => 2 * segments,
+        false => segments,
+    };
+    let ticks: usize = program.calls.iter().enumerate().map(ticks).sum();
     for region in regions.iter() {
         assert_eq!(region.clock.load(SeqCst), program.start.wrapping_add(ticks as u32));
         assert_eq!(region.sleepers.load(SeqCst), 0);
@@ -282,7 +378,8 @@ fn explore(scheduler: impl Scheduler + 'static, program: &Program) {
 }
 
 fn program(ranks: usize, buffers: usize, calls: &[(usize, bool)]) -> Program {
-    Program { ranks, buffers, calls: calls.to_vec(), spins: 0, start: 0, fault: Fault::None }
+    let (calls, in_place, leaves) = (calls.to_vec(), false, None);
+    Program { ranks, buffers, calls, in_place, leaves, spins: 0, start: 0, fault: Fault::None }
 }
 
 /// Calls that publish and calls that do not, shorter and longer than the pipeline, in an order in
@@ -310,6 +407,36 @@ fn three_ranks_never_read_too_early_nor_write_too_early() {
     for buffers in [4, 5] {
         holds(&program(3, buffers, &MIXED), 1_500);
     }
+}
+
+/// Calls in place between others, each before and after each kind.
+#[test]
+fn buffers_that_are_read_in_place_are_whole_and_come_back_when_nobody_reads_them() {
+    for (ranks, iterations) in [(2, 2_000), (3, 700)] {
+        holds(&Program { in_place: true, ..program(ranks, 4, &MIXED) }, iterations);
+        let more = [(1, false), (4, true), (2, true), (3, false), (0, true), (0, true)];
+        holds(&Program { in_place: true, ..program(ranks, 4, &more) }, iterations);
+    }
+}
+
+/// The group ends while ranks read each other's buffers. One of them is told sooner, and uses its buffer again.
+const LEFT: [(usize, bool); 2] = [(1, true), (3, true)];
+
+#[test]
+fn what_was_read_of_a_rank_that_has_left_is_not_taken_for_a_result() {
+    for wait in 0..6 {
+        let leaves = Some((1, wait));
+        holds(&Program { in_place: true, leaves, ..program(3, 4, &LEFT) }, 400);
+    }
+}
+
+#[test]
+fn leaving_silently_is_noticed() {
+    let leaves_after = |wait| {
+        let (leaves, fault) = (Some((1, wait)), Fault::LeavesSilently);
+        Program { in_place: true, leaves, fault, ..program(3, 4, &LEFT) }
+    };
+    assert!((0..6).any(|wait| notices(&leaves_after(wait)).is_some()));
 }
 
 #[test]
@@ -367,6 +494,9 @@ fn premature_reads_are_noticed() {
         let program = Program { fault: Fault::ReadsAhead, ..program(2, 4, calls) };
         assert!(notices(&program).is_some(), "{calls:?}");
     }
+    let calls = [(0, false), (1, true)];
+    let ahead = Program { fault: Fault::ReadsAhead, in_place: true, ..program(2, 4, &calls) };
+    assert!(notices(&ahead).is_some());
 }
 
 #[test]

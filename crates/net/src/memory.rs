@@ -2,7 +2,8 @@
 //!
 //! Shared memory is *sealed*: its file can neither shrink nor grow, so that no access can fail once it is
 //! mapped. Another process that has it mapped may write to it at any time, so it is never lent as a slice: its
-//! bytes are [copied](Memory::read), or accessed as atomics through [`Memory::as_ptr`].
+//! bytes are [copied](Memory::read), or accessed as atomics through [`Memory::as_ptr`]. Memory that
+//! [others can only read](Memory::create_readable) is different for its maker, who alone writes to it.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -29,29 +30,44 @@ impl Memory {
     /// Makes memory of so many bytes. They are reserved now, so that a lack of memory is an error here
     /// and not a signal later.
     pub fn create(bytes: usize) -> io::Result<Memory> {
+        Memory::sealed(bytes, SealFlags::empty())
+    }
+
+    /// As [`Memory::create`], for this process alone to write: others can map it for reading only.
+    pub fn create_readable(bytes: usize) -> io::Result<Memory> {
+        Memory::sealed(bytes, SealFlags::FUTURE_WRITE)
+    }
+
+    fn sealed(bytes: usize, more: SealFlags) -> io::Result<Memory> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = rustix::fs::memfd_create("unisono", flags)?;
         rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, bytes as u64)?;
-        let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
-        rustix::fs::fcntl_add_seals(&file, seals)?;
+        rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW)?;
+        // The mapping that is made before a seal against writing can be written to.
         let memory = Memory::open(&file, bytes)?;
+        rustix::fs::fcntl_add_seals(&file, more | SealFlags::SEAL)?;
         Ok(Memory { file: Some(file), ..memory })
     }
 
-    /// Maps so many bytes of memory that another process made.
+    /// Maps so many bytes of memory that another process made; for reading only, if its maker wants it so.
     ///
     /// # Errors
     ///
     /// If the file is shorter, or may still be cut: then an access would end this process with SIGBUS.
     pub fn open(file: impl AsFd, bytes: usize) -> io::Result<Memory> {
         let file = file.as_fd();
-        let is_sealed = rustix::fs::fcntl_get_seals(file)?.contains(SealFlags::SHRINK);
+        let seals = rustix::fs::fcntl_get_seals(file)?;
         let length = u64::try_from(rustix::fs::fstat(file)?.st_size).unwrap_or(0);
-        if !is_sealed || length < bytes as u64 {
+        if !seals.contains(SealFlags::SHRINK) || length < bytes as u64 {
             let what = "the other process's memory is too small or not sealed";
             return Err(io::Error::new(io::ErrorKind::InvalidData, what));
         }
-        Ok(Memory { map: MmapOptions::new().len(bytes).map_raw(&file)?, file: None })
+        let mut options = MmapOptions::new();
+        let map = match seals.contains(SealFlags::FUTURE_WRITE) {
+            true => options.len(bytes).map_raw_read_only(&file)?,
+            false => options.len(bytes).map_raw(&file)?,
+        };
+        Ok(Memory { map, file: None })
     }
 
     /// The file of memory that this process made, to hand it to others.

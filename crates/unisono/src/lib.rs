@@ -25,7 +25,8 @@ pub use unisono_codec as codec;
 pub use unisono_collective as collective;
 pub use unisono_collective::{
     Algorithm, BadSetting, Call, Dtype, Element, Epoch, Error, Explanation, FormError, Group,
-    InvalidCall, Loss, Op, Options, Pending, Rank, Reduction, Request, Traffic, Transport, Work,
+    InvalidCall, Loss, Op, Options, Pending, Rank, Reduction, Registered, Request, Traffic,
+    Transport, Work,
 };
 pub use unisono_insight as insight;
 pub use unisono_net as net;

@@ -46,6 +46,10 @@ pub struct CollectiveArgs {
     /// pairwise, direct, window, window-direct or hierarchical.
     #[arg(long)]
     algorithm: Option<Algorithm>,
+    /// Use memory that the ranks of a host read of each other in place, as `Group::allocate` makes it: for
+    /// all-reduce, reduce-scatter, all-gather and broadcast.
+    #[arg(long)]
+    registered: bool,
     /// Print every algorithm that could do it with its predicted time, and the measured time of the
     /// chosen one.
     #[arg(long)]
@@ -81,6 +85,9 @@ struct Row {
     /// Where the memory is, if not on the host.
     #[serde(skip_serializing_if = "Option::is_none")]
     device: Option<&'static str>,
+    /// Whether ranks read each other's memory in place.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    registered: bool,
 }
 
 /// Starts the ranks, or is one of them.
@@ -89,6 +96,15 @@ pub fn run(args: CollectiveArgs) -> anyhow::Result<ExitCode> {
     demand!(
         !args.device.device.is_wanted() || args.op != Operation::Barrier,
         "--op barrier: it moves no memory of a device; leave --device out"
+    );
+    demand!(
+        !args.registered || args.op.can_be_in_place(),
+        "--op {}: only all-reduce, reduce-scatter, all-gather and broadcast read registered memory in place; leave --registered out",
+        args.op.name()
+    );
+    demand!(
+        !args.registered || !args.device.device.is_wanted(),
+        "--registered: it is for memory of the host; leave --device out"
     );
     args.device.device.kind()?;
     // Under a launcher this process is a rank already.
@@ -133,8 +149,13 @@ fn be_rank(args: &CollectiveArgs) -> anyhow::Result<ExitCode> {
     let sizes = args.sizes()?;
     check_memory(args.op, &sizes, job.place().local_world as usize)?;
     for bytes in sizes {
+        let memory = match &gpu {
+            Some(gpu) => workload::Kind::Device(gpu),
+            None if args.registered => workload::Kind::Registered,
+            None => workload::Kind::Plain,
+        };
         let mut workload =
-            workload::make(args.op, args.dtype, bytes, group, args.algorithm, gpu.as_ref())?;
+            workload::make(args.op, args.dtype, bytes, group, args.algorithm, memory)?;
         let samples = measure(workload.as_mut(), group, args)?;
         report.add(workload.as_mut(), group, samples)?;
     }
@@ -255,17 +276,14 @@ impl<'a> Report<'a> {
     ) -> anyhow::Result<()> {
         let args = self.args;
         let world = group.size();
-        let request = workload.request();
-        let explanation = group.explain(request)?;
+        let explanation = group.explain(workload.request())?;
         let limit = match &mut self.devices {
             // What lies between the ranks' devices is a matter of the engine.
             Some(devices) => {
                 self.transport = explanation.engine;
                 devices.limit(args.op, explanation.engine, group, self.ip)?
             }
-            None if self.transport == "shm" => {
-                limit::shared_memory_bus(args.op, world, &group.costs().window)
-            }
+            None if self.transport == "shm" => limit::memory_bus(args.op, group, workload.bytes())?,
             None => limit::link_rate(group, self.ip)?,
         };
         if group.rank() != 0 {
@@ -289,6 +307,7 @@ impl<'a> Report<'a> {
             // A wrong result ends the measurement with an error.
             verified: true,
             device: self.devices.as_ref().map(|devices| devices.kind.name()),
+            registered: args.registered,
         };
         self.print(&row, &explanation)
     }
@@ -300,9 +319,10 @@ impl<'a> Report<'a> {
         } else {
             if !self.started {
                 result_line!(
-                    "{} of {} over {}, {}; every result verified",
+                    "{} of {}{} over {}, {}; every result verified",
                     row.op,
                     row.dtype,
+                    if row.registered { " in registered memory" } else { "" },
                     row.transport,
                     match &self.devices {
                         Some(devices) => devices.sharing.told(&devices.gpu.name()?),

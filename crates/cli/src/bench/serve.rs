@@ -81,7 +81,8 @@ fn measure(
     warmup: usize,
 ) -> anyhow::Result<Vec<f64>> {
     ensure!(iterations > 0, "nothing to measure");
-    let mut workload = workload::make(operation, Dtype::F32, bytes, group, None, gpu)?;
+    let memory = gpu.map_or(workload::Kind::Plain, workload::Kind::Device);
+    let mut workload = workload::make(operation, Dtype::F32, bytes, group, None, memory)?;
     verify_step(workload.as_mut(), group)?;
     let stretch = workload.endurance();
     // The fastest, since a preemption would make all operations look long.

@@ -6,7 +6,7 @@ use std::rc::Rc;
 
 use anyhow::{Context, bail};
 use unisono::collective::schedule::Op;
-use unisono::{Algorithm, Dtype, Element, Group, Reduction, Request};
+use unisono::{Algorithm, Dtype, Element, Group, Reduction, Registered, Request};
 
 use super::device::Gpu;
 use device::DeviceBuffers;
@@ -61,6 +61,12 @@ impl Operation {
         }
     }
 
+    /// Whether ranks can read each other's registered memory in place.
+    pub fn can_be_in_place(self) -> bool {
+        use Operation::{AllGather, AllReduce, Broadcast, ReduceScatter};
+        matches!(self, AllReduce | ReduceScatter | AllGather | Broadcast)
+    }
+
     /// Bytes that cross the busiest link per byte of the buffer, as nccl-tests counts them.
     pub fn bus_factor(self, world: usize) -> f64 {
         let n = world as f64;
@@ -88,25 +94,38 @@ pub trait Workload {
     fn request(&mut self) -> Request<'_>;
 }
 
-/// Makes the workload of an operation on a buffer of about `bytes`, in memory of a device if there is one.
+/// The memory of a workload.
+#[derive(Clone, Copy)]
+pub enum Kind<'a> {
+    /// The process's own.
+    Plain,
+    /// That other ranks can read.
+    Registered,
+    /// A device's.
+    Device(&'a Rc<Gpu>),
+}
+
+/// Makes the workload of an operation on a buffer of about `bytes`.
 pub fn make(
     operation: Operation,
     dtype: Dtype,
     bytes: usize,
     group: &Group,
     algorithm: Option<Algorithm>,
-    gpu: Option<&Rc<Gpu>>,
+    memory: Kind<'_>,
 ) -> anyhow::Result<Box<dyn Workload>> {
     fn typed<T: Number>(
         operation: Operation,
         bytes: usize,
         group: &Group,
         algorithm: Option<Algorithm>,
-        gpu: Option<&Rc<Gpu>>,
+        memory: Kind<'_>,
     ) -> anyhow::Result<Box<dyn Workload>> {
-        Ok(match gpu {
-            None => Box::new(Buffers::<T>::new(operation, bytes, group, algorithm)),
-            Some(gpu) => {
+        let host = |registered| Buffers::<T>::new(operation, bytes, group, algorithm, registered);
+        Ok(match memory {
+            Kind::Plain => Box::new(host(false)?),
+            Kind::Registered => Box::new(host(true)?),
+            Kind::Device(gpu) => {
                 Box::new(DeviceBuffers::<T>::new(operation, bytes, group, algorithm, gpu)?)
             }
         })
@@ -121,7 +140,7 @@ pub fn make(
         Dtype::I32 => typed::<i32>,
         Dtype::I64 => typed::<i64>,
     };
-    make(operation, bytes, group, algorithm, gpu)
+    make(operation, bytes, group, algorithm, memory)
 }
 
 /// A type whose small whole numbers are exact.
@@ -152,6 +171,44 @@ fn pattern(world: usize, rank: usize, index: usize) -> u32 {
     if world <= MANY { number } else { u32::from(number == 0) }
 }
 
+/// Elements in one kind of memory or the other.
+enum Numbers<T> {
+    Plain(Vec<T>),
+    Registered(Registered<T>),
+}
+
+impl<T: Number> Numbers<T> {
+    fn new(count: usize, group: &Group, registered: bool) -> anyhow::Result<Numbers<T>> {
+        let mut numbers = match registered {
+            true => Numbers::Registered(group.allocate(count)?),
+            false => Numbers::Plain(vec![T::of(1); count]),
+        };
+        // So that all of it is there.
+        numbers.fill(T::of(1));
+        Ok(numbers)
+    }
+}
+
+impl<T: Element> std::ops::Deref for Numbers<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        match self {
+            Numbers::Plain(numbers) => numbers,
+            Numbers::Registered(numbers) => numbers,
+        }
+    }
+}
+
+impl<T: Element> std::ops::DerefMut for Numbers<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        match self {
+            Numbers::Plain(numbers) => numbers,
+            Numbers::Registered(numbers) => numbers,
+        }
+    }
+}
+
 struct Buffers<T> {
     operation: Operation,
     algorithm: Option<Algorithm>,
@@ -159,9 +216,10 @@ struct Buffers<T> {
     world: usize,
     /// Elements of a block, or of the whole buffer.
     count: usize,
-    input: Vec<T>,
-    /// Empty for operations in place.
-    output: Vec<T>,
+    /// Empty if it is a block of the output.
+    input: Numbers<T>,
+    /// Empty if the result replaces the input.
+    output: Numbers<T>,
 }
 
 impl<T: Number> Buffers<T> {
@@ -170,12 +228,13 @@ impl<T: Number> Buffers<T> {
         bytes: usize,
         group: &Group,
         algorithm: Option<Algorithm>,
-    ) -> Self {
+        registered: bool,
+    ) -> anyhow::Result<Self> {
         let (rank, world) = (group.rank(), group.size());
         let whole = if operation == Operation::Barrier { 0 } else { bytes / size_of::<T>() };
         let count = if operation.has_blocks() { whole / world } else { whole };
-        let one = T::of(1);
         let (input, output) = match operation {
+            Operation::AllGather if registered => (0, count * world),
             Operation::ReduceScatter => (count * world, count),
             Operation::AllGather | Operation::Gather => (count, count * world),
             Operation::Scatter => (count * world, count),
@@ -183,8 +242,14 @@ impl<T: Number> Buffers<T> {
             Operation::Reduce => (count, count),
             Operation::AllReduce | Operation::Broadcast | Operation::Barrier => (count, 0),
         };
-        let (input, output) = (vec![one; input], vec![one; output]);
-        Buffers { operation, algorithm, rank, world, count, input, output }
+        let input = Numbers::new(input, group, registered)?;
+        let output = Numbers::new(output, group, registered)?;
+        Ok(Buffers { operation, algorithm, rank, world, count, input, output })
+    }
+
+    /// Whether the input of an all-gather is its block of the output.
+    fn gathers_in_place(&self) -> bool {
+        self.operation == Operation::AllGather && self.input.is_empty()
     }
 
     fn sum(&self, index: usize) -> T {
@@ -219,10 +284,15 @@ impl<T: Number> Workload for Buffers<T> {
     }
 
     fn fill(&mut self) -> anyhow::Result<()> {
-        for (i, value) in self.input.iter_mut().enumerate() {
-            *value = T::of(pattern(self.world, self.rank, i));
-        }
+        let (rank, world, count) = (self.rank, self.world, self.count);
         self.output.fill(T::of(99));
+        let input = match self.gathers_in_place() {
+            true => &mut self.output[rank * count..(rank + 1) * count],
+            false => &mut self.input[..],
+        };
+        for (i, value) in input.iter_mut().enumerate() {
+            *value = T::of(pattern(world, rank, i));
+        }
         Ok(())
     }
 
@@ -255,10 +325,13 @@ impl<T: Number> Workload for Buffers<T> {
     }
 
     fn request(&mut self) -> Request<'_> {
-        let (input, output, sum, root) = (&mut self.input, &mut self.output, Reduction::Sum, 0);
+        let gathers_in_place = self.gathers_in_place();
+        let (input, output) = (&mut *self.input, &mut *self.output);
+        let (sum, root) = (Reduction::Sum, 0);
         let request = match self.operation {
             Operation::AllReduce => Request::all_reduce(input, sum),
             Operation::ReduceScatter => Request::reduce_scatter(input, output, sum),
+            Operation::AllGather if gathers_in_place => Request::all_gather_in_place(output),
             Operation::AllGather => Request::all_gather(input, output),
             Operation::Broadcast => Request::broadcast(input, root),
             Operation::Reduce => Request::reduce(input, Some(output), sum, root),
@@ -296,7 +369,7 @@ mod tests {
         fn check<T: Number>(add: fn(T, T) -> T) {
             for world in (1..300).chain([500, 1000]) {
                 let (operation, algorithm) = (Operation::AllReduce, None);
-                let (input, output) = (Vec::new(), Vec::new());
+                let [input, output] = [(); 2].map(|()| Numbers::Plain(Vec::new()));
                 let buffers: Buffers<T> =
                     Buffers { operation, algorithm, rank: 0, world, count: 7, input, output };
                 for index in 0..7 {

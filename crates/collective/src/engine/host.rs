@@ -12,6 +12,7 @@ use crate::error::{Error, InvalidCall};
 use crate::fabric::{available_memory, staging_buffer};
 use crate::link::{Links, Run};
 use crate::options::Options;
+use crate::registered::{Allocation, Allocations, Lent};
 use crate::request::{Checked, Request};
 use crate::schedule::{self, Algorithm, Op, Phase, Problem, Schedule, Topology};
 use crate::state::GroupState;
@@ -27,6 +28,9 @@ const DEPTH: usize = 4;
 /// Bytes of a segment at most: lengths of messages travel in 32 bits.
 const LARGEST_SEGMENT: usize = 1 << 30;
 
+/// The algorithm that reads registered memory in place.
+const IN_PLACE: Algorithm = Algorithm::Window;
+
 /// Plans remembered. A training run has a few dozen different calls.
 const REMEMBERED: usize = 4096;
 
@@ -39,10 +43,11 @@ pub struct HostEngine {
     pub(super) window: Option<WindowMemory>,
     costs: Costs,
     pub(super) state: Arc<GroupState>,
-    contests: BTreeMap<(Op, bool), Contest>,
+    contests: BTreeMap<(Op, bool, bool), Contest>,
     // Sorted, since comparing a few small keys is quicker than hashing one.
     schedules: BTreeMap<(Op, Algorithm), Arc<Schedule>>,
-    plans: BTreeMap<(usize, Op, Dtype, Option<Algorithm>), CallPlan>,
+    plans: BTreeMap<(usize, Op, Dtype, Option<Algorithm>, bool), CallPlan>,
+    allocations: Allocations,
 }
 
 impl HostEngine {
@@ -69,6 +74,7 @@ impl HostEngine {
             contests: BTreeMap::new(),
             schedules: BTreeMap::new(),
             plans: BTreeMap::new(),
+            allocations: Allocations::default(),
         }
     }
 
@@ -114,13 +120,25 @@ impl HostEngine {
     /// [withdraws](HostEngine::withdraw_memory) it or offers other memory. They do so after they have heard of it.
     /// Bytes of sealed memory are reserved when it is made; where there are too few, the reason says so.
     pub fn offer_memory(&self, bytes: usize) -> Result<Arc<SharedMemory>, String> {
+        self.offer(bytes, SharedMemory::create)
+    }
+
+    /// As [`HostEngine::offer_memory`], of memory that others can only read.
+    pub(crate) fn offer_readable(&self, bytes: usize) -> Result<Arc<SharedMemory>, String> {
+        self.offer(bytes, SharedMemory::create_readable)
+    }
+
+    fn offer(
+        &self,
+        bytes: usize,
+        create: impl FnOnce(usize) -> std::io::Result<SharedMemory>,
+    ) -> Result<Arc<SharedMemory>, String> {
         if let Some(available) = available_memory()
             && bytes as u64 > available
         {
             return Err(format!("{bytes} bytes of shared memory; only {available} are available"));
         }
-        let memory = SharedMemory::create(bytes).map_err(|error| error.to_string())?;
-        let memory = Arc::new(memory);
+        let memory = Arc::new(create(bytes).map_err(|error| error.to_string())?);
         if let Some(network) = self.links.network() {
             network.offer(Some(&memory));
         }
@@ -138,6 +156,17 @@ impl HostEngine {
         if let Some(network) = self.links.network() {
             network.offer(None);
         }
+    }
+
+    /// From now on, calls on this memory are made in place. All ranks add the same.
+    pub(crate) fn register(&mut self, allocation: &Arc<Allocation>) {
+        self.allocations.add(allocation);
+    }
+
+    /// The registered memory of a call, if it is in some.
+    fn lent(&self, request: &Request<'_>) -> Option<Lent> {
+        let buffer = request.buffer(self.rank, self.topology.world())?;
+        self.allocations.find(buffer)
     }
 
     /// Runs a call that all ranks make while the group forms: it has no number.
@@ -160,7 +189,7 @@ impl HostEngine {
         buffers.scratch = self.links.scratch.reserve(buffers.scratch_bytes());
         for phase in &schedule.phases {
             // SAFETY: buffers of no elements.
-            unsafe { self.run_phase(phase, call, &buffers, 0..segments) }?;
+            unsafe { self.run_phase(phase, call, &buffers, 0..segments, None) }?;
         }
         Ok(())
     }
@@ -189,6 +218,7 @@ impl HostEngine {
         call: &Call,
         buffers: &Buffers<'_>,
         segments: std::ops::Range<usize>,
+        lent: Option<&Lent>,
     ) -> Result<(), Error> {
         let divisor = self.topology.world() as u32;
         match phase {
@@ -210,7 +240,7 @@ impl HostEngine {
                 }
                 // SAFETY: passed on from the caller.
                 Some(window) => unsafe {
-                    window.run(call, schedule, buffers, segments, divisor, &self.state)
+                    window.run(call, schedule, buffers, segments, divisor, lent, &self.state)
                 },
                 None => unreachable!("schedules share memory only where ranks share a host"),
             },
@@ -221,13 +251,17 @@ impl HostEngine {
         self.options.canonical && request.dtype().is_float()
     }
 
-    /// All candidates, best first.
-    fn predictions(&mut self, request: &Request<'_>) -> Vec<Prediction> {
+    /// All candidates, best first, for a buffer in registered memory or in other.
+    fn predictions(&mut self, request: &Request<'_>, registered: bool) -> Vec<Prediction> {
         let canonical = self.must_be_canonical(request);
-        let key = (request.op(), canonical);
+        let key = (request.op(), canonical, registered);
         let contest = self.contests.remove(&key).unwrap_or_else(|| {
-            let algorithms = schedule::candidates(request.op(), &self.topology, canonical);
-            Contest::new(request.op(), &self.topology, &algorithms)
+            let mut algorithms = schedule::candidates(request.op(), &self.topology, canonical);
+            if registered && !algorithms.contains(&IN_PLACE) {
+                algorithms.push(IN_PLACE);
+            }
+            let in_place = registered.then_some(IN_PLACE);
+            Contest::new(request.op(), &self.topology, &algorithms, in_place)
         });
         let predictions = contest.predict(&self.costs, |a, s| self.cut(request, s, a));
         self.contests.insert(key, contest);
@@ -312,29 +346,39 @@ impl Engine for HostEngine {
 
     fn plan(&mut self, request: &Request<'_>) -> Result<CallPlan, Error> {
         let forced = request.algorithm().or(self.options.algorithm);
-        let key = (request.extent(), request.op(), request.dtype(), forced);
+        let lent = self.lent(request);
+        let is_registered = lent.is_some();
+        let placed = |plan: &CallPlan| {
+            let lent = lent.as_ref().filter(|_| plan.algorithm == IN_PLACE);
+            CallPlan { registered: lent.map_or(0, Lent::shape), ..*plan }
+        };
+        let key = (request.extent(), request.op(), request.dtype(), forced, is_registered);
         if let Some(plan) = self.plans.get(&key) {
-            return Ok(*plan);
+            return Ok(placed(plan));
         }
         let algorithm = match forced {
             // An algorithm that is forced for all calls, and cannot do this operation at all, leaves
             // the choice to the model.
             Some(a) if a.supports(request.op(), &self.topology) => a,
-            _ => self.predictions(request).first().expect("pairwise does everything").algorithm,
+            _ => {
+                let predictions = self.predictions(request, is_registered);
+                predictions.first().expect("pairwise does everything").algorithm
+            }
         };
         let schedule = self.schedule(request.op(), algorithm)?;
         let column = self.column(request, &schedule, algorithm);
-        let plan = CallPlan { algorithm, column, canonical: algorithm.is_canonical() };
+        let canonical = algorithm.is_canonical();
+        let plan = CallPlan { algorithm, column, canonical, registered: 0 };
         if self.plans.len() >= REMEMBERED {
             self.plans.clear();
         }
         self.plans.insert(key, plan);
-        Ok(plan)
+        Ok(placed(&plan))
     }
 
     fn explain(&mut self, request: &Request<'_>) -> Result<Explanation, Error> {
         let chosen = self.plan(request)?.algorithm;
-        let candidates = self.predictions(request);
+        let candidates = self.predictions(request, self.lent(request).is_some());
         let canonical = self.must_be_canonical(request);
         let mut others = schedule::able(request.op(), &self.topology, canonical);
         // A forced algorithm may be any.
@@ -342,9 +386,13 @@ impl Engine for HostEngine {
             others.push(chosen);
         }
         others.retain(|a| candidates.iter().all(|candidate| candidate.algorithm != *a));
-        let contest = Contest::new(request.op(), &self.topology, &others);
+        let contest = Contest::new(request.op(), &self.topology, &others, None);
         let others = contest.predict(&self.costs, |a, s| self.cut(request, s, a));
         Ok(Explanation { engine: HostEngine::NAME, candidates, others, chosen })
+    }
+
+    fn host(&mut self) -> &mut HostEngine {
+        self
     }
 
     fn run(&mut self, call: &Call, request: &Checked<'_>) -> Result<(), Error> {
@@ -356,13 +404,14 @@ impl Engine for HostEngine {
         let (mut buffers, segments) = request.cut(&schedule, call.column as usize, DEPTH);
         buffers.scratch = self.links.scratch.reserve(buffers.scratch_bytes());
         if let [phase] = &schedule.phases[..] {
+            let lent = if call.is_in_registered() { self.lent(request) } else { None };
             // SAFETY: the request was checked, and borrows its memory for longer than this.
-            return unsafe { self.run_phase(phase, call, &buffers, 0..segments) };
+            return unsafe { self.run_phase(phase, call, &buffers, 0..segments, lent.as_ref()) };
         }
         for segment in 0..segments {
             for phase in &schedule.phases {
                 // SAFETY: as above.
-                unsafe { self.run_phase(phase, call, &buffers, segment..segment + 1) }?;
+                unsafe { self.run_phase(phase, call, &buffers, segment..segment + 1, None) }?;
             }
         }
         Ok(())

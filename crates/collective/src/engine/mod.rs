@@ -38,6 +38,9 @@ pub trait Engine: Send {
     /// What a call of this kind and size would do, and what it would cost.
     fn explain(&mut self, request: &Request<'_>) -> Result<Explanation, Error>;
 
+    /// The engine of host memory that it was made from.
+    fn host(&mut self) -> &mut HostEngine;
+
     /// Runs a call as it was planned, to its end. An error ends the group, on all ranks.
     ///
     /// What a request on [a stream](Request::on_stream) leaves to the device may still be under way.
@@ -72,6 +75,9 @@ pub struct CallPlan {
     pub column: usize,
     /// Whether a reduction evaluates the canonical tree.
     pub canonical: bool,
+    /// For ranks that read each other's buffers in place: a hash of where in [registered](crate::Registered) memory
+    /// they are. Else 0.
+    pub registered: u64,
 }
 
 /// What is known about a call before it runs: its algorithm and predicted times.

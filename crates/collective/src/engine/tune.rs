@@ -270,7 +270,7 @@ fn wait(engine: &mut HostEngine) -> Result<Option<f64>, Error> {
     quickest_of(batches, || {
         for _ in 0..short {
             // SAFETY: nothing is staged or folded.
-            unsafe { window.run(&call, &schedule, &buffers, 0..1, 1, state) }?;
+            unsafe { window.run(&call, &schedule, &buffers, 0..1, 1, None, state) }?;
         }
         Ok(short)
     })
@@ -307,7 +307,7 @@ fn through_window(engine: &mut HostEngine, fold: bool) -> Result<Option<f64>, Er
     let state = &engine.state;
     quickest_of(Effort::of(engine.topology.world()).batches, || {
         // SAFETY: the buffers are the two halves of `memory`.
-        unsafe { window.run(&call, &schedule, &buffers, 0..WINDOW_SEGMENTS, 1, state) }?;
+        unsafe { window.run(&call, &schedule, &buffers, 0..WINDOW_SEGMENTS, 1, None, state) }?;
         Ok(bytes)
     })
     .map(Some)

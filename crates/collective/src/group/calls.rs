@@ -7,6 +7,7 @@ use crate::call::Call;
 use crate::engine::{CallPlan, Engine, Explanation};
 use crate::error::{Error, InvalidCall};
 use crate::options::Options;
+use crate::registered::Allocation;
 use crate::request::{Checked, Request};
 use crate::schedule::Topology;
 use crate::state::GroupState;
@@ -39,6 +40,36 @@ impl Calls {
             request.set_longest(longest);
         }
         self.make_at(own, request)
+    }
+
+    /// Makes memory of so many bytes that the other ranks of the host read in place, by two calls with these numbers.
+    /// If one rank cannot, none of them does, and the group goes on.
+    pub fn allocate(&mut self, numbers: [u32; 2], bytes: usize) -> Result<Arc<Allocation>, Error> {
+        let [offering, taking] = numbers.map(|number| Call::places(number)[0]);
+        let world = self.topology.world();
+        let offered = self.engine.host().offer_readable(bytes);
+        let own = [bytes as i64, i64::from(offered.is_err())];
+        let said = self.exchange(offering, own)?;
+        if let Some([other, _]) = said.iter().find(|said| said[0] != own[0]) {
+            let what = "the memory that all ranks allocate";
+            let (actual, expected) = (bytes, *other as usize);
+            return Err(InvalidCall::Length { what, actual, expected }.into());
+        }
+        let own = agreed(offered, &said)?;
+        let me = self.state.rank();
+        let is_shared = self.topology.is_one_host() && world > 1;
+        let host = self.engine.host();
+        let memory = |rank| match rank == me {
+            true => Ok(own.clone()),
+            false => host.take_memory(rank, bytes),
+        };
+        let all: Result<Vec<_>, _> = (0..if is_shared { world } else { 0 }).map(memory).collect();
+        let said = self.exchange(taking, [0, i64::from(all.is_err())]);
+        let host = self.engine.host();
+        host.withdraw_memory();
+        let allocation = Allocation::new(own, agreed(all, &said?)?);
+        host.register(&allocation);
+        Ok(allocation)
     }
 
     /// What a call of this kind and size would do.
@@ -75,6 +106,14 @@ impl Calls {
         Err(InvalidCall::NotCanonical { op: request.name() }.into())
     }
 
+    /// What all ranks say, in rank order.
+    fn exchange(&mut self, seq: u32, own: [i64; 2]) -> Result<Vec<[i64; 2]>, Error> {
+        let mut all = vec![0; 2 * self.topology.world()];
+        let request = Request::all_gather(&own, &mut all);
+        self.make_at(seq, &request.check(self.state.rank(), &self.topology)?)?;
+        Ok(all.chunks_exact(2).map(|said| [said[0], said[1]]).collect())
+    }
+
     /// Compares what every rank means to send with what its peers expect; the longest block. All
     /// ranks compare the same numbers, so that all of them refuse or none.
     fn agree_on_lengths(
@@ -98,5 +137,15 @@ impl Calls {
             }
         }
         Ok(all.into_iter().max().unwrap_or(0) as usize)
+    }
+}
+
+/// What this rank has, if all ranks have said that they have it.
+fn agreed<T>(own: Result<T, String>, said: &[[i64; 2]]) -> Result<T, Error> {
+    let what = "allocating registered memory";
+    let own = own.map_err(|reason| Error::System { what, reason })?;
+    match said.iter().position(|[_, has_failed]| *has_failed != 0) {
+        Some(rank) => Err(Error::System { what, reason: format!("rank {rank} could not") }),
+        None => Ok(own),
     }
 }

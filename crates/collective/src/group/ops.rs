@@ -8,12 +8,33 @@ use crate::dtype::{Element, Reduction};
 use crate::engine::Explanation;
 use crate::error::{Error, InvalidCall};
 use crate::messages::Transfer;
+use crate::registered::Registered;
 use crate::request::{Checked, Request};
 use crate::work::Work;
 
 use super::Group;
 
 impl Group {
+    /// A buffer of so many elements, at first 0, that the other ranks of the host can read. All ranks call this,
+    /// in order with their other calls, and with the same number.
+    ///
+    /// An all-reduce, broadcast or all-gather in place, and a reduce-scatter, on such a buffer or the same part of
+    /// it on all ranks reads the other ranks' buffers where they are, instead of copies: the bits are the same, and
+    /// large ones take less time. Where not all ranks share a host, it is like any other memory.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::System`] on all ranks if one of them has too little memory; the group goes on.
+    pub fn allocate<T: Element>(&self, count: usize) -> Result<Registered<T>, Error> {
+        let most = isize::MAX as usize / size_of::<T>();
+        if count > most {
+            let what = "the memory that all ranks allocate";
+            return Err(InvalidCall::Length { what, actual: count, expected: most }.into());
+        }
+        let allocation = self.inner.queue.allocate((count * size_of::<T>()).max(1))?;
+        Ok(Registered::new(allocation, count))
+    }
+
     /// Replaces every rank's buffer by the reduction of all.
     pub fn all_reduce<T: Element>(
         &self,

@@ -12,6 +12,7 @@ use std::thread::{JoinHandle, ThreadId};
 use super::calls::Calls;
 use crate::call::Call;
 use crate::error::Error;
+use crate::registered::Allocation;
 use crate::request::Checked;
 use crate::state::GroupState;
 use crate::work::{Work, WorkPool};
@@ -92,6 +93,32 @@ impl Queue {
     pub fn submit_task(&self, task: Task) -> Work {
         self.start_thread();
         self.shared.push(self.shared.lock(), None, Entry::Task(task))
+    }
+
+    /// Allocates memory that other ranks read in place, after all earlier calls.
+    pub fn allocate(&self, bytes: usize) -> Result<Arc<Allocation>, Error> {
+        let mut line = self.shared.lock();
+        let numbers = [self.shared.state.number_call(), self.shared.state.number_call()];
+        let in_task = line.in_task.is_some_and(|thread| thread == std::thread::current().id());
+        if !in_task && (line.busy || !line.entries.is_empty()) {
+            let (shared, allocated) = (self.shared.clone(), Arc::new(Mutex::new(None)));
+            let result = allocated.clone();
+            let task = move || {
+                let outcome = shared.calls().allocate(numbers, bytes);
+                *result.lock().expect("no panic while locked") = Some(outcome);
+            };
+            self.start_thread();
+            self.shared.push(line, None, Entry::Task(Box::new(task))).wait()?;
+            let outcome = allocated.lock().expect("no panic while locked").take();
+            return outcome.expect("the task has ended well");
+        }
+        line.busy = true;
+        drop(line);
+        let outcome = self.shared.calls().allocate(numbers, bytes);
+        if !in_task {
+            self.shared.release();
+        }
+        outcome
     }
 
     /// Uses the engine between calls.

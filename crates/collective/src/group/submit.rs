@@ -6,6 +6,7 @@
 
 use crate::dtype::{Element, Reduction};
 use crate::error::Error;
+use crate::registered::Registered;
 use crate::request::Request;
 use crate::work::{Pending, Work};
 
@@ -19,6 +20,9 @@ pub unsafe trait Owned: Send + 'static {}
 
 // SAFETY: the elements of a vector are not in it.
 unsafe impl<T: Element> Owned for Vec<T> {}
+
+// SAFETY: the elements are in a mapping of their own.
+unsafe impl<T: Element + Send + 'static> Owned for Registered<T> {}
 
 // SAFETY: all that can be borrowed as elements is of the vector.
 unsafe impl<B: Owned> Owned for Option<B> {}

@@ -155,6 +155,23 @@ pub(super) struct Unequal {
 }
 
 impl<'a> Request<'a> {
+    /// The addresses of the buffer of which a rank, one of so many, would read parts where other ranks have them: if
+    /// all ranks have it alike, as they do for a call in place.
+    pub(crate) fn buffer(&self, rank: usize, world: usize) -> Option<std::ops::Range<usize>> {
+        let (from, into) = (self.input.address.addr(), self.output.address.addr());
+        let block = self.count.saturating_mul(self.dtype.size());
+        let (start, blocks) = match self.op {
+            Op::AllReduce | Op::Broadcast { .. } if from == into => (from, 1),
+            Op::ReduceScatter => (from, world),
+            Op::AllGather if from == into.wrapping_add(rank * block) => (into, world),
+            _ => return None,
+        };
+        let is_plain = self.memory == Memory::Host && self.unequal.is_none();
+        let is_together = self.input.starts.is_none() && self.output.starts.is_none();
+        let end = start.saturating_add(block.saturating_mul(blocks));
+        (is_plain && is_together).then_some(start..end)
+    }
+
     /// Finds the blocks of a rank, one of so many.
     pub(crate) fn divide(&mut self, rank: usize, world: usize) {
         if std::mem::take(&mut self.is_whole) {

@@ -116,7 +116,7 @@ impl<'a> Request<'a> {
         output: &'a mut [T],
         counts: &[usize],
     ) -> Request<'a> {
-        let (longest, shape) = (counts.iter().copied().max(), shape(counts));
+        let (longest, shape) = (counts.iter().copied().max(), Call::with_lengths(counts));
         let unequal = Unequal { input: None, output: offsets(counts), longest, shape };
         Request { unequal: Some(Box::new(unequal)), ..Request::all_gather(input, output) }
     }
@@ -345,7 +345,7 @@ impl<'a> Request<'a> {
             unit: self.unit,
             reduction: self.reduction,
             count: self.extent() as u64,
-            shape: self.unequal.as_ref().map_or(0, |unequal| unequal.shape),
+            shape: self.unequal.as_ref().map_or(plan.registered, |unequal| unequal.shape),
             algorithm: plan.algorithm,
             column: plan.column as u32,
         }
@@ -399,12 +399,4 @@ fn offsets(counts: &[usize]) -> Vec<usize> {
         end
     });
     std::iter::once(0).chain(ends).collect()
-}
-
-/// A hash of the lengths of blocks; never 0.
-fn shape(counts: &[usize]) -> u64 {
-    let mix = |hash: u64, &count: &usize| {
-        (hash ^ count as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
-    };
-    counts.iter().fold(counts.len() as u64, mix).max(1)
 }

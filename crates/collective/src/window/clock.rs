@@ -12,6 +12,12 @@
 //! tick may belong to the next call, so clocks, and the buffers' obligations, run on from call to
 //! call.
 //!
+//! A call on [registered](crate::registered) memory stages nothing: the ranks read each other's buffers in
+//! place. A rank ticks when its buffer holds its input, folds when all have, and comes out of the call when
+//! all have ticked once more, after their last read. One that leaves earlier, because the group has ended,
+//! says so before it goes: its caller may use the buffer again, and whoever has read it since must not take
+//! what it read for the result.
+//!
 //! Waiting is spinning for a while and then sleeping on a futex of the clock; a clock's owner
 //! makes the wake-up call only if a rank sleeps.
 
@@ -70,6 +76,11 @@ pub trait Steps {
     fn collect(&mut self, segment: usize, buffer: usize);
     /// All ranks have entered this call; `Err` if they disagree about it.
     fn entered(&mut self) -> Result<(), Interrupted> {
+        Ok(())
+    }
+    /// This rank has read for the last time in a call [in place](Pipeline::run_in_place); `Err` if a rank has
+    /// left the call before.
+    fn read(&mut self) -> Result<(), Interrupted> {
         Ok(())
     }
 }
@@ -136,6 +147,42 @@ impl Pipeline {
         }
         debug_assert_eq!(self.clock, ticks.end());
         Ok(())
+    }
+
+    /// Runs `segments` segments of buffers that all ranks can read where they are: nothing is staged.
+    ///
+    /// With `publishes`, collecting a segment waits until all ranks have folded it. After an error, others may
+    /// still read this rank's buffer: it has to tell them, in a way that [`Steps::read`] sees, before its caller
+    /// uses the buffer again.
+    pub fn run_in_place(
+        &mut self,
+        words: &impl Words,
+        segments: usize,
+        publishes: bool,
+        steps: &mut impl Steps,
+    ) -> Result<(), Interrupted> {
+        self.tick(words);
+        let entered = self.clock;
+        self.wait_for_all(words, entered)?;
+        steps.entered()?;
+        for i in 0..segments + usize::from(publishes) {
+            if i < segments {
+                steps.fold(i, 0);
+                if publishes {
+                    self.tick(words);
+                } else {
+                    steps.collect(i, 0);
+                }
+            }
+            if publishes && i >= 1 {
+                // Each segment that is folded is a tick.
+                self.wait_for_all(words, entered.wrapping_add(i as u32))?;
+                steps.collect(i - 1, 0);
+            }
+        }
+        steps.read()?;
+        self.tick(words);
+        self.wait_for_all(words, self.clock)
     }
 
     fn tick(&mut self, words: &impl Words) {

@@ -89,6 +89,17 @@ impl Clocks {
         ClockView { clocks: self, slot, state, call, yielding: Cell::new(Instant::now()) }
     }
 
+    /// Shows the others that this rank has left a call in which they may still read its buffer: what they have
+    /// read since is worth nothing. After that the group is over.
+    pub(super) fn leave(&self) {
+        self.regions[self.me].left().store(1, Ordering::SeqCst);
+    }
+
+    /// Whether a rank has left a call in which others may still have read its buffer.
+    pub(super) fn any_left(&self) -> bool {
+        self.regions.iter().any(|region| region.left().load(Ordering::SeqCst) != 0)
+    }
+
     /// Shows the others that this rank uses nothing of theirs any more.
     pub fn close(&self) {
         self.regions[self.me].closed().store(1, Ordering::SeqCst);

@@ -2,7 +2,8 @@
 //!
 //! A rank copies into its staging buffer only what others will reduce, reduces its own part
 //! straight from its private input, and publishes the result in the hole its own part left in
-//! the staging buffer. [`clock`] says which rank may touch what when, [`region`] is the memory, [`clocks`]
+//! the staging buffer. Where the buffers of the call are in [registered](crate::registered) memory, the same schedule
+//! runs without copies: what it has staged and published are then the buffers themselves. [`clock`] says which rank may touch what when, [`region`] is the memory, [`clocks`]
 //! are those in it, and this file joins them to a [`Window`](crate::schedule::Window) schedule.
 
 pub mod clock;
@@ -14,7 +15,8 @@ use crate::call::Call;
 use crate::dtype::{Dtype, Reduction};
 use crate::error::Error;
 use crate::kernel;
-use crate::schedule::{self, Source};
+use crate::registered::Lent;
+use crate::schedule::{self, Area, Source};
 use crate::state::GroupState;
 use crate::traffic::Meter;
 use clock::{Interrupted, Pipeline, Steps};
@@ -60,10 +62,11 @@ impl WindowMemory {
         self.clocks.regions[self.clocks.me].buffer_size()
     }
 
-    /// Runs `segments` of a schedule, starting with `first`.
+    /// Runs `segments` of a schedule; in place, if the buffers are lent to the other ranks.
     ///
     /// # Safety
     /// The buffers are valid for the call's layouts and no other thread uses them meanwhile.
+    #[allow(clippy::too_many_arguments, reason = "they are what a call is")]
     pub unsafe fn run(
         &mut self,
         call: &Call,
@@ -71,6 +74,7 @@ impl WindowMemory {
         buffers: &Buffers<'_>,
         segments: std::ops::Range<usize>,
         divisor: u32,
+        lent: Option<&Lent>,
         state: &GroupState,
     ) -> Result<(), Error> {
         let cell_bytes = buffers.column_bytes().next_multiple_of(64);
@@ -87,11 +91,20 @@ impl WindowMemory {
             first: segments.start,
             cell_bytes,
             divisor: (call.reduction == Reduction::Mean).then_some(divisor),
+            lent,
             disagreement: None,
             shared: 0,
             meter: state.meter(),
         };
-        let outcome = self.pipeline.run(&words, segments.len(), schedule.publishes, &mut run);
+        let (count, publishes) = (segments.len(), schedule.publishes);
+        let outcome = match lent {
+            None => self.pipeline.run(&words, count, publishes, &mut run),
+            Some(_) => {
+                let outcome = self.pipeline.run_in_place(&words, count, publishes, &mut run);
+                // Before the caller has its buffer back, which others may be reading.
+                outcome.inspect_err(|Interrupted| self.clocks.leave())
+            }
+        };
         state.meter().count_shared(run.shared);
         match (outcome, run.disagreement) {
             (Ok(()), _) => Ok(()),
@@ -112,9 +125,11 @@ struct Run<'a> {
     first: usize,
     cell_bytes: usize,
     divisor: Option<u32>,
+    /// The buffers of the other ranks, if they are read in place.
+    lent: Option<&'a Lent>,
     /// Another rank's call, if it is not this one.
     disagreement: Option<(usize, Call)>,
-    /// Bytes written for others to read.
+    /// Bytes written for others to read, or lent to them.
     shared: usize,
     meter: &'a Meter,
 }
@@ -153,19 +168,25 @@ impl Run<'_> {
                     Source::Own(place) => {
                         self.buffers.block(place, segment, block, i as u32).0.cast_const()
                     }
-                    Source::Staged { rank, cell } => {
-                        self.cell(self.index_of(rank), buffer, cell + i as u32).cast_const()
-                    }
+                    Source::Staged { rank, cell } => match self.lent {
+                        Some(lent) => {
+                            let own = self.buffers.block(Area::Input, segment, block, i as u32).0;
+                            lent.of_rank(rank, own)
+                        }
+                        None => {
+                            self.cell(self.index_of(rank), buffer, cell + i as u32).cast_const()
+                        }
+                    },
                 }));
-                let also =
-                    fold.publish.map(|cell| self.cell(self.clocks.me, buffer, cell + i as u32));
-                if also.is_some() {
+                let publish = fold.publish.filter(|_| self.lent.is_none());
+                let also = publish.map(|cell| self.cell(self.clocks.me, buffer, cell + i as u32));
+                if fold.publish.is_some() {
                     self.shared += count * self.dtype().size();
                 }
                 let divide = if fold.root { self.divisor } else { None };
-                // SAFETY: inputs are staged cells, complete since the pipeline waited for their
-                // owners' ticks, and this rank's own memory; `into` and `also` are this rank's
-                // own, and no rank reads `also` before the next tick.
+                // SAFETY: inputs are staged cells or lent buffers, complete since the pipeline waited for
+                // their owners' ticks, and this rank's own memory; `into` and `also` are this rank's
+                // own, and no rank reads them before the next tick.
                 unsafe {
                     kernel::fold(
                         self.dtype(),
@@ -190,16 +211,23 @@ impl Steps for Run<'_> {
         for stage in &self.schedule.stages {
             for (i, block) in stage.blocks.clone().enumerate() {
                 let (from, count) = self.buffers.block(stage.from, segment, block, i as u32);
+                self.shared += count * self.dtype().size();
+                // Others read it where it is.
+                if self.lent.is_some() {
+                    continue;
+                }
                 let into = self.cell(self.clocks.me, buffer, stage.cell + i as u32);
                 // SAFETY: the block lies in the caller's buffers; the cell is ours to write,
                 // since the pipeline waited for its readers.
                 unsafe { kernel::copy(from, into, count * self.dtype().size()) };
-                self.shared += count * self.dtype().size();
             }
         }
     }
 
     fn fold(&mut self, segment: usize, buffer: usize) {
+        if self.lent.is_some() {
+            self.stage(segment, buffer);
+        }
         let meter = self.meter;
         meter.fold(|| self.fold_all(segment, buffer));
     }
@@ -210,8 +238,12 @@ impl Steps for Run<'_> {
             let rank = self.index_of(collect.rank);
             for (i, block) in collect.blocks.clone().enumerate() {
                 let (into, count) = self.buffers.block(collect.into, segment, block, i as u32);
-                let from = self.cell(rank, buffer, collect.cell + i as u32);
-                // SAFETY: the cell is complete, since the pipeline waited for its owner's tick.
+                let from = match self.lent {
+                    Some(lent) => lent.of_rank(collect.rank, into),
+                    None => self.cell(rank, buffer, collect.cell + i as u32).cast_const(),
+                };
+                // SAFETY: the cell or the lent block is complete, since the pipeline waited for its owner's
+                // tick; a lent block is in another mapping than `into`.
                 unsafe { kernel::copy(from, into, count * self.dtype().size()) };
             }
         }
@@ -220,6 +252,10 @@ impl Steps for Run<'_> {
     fn entered(&mut self) -> Result<(), Interrupted> {
         self.disagreement = self.words.disagreement();
         if self.disagreement.is_none() { Ok(()) } else { Err(Interrupted) }
+    }
+
+    fn read(&mut self) -> Result<(), Interrupted> {
+        if self.clocks.any_left() { Err(Interrupted) } else { Ok(()) }
     }
 }
 

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! 0      clock line: clock u32, pad, fingerprints of the last calls
-//! 64     sleepers u32, whether its owner has closed
+//! 64     sleepers u32, whether its owner has closed, whether it has left a call
 //! 128    the last calls in full, for error messages
 //! 2048   the same again, for an engine whose data is elsewhere
 //! 4096   staging buffers
@@ -38,6 +38,7 @@ struct ClockLine {
 struct SleepLine {
     sleepers: AtomicU32,
     closed: AtomicU32,
+    left: AtomicU32,
 }
 
 #[repr(C)]
@@ -129,6 +130,11 @@ impl Region {
     /// Not 0 once its owner has closed.
     pub(super) fn closed(&self) -> &AtomicU32 {
         &self.header().sleep.closed
+    }
+
+    /// Not 0 once its owner has left a call in which others may still read its buffer.
+    pub(super) fn left(&self) -> &AtomicU32 {
+        &self.header().sleep.left
     }
 
     /// Records the owner's call number `slot` on this window; published by its next tick.

@@ -298,6 +298,10 @@ impl Engine for Bounce {
         Ok(Explanation { engine: Bounce::NAME, chosen, ..self.host.explain(request)? })
     }
 
+    fn host(&mut self) -> &mut HostEngine {
+        &mut self.host
+    }
+
     fn run(&mut self, call: &Call, request: &Checked<'_>) -> Result<(), Error> {
         if request.memory() == Memory::Host {
             return self.host.run(call, request);

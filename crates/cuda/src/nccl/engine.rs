@@ -217,10 +217,15 @@ impl Engine for NcclEngine {
         }
         let algorithm = self.choose(request)?;
         let plan = if algorithm == OWN {
-            CallPlan { algorithm, column: 1, canonical: false }
+            CallPlan { algorithm, column: 1, canonical: false, registered: 0 }
         } else {
             let schedule = self.schedule(op, algorithm)?;
-            CallPlan { algorithm, column: self.column(request, &schedule), canonical: true }
+            CallPlan {
+                algorithm,
+                column: self.column(request, &schedule),
+                canonical: true,
+                registered: 0,
+            }
         };
         if self.plans.len() >= REMEMBERED {
             self.plans.clear();
@@ -236,6 +241,10 @@ impl Engine for NcclEngine {
         let chosen = self.plan(request)?.algorithm;
         let (engine, candidates) = (NcclEngine::NAME, self.predictions(request));
         Ok(Explanation { engine, candidates, others: Vec::new(), chosen })
+    }
+
+    fn host(&mut self) -> &mut HostEngine {
+        &mut self.host
     }
 
     fn run(&mut self, call: &Call, request: &Checked<'_>) -> Result<(), Error> {

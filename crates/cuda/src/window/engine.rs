@@ -254,7 +254,12 @@ impl DeviceWindow {
         let forced = forced.filter(|forced| forced.supports(request.op(), topology));
         let candidates = self.candidates(request, forced);
         let best = candidates.first().expect("the window does everything");
-        let plan = CallPlan { algorithm: best.algorithm, column: best.column, canonical: true };
+        let plan = CallPlan {
+            algorithm: best.algorithm,
+            column: best.column,
+            canonical: true,
+            registered: 0,
+        };
         let planned = Planned { plan, way: best.way };
         if self.plans.len() >= REMEMBERED {
             self.plans.clear();
@@ -305,6 +310,10 @@ impl Engine for DeviceWindow {
             (None, _) => "host",
         };
         Ok(Explanation { engine, candidates, others: Vec::new(), chosen: plan.algorithm })
+    }
+
+    fn host(&mut self) -> &mut HostEngine {
+        &mut self.host
     }
 
     fn run(&mut self, call: &Call, request: &Checked<'_>) -> Result<(), Error> {

@@ -59,7 +59,7 @@ fn call(group: &Group, random: &mut Random) -> Result<(), Error> {
         let expected = |i: usize| (i / block.max(1)) as i64 + 1;
         values.iter().enumerate().all(|(i, &value)| value == expected(i))
     };
-    match random.below(10) {
+    match random.below(12) {
         0 => checked_sum(group, count),
         1 => {
             let (input, mut output) = (vec![own; count], vec![0; count]);
@@ -108,6 +108,19 @@ fn call(group: &Group, random: &mut Random) -> Result<(), Error> {
             Ok(())
         }
         8 => pass_on(group, count),
+        9 | 10 => {
+            let mut buffer = group.allocate(count)?;
+            for _ in 0..3 {
+                buffer.fill(own);
+                if let Err(error) = group.all_reduce(&mut buffer, Reduction::Sum) {
+                    // Whoever still reads it must not take this for a result.
+                    buffer.fill(i64::MIN);
+                    return Err(error);
+                }
+                assert!(buffer.iter().all(|&value| value == sum), "a wrong sum in place");
+            }
+            Ok(())
+        }
         _ => group.barrier(),
     }
 }

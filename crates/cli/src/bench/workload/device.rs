@@ -34,7 +34,7 @@ impl<T: Number> DeviceBuffers<T> {
         algorithm: Option<Algorithm>,
         gpu: &Rc<Gpu>,
     ) -> anyhow::Result<Self> {
-        let mut host = Buffers::<T>::new(operation, bytes, group, algorithm);
+        let mut host = Buffers::<T>::new(operation, bytes, group, algorithm, false)?;
         host.fill()?;
         let allocate = |bytes| {
             DeviceMemory::new(&gpu.context, bytes)
