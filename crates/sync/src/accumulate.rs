@@ -5,7 +5,7 @@
 //! the two children of one node of the tree, they are merged. At the end the stack holds the
 //! maximal subtrees of the range, in order. A range of `k` leaves needs about `log2 k` slots.
 
-use std::ops::Range;
+use std::ops::{DerefMut, Range};
 
 use unisono_collective::tree;
 
@@ -81,7 +81,13 @@ impl Accumulation {
     }
 
     /// Adds `values`, the `i`-th leaf, to a span of the slots.
-    pub fn add(&self, i: usize, slots: &mut [Vec<f32>], span: Range<usize>, values: &impl Values) {
+    pub fn add<S: DerefMut<Target = [f32]>>(
+        &self,
+        i: usize,
+        slots: &mut [S],
+        span: Range<usize>,
+        values: &impl Values,
+    ) {
         let Leaf { slot, add, merges } = self.leaf(i);
         let into = &mut slots[slot][span.clone()];
         match add {

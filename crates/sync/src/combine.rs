@@ -6,6 +6,7 @@
 //! folds them in the order of the tree, and all gather the blocks. That is pairwise exchange with
 //! several leaves per rank.
 
+use std::ops::DerefMut;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -31,7 +32,10 @@ impl Combiner {
 
     /// Replaces the first of a worker's subtrees by the sum of all subtrees of all workers. All have
     /// one length, a multiple of [`alignment`].
-    pub fn sum<T: Element>(&mut self, subtrees: &mut [Vec<T>]) -> Result<(), Error> {
+    pub fn sum<T: Element, S: DerefMut<Target = [T]>>(
+        &mut self,
+        subtrees: &mut [S],
+    ) -> Result<(), Error> {
         match &mut self.exchange {
             None => self.group.all_reduce(&mut subtrees[0], Reduction::Sum),
             Some(exchange) => exchange.sum(&self.group, subtrees),
@@ -85,7 +89,11 @@ impl Exchange {
         Exchange { tree: shards.tree(workers), held, outgoing, incoming, folding: Duration::ZERO }
     }
 
-    fn sum<T: Element>(&mut self, group: &Group, subtrees: &mut [Vec<T>]) -> Result<(), Error> {
+    fn sum<T: Element, S: DerefMut<Target = [T]>>(
+        &mut self,
+        group: &Group,
+        subtrees: &mut [S],
+    ) -> Result<(), Error> {
         let (me, world) = (group.rank(), group.size());
         let length = subtrees[0].len();
         let block = length / world;

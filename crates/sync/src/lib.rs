@@ -16,6 +16,7 @@ mod combine;
 pub mod divergence;
 mod elastic;
 pub mod error;
+pub mod slot;
 pub mod strategy;
 mod synchronizer;
 mod times;

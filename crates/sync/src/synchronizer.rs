@@ -26,6 +26,7 @@ use crate::bucket::{BucketSizes, Layout, SCALARS, Turns};
 use crate::combine;
 use crate::error::SyncError;
 use crate::shards::Shards;
+use crate::slot::{Arena, Slot};
 use crate::strategy::{
     self, Compression, Find, Gradients, NoGroup, Queue, Save, StrategySpec, Votes, Weights,
 };
@@ -138,6 +139,8 @@ struct Step {
     outside: bool,
     layout: Arc<Layout>,
     buckets: Vec<Bucket>,
+    /// Of which the first slots of the buckets are made.
+    arena: Arena,
     turns: Turns,
     sizes: BucketSizes,
     tuner: Option<Tuner>,
@@ -158,7 +161,7 @@ struct Step {
 /// A bucket's memory, and what it waits for.
 #[derive(Default)]
 struct Bucket {
-    slots: Vec<Vec<f32>>,
+    slots: Vec<Slot>,
     /// Parameters whose last gradient is still to come.
     missing: usize,
 }
@@ -570,15 +573,19 @@ impl Synchronizer {
         };
         let lengths: Vec<usize> = self.parameters.iter().map(Parameter::elements).collect();
         step.layout = Arc::new(Layout::new(&lengths, step.sizes, step.align));
-        // The numbers of the step, which are in the first bucket, are summed here in any case.
-        let slots = |bucket: usize| match step.outside && bucket > 0 {
-            true => step.accumulation.sums(),
-            false => step.accumulation.slots(),
-        };
-        let memory =
-            |(i, len): (usize, usize)| Bucket { slots: vec![vec![0.0; len]; slots(i)], missing: 0 };
-        step.buckets =
-            step.layout.buckets().iter().map(|b| b.len).enumerate().map(memory).collect();
+        let firsts = step.buckets.drain(..).filter_map(|bucket| bucket.slots.into_iter().next());
+        step.arena.join(firsts);
+        for (i, bucket) in step.layout.buckets().iter().enumerate() {
+            // The numbers of the step, which are in the first bucket, are summed here in any case.
+            let count = match step.outside && i > 0 {
+                true => step.accumulation.sums(),
+                false => step.accumulation.slots(),
+            };
+            // What is summed over all workers is the first one.
+            let others = (1..count).map(|_| vec![0.0; bucket.len].into());
+            let slots = std::iter::once(step.arena.cut(bucket.len)).chain(others).collect();
+            step.buckets.push(Bucket { slots, missing: 0 });
+        }
         step.turns = Turns::new(step.buckets.len());
     }
 
@@ -618,6 +625,15 @@ impl Step {
             None => BucketSizes::default(),
         });
         let align = if alone { 1 } else { combine::alignment(shards, workers) };
+        let group = queue.strategy().group().cloned().filter(|_| !alone && compression.is_none());
+        let arena = match group {
+            // Behind the gradients of a bucket are a number for each parameter, those of the step, and what aligns it.
+            Some(group) => {
+                let others = SCALARS + (parameters.len() + 1) * (1 + align);
+                Arena::new(&group, bytes / 4 + others)?
+            }
+            None => Arena::default(),
+        };
         let step = Step {
             queue,
             sent_before: 0,
@@ -628,6 +644,7 @@ impl Step {
             accumulation: Accumulation::new(shards.count(), leaves.clone()),
             layout: Arc::new(Layout::new(&[], sizes, align)),
             buckets: Vec::new(),
+            arena,
             turns: Turns::new(0),
             sizes,
             tuner,

@@ -10,6 +10,8 @@ use unisono_sync::{Parameter, Settings, StepOutcome, SyncError, Synchronizer};
 const SHARDS: usize = 8;
 const STEPS: usize = 12;
 const LENGTHS: [usize; 7] = [300, 1, 17, 1000, 0, 64, 5];
+/// Of a model whose buckets workers read of each other in place.
+const LARGE: [usize; 7] = [300_000, 1, 17, 400_001, 0, 64, 5];
 
 /// Never has a gradient.
 const UNUSED: usize = 5;
@@ -19,6 +21,7 @@ const RARE: usize = 2;
 /// What one run is made of, besides the model.
 #[derive(Clone, Debug)]
 struct Variant {
+    lengths: [usize; 7],
     workers: usize,
     transport: Transport,
     buckets: Option<BucketSizes>,
@@ -33,6 +36,7 @@ impl Variant {
         let first = Some(BucketSizes { first: 40, others: 400 });
         let transport = Transport::Auto;
         Variant {
+            lengths: LENGTHS,
             workers,
             transport,
             buckets: first,
@@ -43,9 +47,9 @@ impl Variant {
     }
 }
 
-fn parameters() -> Vec<Parameter> {
+fn parameters(lengths: &[usize]) -> Vec<Parameter> {
     let parameter = |(i, len): (usize, &usize)| Parameter::flat(format!("p{i}"), *len);
-    LENGTHS.iter().enumerate().map(parameter).collect()
+    lengths.iter().enumerate().map(parameter).collect()
 }
 
 /// A number that looks random, in −1..1.
@@ -92,9 +96,11 @@ fn worker(group: &Group, variant: &Variant) -> Trained {
     settings.buckets = variant.buckets;
     settings.overlap = variant.overlap;
     settings.withhold = variant.withhold;
-    let sync = Synchronizer::new(Some(group), parameters(), settings).unwrap();
-    let mut optimizer = "momentum".parse::<OptimizerSpec>().unwrap().build(&LENGTHS).unwrap();
-    let mut weights: Vec<Vec<f32>> = LENGTHS
+    let sync = Synchronizer::new(Some(group), parameters(&variant.lengths), settings).unwrap();
+    let momentum = "momentum".parse::<OptimizerSpec>().unwrap();
+    let mut optimizer = momentum.build(&variant.lengths).unwrap();
+    let mut weights: Vec<Vec<f32>> = variant
+        .lengths
         .iter()
         .enumerate()
         .map(|(p, len)| (0..*len).map(|i| noise(p + i)).collect())
@@ -146,7 +152,7 @@ impl Stack {
         let plan = sync.accumulation();
         let Leaf { slot, add, merges } = plan.leaf(leaf);
         let count = usize::from(gradient.is_some());
-        let own = (gradient.unwrap_or_else(|| vec![0.0; LENGTHS[of]]), count);
+        let own = (gradient.unwrap_or_else(|| vec![0.0; sync.parameters()[of].elements()]), count);
         match add {
             true => self.merge(own),
             false => self.0.push(own),
@@ -181,7 +187,6 @@ fn bits(weights: &[Vec<f32>]) -> Vec<Vec<u32>> {
 
 #[test]
 fn weights_do_not_depend_on_how_they_are_synchronized() {
-    let expected = train(&Variant::new(1)).remove(0);
     let mut variants: Vec<Variant> = [1, 2, 3, 4, 5, 7, 8].map(Variant::new).to_vec();
     variants.extend(
         [1, 2, 3, 4, 5, 7, 8].map(|workers| Variant { outside: true, ..Variant::new(workers) }),
@@ -195,7 +200,28 @@ fn weights_do_not_depend_on_how_they_are_synchronized() {
         variants.push(Variant { buckets: None, ..plain.clone() });
         variants.push(Variant { buckets: Some(BucketSizes { first: 0, others: 0 }), ..plain });
     }
-    for variant in &variants {
+    expect_equal(&variants);
+}
+
+/// In registered memory, which is cut anew when the sizes of buckets change, and for workers whose sums are no
+/// all-reduce.
+#[test]
+fn nor_do_those_of_a_model_whose_buckets_are_read_in_place() {
+    let large = |workers, buckets| {
+        let lengths = LARGE;
+        Variant { lengths, buckets, withhold: true, ..Variant::new(workers) }
+    };
+    let sizes = Some(BucketSizes { first: 1 << 20, others: 1 << 21 });
+    let variants: Vec<Variant> =
+        [2, 3, 4].into_iter().flat_map(|n| [large(n, None), large(n, sizes)]).collect();
+    expect_equal(&variants);
+}
+
+/// All of them have the weights of one worker.
+fn expect_equal(variants: &[Variant]) {
+    let alone = Variant { lengths: variants[0].lengths, ..Variant::new(1) };
+    let expected = train(&alone).remove(0);
+    for variant in variants {
         for (rank, trained) in train(variant).into_iter().enumerate() {
             let Trained { weights, losses, updates } = trained;
             assert_eq!(
@@ -258,7 +284,7 @@ fn different_models_are_refused_on_all_ranks() {
     std::thread::scope(|scope| {
         for group in &groups {
             scope.spawn(move || {
-                let mut parameters = parameters();
+                let mut parameters = parameters(&LENGTHS);
                 if group.rank() == 2 {
                     parameters.truncate(4);
                 }

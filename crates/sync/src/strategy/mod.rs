@@ -30,6 +30,7 @@ use crate::advice::Advice;
 use crate::bucket::Layout;
 use crate::error::SyncError;
 use crate::shards::Shards;
+use crate::slot::Slot;
 use crate::synchronizer::Parameter;
 use crate::times::StepTimes;
 
@@ -288,7 +289,7 @@ pub struct Gradients {
     /// What this rank has: one buffer for every subtree that it has summed, or, if the strategy
     /// [wants them](Strategy::wants_leaves), for every shard. What comes back is the mean over all
     /// shards, in the first. The strategy leaves the others alone.
-    pub slots: Vec<Vec<f32>>,
+    pub slots: Vec<Slot>,
     /// How many of the slots are filled.
     pub filled: usize,
     /// Shards of the step, by which the sum is divided.
@@ -311,7 +312,7 @@ impl Gradients {
         bucket: usize,
         layout: Arc<Layout>,
         step: u64,
-        slots: Vec<Vec<f32>>,
+        slots: Vec<Slot>,
         filled: usize,
         shards: usize,
     ) -> Gradients {

@@ -440,7 +440,7 @@ mod tests {
             let value = |i: usize| ((i * 37 + shard * 101) % 59) as f32 - 29.0;
             (0..plan.len).map(|i| if i < plan.gradients { value(i) } else { 1.0 }).collect()
         };
-        let slots: Vec<_> = compressed.own.clone().map(leaf).collect();
+        let slots: Vec<_> = compressed.own.clone().map(|shard| leaf(shard).into()).collect();
         let filled = slots.len();
         let mut gradients = Gradients::new(bucket, layout.clone(), 9, slots, filled, SHARDS);
         compressed.exchange(&mut gradients).unwrap();

@@ -40,6 +40,7 @@ use super::{
 use crate::bucket::{Layout, SCALARS};
 use crate::error::SyncError;
 use crate::shards::Shards;
+use crate::slot::Slot;
 use crate::synchronizer::Parameter;
 use crate::times::BucketTimes;
 use unisono_optimizer::Optimizer;
@@ -88,11 +89,11 @@ pub struct LocalSteps {
 /// Where the bucket of a group is.
 enum Flight {
     /// Here, with nothing of interest in its memory.
-    Idle(Vec<Vec<f32>>),
+    Idle(Vec<Slot>),
     /// With the strategy.
     UnderWay,
     /// Back, but not yet applied. There are no times if it travelled before the run was resumed.
-    Back(Vec<Vec<f32>>, Option<BucketTimes>),
+    Back(Vec<Slot>, Option<BucketTimes>),
 }
 
 /// The numbers that travel with a submission.
@@ -118,7 +119,7 @@ impl LocalSteps {
         let zeros = || lengths.iter().map(|length| vec![0.0; *length]).collect();
         let schedule = plan.schedule.of_at_most(parameters.len());
         let layout = Layout::of_groups(&lengths, &split(&lengths, schedule.groups()));
-        let memory = layout.buckets().iter().map(|bucket| vec![vec![0.0; bucket.len]]);
+        let memory = layout.buckets().iter().map(|bucket| vec![vec![0.0; bucket.len].into()]);
         Ok(LocalSteps {
             travel,
             encodes_from,
@@ -228,7 +229,7 @@ impl LocalSteps {
     }
 
     /// Waits for the mean of a group, which is in flight.
-    fn collect(&mut self, group: usize, outcome: &mut Round) -> Result<Vec<Vec<f32>>, SyncError> {
+    fn collect(&mut self, group: usize, outcome: &mut Round) -> Result<Vec<Slot>, SyncError> {
         let asked = Instant::now();
         self.wait_for(group)?;
         outcome.blocked += asked.elapsed();

@@ -91,7 +91,7 @@ impl LocalSteps {
             let name = format!("numbers.{}", self.names[first]);
             let numbers = &mut mean[bucket.scalars.clone()][..SAVED];
             if !spread(group, find, &name, numbers)? {
-                *flight = Flight::Idle(vec![mean]);
+                *flight = Flight::Idle(vec![mean.into()]);
                 continue;
             }
             for &parameter in &bucket.parameters {
@@ -101,7 +101,7 @@ impl LocalSteps {
                 let own = &mut self.submitted[parameter];
                 deal(group, find, &|worker| submitted(worker, name), own)?;
             }
-            *flight = Flight::Back(vec![mean], None);
+            *flight = Flight::Back(vec![mean.into()], None);
         }
         Ok(())
     }
