@@ -12,7 +12,7 @@
 //! tick may belong to the next call, so clocks, and the buffers' obligations, run on from call to
 //! call.
 //!
-//! A call on [registered](crate::registered) memory stages nothing: the ranks read each other's buffers in
+//! A call on [registered](crate::Registered) memory stages nothing: the ranks read each other's buffers in
 //! place. A rank ticks when its buffer holds its input, folds when all have, and comes out of the call when
 //! all have ticked once more, after their last read. One that leaves earlier, because the group has ended,
 //! says so before it goes: its caller may use the buffer again, and whoever has read it since must not take
