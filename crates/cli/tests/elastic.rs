@@ -402,10 +402,11 @@ fn random_kills_change_no_bit_of_compressed_runs() {
     }
 }
 
-/// A soak of other runs: 250 kills of each. With a codec, the number of shards must be said: by default it is that of
-/// the workers.
+/// A soak of other runs: 250 kills of each, unless `UNISONO_TEST_KILLS` says otherwise. With a codec, the number of
+/// shards must be said: by default it is that of the workers.
 fn survives_many_kills(arguments: &str, kept: &str) {
-    survives_kills(250, 25, arguments, kept);
+    let kills = std::env::var("UNISONO_TEST_KILLS").map_or(250, |kills| kills.parse().unwrap());
+    survives_kills(kills, 25, arguments, kept);
 }
 
 const OFTEN_KEPT: &str = "--checkpoint-dir kept-RUN --checkpoint-every 20";

@@ -299,15 +299,11 @@ def _interrupted(rank, world, behind):
     if rank == 0:
         handled = []
         signal.signal(signal.SIGUSR1, lambda *_: handled.append("a handler that does not raise"))
-        process = os.getpid()
-        other = multiprocessing.get_context("fork").Process(
-            target=_press_control_c, args=(process,)
-        )
-        other.start()
+        other = _press_control_c()
         if behind:  # The call waits in line, not on the wire.
             dist.all_reduce(torch.ones(3), async_op=True)
         raises(KeyboardInterrupt, dist.all_reduce, torch.ones(3))
-        other.join()
+        other.wait()
         assert handled, "the first signal was not handled while the call waited"
         raises(unisono.Aborted, dist.barrier)
         store.set("over", b"yes")
@@ -341,12 +337,9 @@ def _interrupted_in_exchange(rank, world, kind):
 
         signal.signal(signal.SIGUSR1, handle)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        other = multiprocessing.get_context("fork").Process(
-            target=_press_control_c, args=(os.getpid(),)
-        )
-        other.start()
+        other = _press_control_c()
         raises(KeyboardInterrupt, step)
-        other.join()
+        other.wait()
         assert handled, "the first signal was not handled while the step waited"
         raises(RuntimeError, step)  # There is no going on; DDP may be the first to say so.
         store.set("over", b"yes")
@@ -380,11 +373,9 @@ def _synchronized(kind: str):
     return local, step
 
 
-def _press_control_c(process):
-    time.sleep(0.3)
-    os.kill(process, signal.SIGUSR1)
-    time.sleep(0.3)
-    os.kill(process, signal.SIGINT)
+def _press_control_c() -> subprocess.Popen:
+    """Sends this process a signal that it handles, and then SIGINT. Not from a fork, which may inherit a held lock."""
+    return subprocess.Popen(["sh", "-c", 'sleep 0.6; kill -USR1 "$0"; sleep 0.3; kill -INT "$0"', str(os.getpid())])
 
 
 def case_mixed() -> None:
