@@ -4,12 +4,16 @@
     torch_suite.py run --backend gloo    --world 2 --out gloo.json
     torch_suite.py run --backend unisono --world 2 --out unisono.json --like gloo.json
     torch_suite.py compare gloo.json unisono.json
+    torch_suite.py run --backend unisono --world 1 --device cuda --out cuda.json
 
 Most of the tests ask whether the backend is called "gloo" before they run, and many look for events
 named after it.  So Unisono runs under that name: it is registered as "gloo" in every process of a
 test, where torch finds it before its own.  Nothing of the tests is changed, and a test that Gloo
 passes is the same test for us.  One compares the name by which it asked for the backend with the
 name that the backend gives itself: that one asks for "unisono", and its record says so.
+
+With `--device cuda` the tests see the machine's GPUs.  Torch skips most of those that use them unless every rank has
+one of its own, so on a machine with one GPU a world of 1 runs more of them than a world of 2.
 
 A test's outcome is one of passed, failed, skipped and timeout; the reason is kept with it.
 `compare` names what only one of two backends passes, and fails if the second passes less.  Needs
@@ -40,6 +44,7 @@ def main() -> None:
     command.add_argument("--backend", choices=["gloo", "unisono"], required=True)
     command.add_argument("--world", type=int, default=2)
     command.add_argument("--out", type=pathlib.Path, required=True, help="where the record goes")
+    command.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="what the tests may see")
     command.add_argument("--timeout", type=int, default=120, help="seconds for a test")
     command.add_argument("--only", nargs="*", help="tests whose names contain one of these words")
     command.add_argument("--like", type=pathlib.Path, help="only what passed in this record")
@@ -58,11 +63,15 @@ def run(arguments) -> None:
     os.environ.update(
         BACKEND="gloo",
         WORLD_SIZE=str(arguments.world),
-        CUDA_VISIBLE_DEVICES="",
         MASTER_ADDR="127.0.0.1",
         # Looked at when the tests are imported: unless it is a file, some are left out.
         INIT_METHOD="file:///unused",
     )
+    if arguments.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    else:
+        # Counts the GPUs without starting CUDA, which no forked process could use then.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     kind = test_class()
     tests = sorted(name for name in dir(kind) if name.startswith("test"))

@@ -136,6 +136,12 @@ impl NcclEngine {
             (0, _) => parts,
             (cells, _) => cells,
         };
+        // A call that fits as a whole is one segment: NCCL has its own pipeline inside of a message, and each group
+        // of messages costs the ranks a meeting.
+        let whole = longest.next_multiple_of(line);
+        if cells * whole * size <= self.lane.scratch() && whole <= LONGEST {
+            return whole.max(line);
+        }
         let bytes = self.lane.scratch() / NcclEngine::in_flight(schedule) / cells;
         let most = (bytes / LINE * line).clamp(line, LONGEST);
         let segments = longest.div_ceil(most).max(1);
