@@ -78,6 +78,31 @@ pub type RawDevice = c_int;
 #[repr(C)]
 pub struct RawHandle(pub [u8; 64]);
 
+/// `CU_MEMORYTYPE_HOST` and `CU_MEMORYTYPE_DEVICE`.
+pub const HOST_MEMORY: c_uint = 1;
+pub const DEVICE_MEMORY: c_uint = 2;
+
+/// A `CUDA_MEMCPY2D`: rows of bytes from one place to another.
+#[repr(C)]
+pub struct Rows {
+    pub from: Place,
+    pub into: Place,
+    pub width: usize,
+    pub height: usize,
+}
+
+/// One side of such a copy.
+#[repr(C)]
+pub struct Place {
+    pub x: usize,
+    pub y: usize,
+    pub memory: c_uint,
+    pub host: *const c_void,
+    pub device: DevicePtr,
+    pub array: *mut c_void,
+    pub pitch: usize,
+}
+
 macro_rules! symbols {
     ($($name:ident = $symbol:literal as $call:literal ($($parameter:ident: $type:ty),*);)*) => {
         /// Every function that is used.
@@ -180,6 +205,7 @@ symbols! {
         (into: DevicePtr, from: DevicePtr, bytes: usize, stream: RawStream);
     copy_to_device = "cuMemcpyHtoDAsync_v2" as "cuMemcpyHtoDAsync"
         (into: DevicePtr, from: *const c_void, bytes: usize, stream: RawStream);
+    copy_rows = "cuMemcpy2DAsync_v2" as "cuMemcpy2DAsync" (rows: *const Rows, stream: RawStream);
     copy_to_host = "cuMemcpyDtoHAsync_v2" as "cuMemcpyDtoHAsync"
         (into: *mut c_void, from: DevicePtr, bytes: usize, stream: RawStream);
     copy_on_device = "cuMemcpyDtoDAsync_v2" as "cuMemcpyDtoDAsync"

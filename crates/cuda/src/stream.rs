@@ -5,7 +5,7 @@ use std::ffi::{c_int, c_void};
 use crate::context::Context;
 use crate::error::CudaError;
 use crate::event::Event;
-use crate::library::{DevicePtr, NOT_READY, RawStream};
+use crate::library::{DEVICE_MEMORY, DevicePtr, HOST_MEMORY, NOT_READY, Place, RawStream, Rows};
 
 /// Work on a device that runs in the order in which it was submitted.
 #[derive(Debug)]
@@ -25,6 +25,11 @@ pub enum Capture {
     /// It was recording, and something that cannot be recorded was submitted.
     Invalidated,
 }
+
+/// Copies from pinned memory of fewer bytes than this go as rows. The driver sends what is shorter than 32 KiB along with its
+/// commands, by the engine that computes: beside a process that computes, it waits for a turn (418 µs where a copy of
+/// rows takes 12). Larger: nothing is lost. Smaller: copies in between wait.
+const SHORT: usize = 64 << 10;
 
 /// `CU_STREAM_NON_BLOCKING`: no waiting for the default stream of the process.
 const NON_BLOCKING: u32 = 1;
@@ -105,6 +110,47 @@ impl Stream {
     ) -> Result<(), CudaError> {
         // SAFETY: the caller's promise.
         unsafe { self.context.enter()?.call.copy_to_device(into, from.cast(), bytes, self.raw) }
+    }
+
+    /// Copies from pinned host memory by an engine that only copies, so that no turn of those that compute is waited for.
+    ///
+    /// # Safety
+    /// As for [`Stream::copy_to_device`]; the host memory is pinned or registered.
+    pub unsafe fn copy_from_pinned(
+        &self,
+        into: DevicePtr,
+        from: *const u8,
+        bytes: usize,
+    ) -> Result<(), CudaError> {
+        if !(2..SHORT).contains(&bytes) {
+            // SAFETY: the caller's promise.
+            return unsafe { self.copy_to_device(into, from, bytes) };
+        }
+        let entered = self.context.enter()?;
+        let width = bytes / 2;
+        // Two rows; of an odd number of bytes the last two are copied once more.
+        let last = bytes - 2;
+        let copies = [(0, width), (last, 1)];
+        for &(at, width) in &copies[..1 + bytes % 2] {
+            let place = |memory, host, device| Place {
+                x: 0,
+                y: 0,
+                memory,
+                host,
+                device,
+                array: std::ptr::null_mut(),
+                pitch: width,
+            };
+            let rows = Rows {
+                from: place(HOST_MEMORY, from.wrapping_add(at).cast(), DevicePtr::default()),
+                into: place(DEVICE_MEMORY, std::ptr::null(), into.offset(at)),
+                width,
+                height: 2,
+            };
+            // SAFETY: the rows lie within the caller's bytes.
+            unsafe { entered.call.copy_rows(&rows, self.raw)? };
+        }
+        Ok(())
     }
 
     /// Copies into host memory. Into memory that is not pinned the call may wait for the copy.

@@ -267,7 +267,7 @@ impl Bounce {
         let (from, up) = (self.parts.places(chunk).1, &self.parts.up);
         let copied = pieces.each(Area::Output, chunk, |into, place, bytes| {
             // SAFETY: as above.
-            unsafe { up.copy_to_device(DevicePtr(into as u64), from.wrapping_add(place), bytes) }
+            unsafe { up.copy_from_pinned(DevicePtr(into as u64), from.wrapping_add(place), bytes) }
         });
         copied.and_then(|()| up.record(&self.parts.returned[chunk % DEPTH])).map_err(failed)
     }

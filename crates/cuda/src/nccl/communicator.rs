@@ -104,6 +104,18 @@ impl Communicator {
         posted.and(ended)
     }
 
+    /// Begins NCCL's own all-gather: this rank's bytes are in their place among those of all ranks, one rank's behind the
+    /// other's. Until the communicator is ready nothing else can be asked of it.
+    ///
+    /// # Safety
+    /// As of [`Communicator::exchange`], for the bytes of all ranks.
+    pub unsafe fn gather(&self, gather: Gather, stream: &Stream) -> Result<(), NcclError> {
+        let raw = self.raw("ncclAllGather")?;
+        let Gather { own, all, bytes } = gather;
+        // SAFETY: the caller's promise.
+        unsafe { self.nccl.all_gather(own, all, bytes, BYTES, raw, stream.raw()) }
+    }
+
     /// Begins NCCL's own reduction, in an order of its own choosing. Until the communicator is ready nothing
     /// else can be asked of it.
     ///
@@ -184,6 +196,33 @@ pub struct Message {
     pub bytes: usize,
 }
 
+/// Messages by which every rank sends its bytes to all others, and gets theirs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gather {
+    /// This rank's bytes, among those of all.
+    pub own: DevicePtr,
+    pub all: DevicePtr,
+    /// Bytes of each rank.
+    pub bytes: usize,
+}
+
+impl Gather {
+    /// The gather that the messages of a rank are, if they are one.
+    pub fn of(messages: &[Message], rank: usize, world: usize) -> Option<Gather> {
+        let Message { at: own, bytes, .. } = *messages.iter().find(|it| it.way == Way::To)?;
+        let all = DevicePtr(own.0.checked_sub((rank * bytes) as u64)?);
+        let belongs = |message: &Message| {
+            let at = match message.way {
+                Way::To => own,
+                Way::From => all.offset(message.peer * bytes),
+            };
+            message.bytes == bytes && message.at == at
+        };
+        let is_gather = messages.len() == 2 * (world - 1) && messages.iter().all(belongs);
+        is_gather.then_some(Gather { own, all, bytes })
+    }
+}
+
 /// Where a message goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
@@ -216,4 +255,39 @@ pub fn own_reduction(dtype: Dtype, reduction: Reduction) -> Option<(NcclType, Nc
         _ => return None,
     };
     Some((NcclType(dtype), NcclReduction(reduction)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What rank 1 of three sends and gets, with blocks of so many bytes at the address 1000.
+    fn messages(blocks: [usize; 3]) -> Vec<Message> {
+        let begins = [1000, 1000 + blocks[0], 1000 + blocks[0] + blocks[1]];
+        let message = |way, peer: usize, block: usize| {
+            let at = DevicePtr(begins[block] as u64);
+            Message { way, peer, at, bytes: blocks[block] }
+        };
+        let to = [message(Way::To, 0, 1), message(Way::To, 2, 1)];
+        let from = [message(Way::From, 0, 0), message(Way::From, 2, 2)];
+        to.into_iter().chain(from).collect()
+    }
+
+    #[test]
+    fn equal_blocks_in_a_row_are_a_gather() {
+        let gather = Gather { own: DevicePtr(1064), all: DevicePtr(1000), bytes: 64 };
+        assert_eq!(Gather::of(&messages([64; 3]), 1, 3), Some(gather));
+    }
+
+    #[test]
+    fn other_messages_are_none() {
+        assert_eq!(Gather::of(&messages([64, 64, 60]), 1, 3), None);
+        assert_eq!(Gather::of(&messages([60, 64, 64]), 1, 3), None);
+        assert_eq!(Gather::of(&messages([64; 3])[..3], 1, 3), None);
+        assert_eq!(Gather::of(&messages([64; 3]), 1, 4), None);
+        assert_eq!(Gather::of(&[], 0, 1), None);
+        let mut apart = messages([64; 3]);
+        apart[3].at = DevicePtr(5000);
+        assert_eq!(Gather::of(&apart, 1, 3), None);
+    }
 }

@@ -161,7 +161,12 @@ impl NcclEngine {
             } else {
                 Layout::tiled(request.extent(), schedule.parts as usize, column)
             };
-            let seconds = self.costs.predict(rounds(&schedule), &layout, request.dtype().size());
+            let seconds = self.costs.predict(
+                rounds(&schedule),
+                &layout,
+                request.dtype().size(),
+                self.gathers(op),
+            );
             Some(Prediction { algorithm, seconds })
         };
         let mut predictions: Vec<_> = CANDIDATES.into_iter().filter_map(price).collect();
@@ -172,6 +177,11 @@ impl NcclEngine {
         }
         predictions.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
         predictions
+    }
+
+    /// Whether NCCL's own all-gather takes part in such calls. Their results lie in one piece on all ranks.
+    fn gathers(&self, op: Op) -> bool {
+        op == Op::AllReduce && self.costs.gathered < self.costs.byte
     }
 
     /// Whether NCCL can do a call by itself, with bits of its own.
@@ -274,7 +284,16 @@ impl Engine for NcclEngine {
         let in_flight = NcclEngine::in_flight(&schedule);
         let (buffers, segments) = request.cut(&schedule, call.column as usize, in_flight);
         // SAFETY: as above.
-        unsafe { self.lane.run(call, &schedule, buffers, segments, self.host.state()) }
+        unsafe {
+            self.lane.run(
+                call,
+                &schedule,
+                buffers,
+                segments,
+                self.gathers(call.op),
+                self.host.state(),
+            )
+        }
     }
 }
 

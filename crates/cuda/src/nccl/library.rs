@@ -114,6 +114,8 @@ symbols! {
         (from: DevicePtr, count: usize, dtype: c_int, peer: c_int, comm: RawComm, stream: RawStream);
     receive = "ncclRecv"
         (into: DevicePtr, count: usize, dtype: c_int, peer: c_int, comm: RawComm, stream: RawStream);
+    all_gather = "ncclAllGather"
+        (from: DevicePtr, into: DevicePtr, count: usize, dtype: c_int, comm: RawComm, stream: RawStream);
     all_reduce = "ncclAllReduce"
         (from: DevicePtr, into: DevicePtr, count: usize, dtype: c_int, reduction: c_int, comm: RawComm,
          stream: RawStream);

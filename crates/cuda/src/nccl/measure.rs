@@ -1,7 +1,8 @@
 //! How long messages take between the ranks of a group.
 //!
 //! What lies between two GPUs, NVLink, PCIe, a network or sockets, is NCCL's to know. So the ranks try it when the
-//! group forms: an all-gather of a few bytes, which also makes the connections of all pairs, and one of more.
+//! group forms: an all-gather of a few bytes, which also makes the connections of all pairs, and one of more; and the
+//! same by NCCL's own all-gather.
 
 use std::time::Instant;
 
@@ -27,41 +28,44 @@ const LARGE: usize = 4 << 20;
 /// The costs of messages, which all ranks of the group agree on.
 pub fn costs(host: &mut HostEngine, lane: &mut Lane) -> Result<NcclCosts, FormError> {
     let world = host.topology().world();
-    let memory = DeviceMemory::new(lane.context(), LARGE * (world + 1)).map_err(failed)?;
+    let memory = DeviceMemory::new(lane.context(), LARGE * world).map_err(failed)?;
     // The first call makes connections, and loads what it needs.
-    all_gather(host, lane, &memory, SMALL)?;
-    let mut median = |bytes| {
+    all_gather(host, lane, &memory, SMALL, false)?;
+    all_gather(host, lane, &memory, SMALL, true)?;
+    let mut median = |bytes, by_nccl| {
         let mut times = [0.0; CALLS];
         for time in &mut times {
             let start = Instant::now();
-            all_gather(host, lane, &memory, bytes)?;
+            all_gather(host, lane, &memory, bytes, by_nccl)?;
             *time = start.elapsed().as_secs_f64();
         }
         times.sort_by(f64::total_cmp);
         Ok::<f64, FormError>(times[CALLS / 2])
     };
-    let mut times = [median(SMALL)?, median(LARGE)?];
+    let mut times = [median(SMALL, false)?, median(LARGE, false)?, median(LARGE, true)?];
     host.run_unnumbered(Request::all_reduce(&mut times, Reduction::Max))?;
-    let [group, large] = times;
+    let [group, large, gathered] = times;
     let typical = NcclCosts::default();
-    let byte = (large - group) / ((world - 1) * LARGE) as f64;
-    Ok(NcclCosts { group, byte: byte.max(typical.byte / 10.0), ..typical })
+    let byte = |time: f64| ((time - group) / ((world - 1) * LARGE) as f64).max(typical.byte / 10.0);
+    Ok(NcclCosts { group, byte: byte(large), gathered: byte(gathered), ..typical })
 }
 
-/// Runs an all-gather of so many bytes of each rank.
+/// Runs an all-gather of so many bytes of each rank, in place, by messages or by NCCL's own.
 fn all_gather(
     host: &HostEngine,
     lane: &mut Lane,
     memory: &DeviceMemory,
     bytes: usize,
+    by_nccl: bool,
 ) -> Result<(), Error> {
     let (rank, world) = (host.rank(), host.topology().world());
     let (op, algorithm) = (Op::AllGather, Algorithm::Pairwise);
     let problem = Problem { op, rank, world };
     let schedule = schedule::build(algorithm, &problem, host.topology())
         .ok_or(InvalidCall::UnsupportedAlgorithm { algorithm, op: op.name() })?;
-    let (input, output) = (memory.pointer(), memory.pointer().offset(bytes));
-    // SAFETY: the memory has room for one block and for those of all ranks, and nothing else uses it.
+    let output = memory.pointer();
+    let input = output.offset(rank * bytes);
+    // SAFETY: the memory has room for the blocks of all ranks, and nothing else uses it.
     let request =
         unsafe { Request::raw(op, Dtype::U8, bytes, input.0 as *const u8, output.0 as *mut u8)? };
     let request = request.check(rank, host.topology())?;
@@ -79,5 +83,5 @@ fn all_gather(
     };
     let (buffers, segments) = request.cut(&schedule, bytes, 1);
     // SAFETY: the memory is the device's, and the call is over when this returns.
-    unsafe { lane.run(&call, &schedule, buffers, segments, host.state()) }
+    unsafe { lane.run(&call, &schedule, buffers, segments, by_nccl, host.state()) }
 }

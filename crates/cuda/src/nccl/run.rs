@@ -19,7 +19,7 @@ use unisono_collective::engine::{Buffers, GroupState, HostEngine};
 use unisono_collective::schedule::{Fold, Phase, Round, Schedule};
 use unisono_collective::{Call, Error, Reduction};
 
-use super::communicator::{Communicator, Message, Way, own_reduction};
+use super::communicator::{Communicator, Gather, Message, Way, own_reduction};
 use super::error::NcclError;
 use crate::context::Context;
 use crate::error::CudaError;
@@ -154,7 +154,9 @@ impl Lane {
         self.scratch.as_ref().map_or(0, DeviceMemory::bytes)
     }
 
-    /// Runs a call to its end on the device. Nothing of it is under way when this returns, also with an error.
+    /// Runs a call to its end on the device. Nothing of it is under way when this returns, also with an error. With
+    /// `gathers`, messages that are a [gather](Gather) are left to NCCL; to be asked for by all ranks, and where the ranks'
+    /// bytes lie alike in the memory of all of them.
     ///
     /// # Safety
     /// The buffers are device memory, valid for the call's layouts, and nothing else uses them meanwhile.
@@ -164,6 +166,7 @@ impl Lane {
         schedule: &Schedule,
         mut buffers: Buffers<'_>,
         segments: usize,
+        gathers: bool,
         state: &GroupState,
     ) -> Result<(), Error> {
         let [Phase::Rounds(rounds)] = &schedule.phases[..] else {
@@ -172,7 +175,8 @@ impl Lane {
         assert!(buffers.scratch_bytes() <= self.scratch(), "cells fit the scratch memory");
         buffers.scratch = self.scratch.as_ref().map_or(0, |scratch| scratch.pointer().0) as *mut u8;
         // SAFETY: passed on from the caller.
-        let submitted = unsafe { self.submit(call, &rounds.rounds, &buffers, segments, state) };
+        let submitted =
+            unsafe { self.submit(call, &rounds.rounds, &buffers, segments, gathers, state) };
         self.conclude(submitted, call, state)
     }
 
@@ -241,6 +245,7 @@ impl Lane {
         rounds: &[Round],
         buffers: &Buffers<'_>,
         segments: usize,
+        gathers: bool,
         state: &GroupState,
     ) -> Result<(), Stop> {
         self.moving.record(&self.begun)?;
@@ -257,9 +262,14 @@ impl Lane {
                 // What is sent was folded an even number of steps ago, and so were the cells that are filled.
                 self.moving.wait(&self.folded[slot])?;
                 let communicator = self.communicator.as_ref().expect("several ranks have one");
-                // SAFETY: the blocks lie in the caller's memory, or in cells that no other segment uses; the
-                // stream waits for the folds that made what is sent, and for those that read what the cells held.
-                unsafe { communicator.exchange(&self.messages, &self.moving)? };
+                let gather = Gather::of(&self.messages, self.rank, self.near.len());
+                match gather.filter(|_| gathers) {
+                    // SAFETY: as below.
+                    Some(gather) => unsafe { communicator.gather(gather, &self.moving)? },
+                    // SAFETY: the blocks lie in the caller's memory, or in cells that no other segment uses; the
+                    // stream waits for the folds that made what is sent, and for those that read what the cells held.
+                    None => unsafe { communicator.exchange(&self.messages, &self.moving)? },
+                }
                 self.settle_host("ncclGroupEnd", state)?;
             }
             if due.clone().all(|(_, round)| round.folds.is_empty()) {

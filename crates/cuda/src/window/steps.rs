@@ -449,7 +449,7 @@ impl<'a> Copies<'a> {
                 Line::Down => device
                     .submit(Line::Down, |stream| stream.copy_to_host(into, address(from), bytes)),
                 Line::Up => device
-                    .submit(Line::Up, |stream| stream.copy_to_device(address(into), from, bytes)),
+                    .submit(Line::Up, |stream| stream.copy_from_pinned(address(into), from, bytes)),
                 Line::Main if self.by_kernel => device.submit(Line::Main, |stream| {
                     use unisono_collective::{Dtype, Reduction};
                     let (dtype, sum) = (Dtype::U8, Reduction::Sum);

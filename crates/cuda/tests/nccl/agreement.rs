@@ -13,7 +13,7 @@ use crate::common::{element, same};
 use crate::fake::{fake_engine, form, on_all, world};
 
 /// Costs by which bytes count, so that calls are pairwise exchanges.
-const BYTES_COUNT: NcclCosts = NcclCosts { group: 1e-12, byte: 1.0, folded: 1.0 };
+const BYTES_COUNT: NcclCosts = NcclCosts { group: 1e-12, byte: 1.0, gathered: 1.0, folded: 1.0 };
 
 fn groups(hosts: &[u32]) -> Vec<DeviceGroup> {
     let engine = fake_engine(1024, Some(BYTES_COUNT));

@@ -60,7 +60,7 @@ pub fn fake_engine(scratch: usize, costs: Option<NcclCosts>) -> Arc<MakeEngine> 
 /// one group of messages, or bytes, the more expensive.
 pub fn world(world: usize, buffer: usize, costs: DeviceCosts) -> Vec<DeviceGroup> {
     let DeviceCosts { device, byte, .. } = costs;
-    let costs = NcclCosts { group: device.first, byte, folded: byte };
+    let costs = NcclCosts { group: device.first, byte, gathered: byte / 2.0, folded: byte };
     let engine = fake_engine(4 * buffer, Some(costs));
     let formed = form(&vec![0; world], &Options::default(), |_| engine.clone());
     formed.into_iter().map(|group| DeviceGroup::new(group.unwrap(), 0)).collect()

@@ -312,6 +312,22 @@ int ncclGroupStart() { return ++depth, SUCCESS; }
 int ncclGroupEnd() { return --depth ? SUCCESS : finish_group(); }
 int ncclSend(char *from, size_t count, int type, int peer, Handle comm, void *stream) { return add(comm, stream, {true, peer, from, count * size_of(type), 0}); }
 int ncclRecv(char *into, size_t count, int type, int peer, Handle comm, void *stream) { return add(comm, stream, {false, peer, into, count * size_of(type), 0}); }
+int ncclAllGather(char *from, char *into, size_t count, int type, Handle handle, void *stream) {
+    if (const int wrong = check(handle))
+        return wrong;
+    const Comm &comm = **handle;
+    const size_t bytes = count * size_of(type);
+    if (from != into + comm.rank * bytes)
+        return INVALID_ARGUMENT; // Not in place, which is all that is tried here.
+    ++depth;
+    for (int peer = 0; peer < comm.ranks; ++peer)
+        if (peer != comm.rank) {
+            ncclSend(from, bytes, 1, peer, handle, stream);
+            ncclRecv(into + peer * bytes, bytes, 1, peer, handle, stream);
+        }
+    --depth;
+    return finish_group();
+}
 int ncclAllReduce(char *from, void *into, size_t count, int type, int reduction, Handle handle, void *stream) {
     if (const int wrong = check(handle))
         return wrong;

@@ -341,6 +341,31 @@ int cuMemcpyHtoDAsync_v2(uint64_t into, const void *from, size_t bytes, void *st
     stream_of(stream).submit([=] { memcpy(at(into), read.data(), bytes); });
     return 0;
 }
+struct Place {
+    size_t x, y;
+    unsigned memory;
+    const void *host;
+    uint64_t device;
+    void *array;
+    size_t pitch;
+};
+struct Rows {
+    Place from, into;
+    size_t width, height;
+};
+int cuMemcpy2DAsync_v2(const Rows *rows, void *stream) {
+    constexpr unsigned HOST = 1, DEVICE = 2;
+    const Place &from = rows->from, &into = rows->into;
+    if (from.memory != HOST || into.memory != DEVICE || from.x || from.y || into.x || into.y)
+        return INVALID_VALUE;
+    for (size_t row = 0; row < rows->height; ++row) {
+        const char *source = static_cast<const char *>(from.host) + row * from.pitch;
+        if (!is_pinned(source, rows->width))
+            return INVALID_VALUE;
+        copy(at(into.device + row * into.pitch), source, rows->width, stream);
+    }
+    return 0;
+}
 int cuMemcpyDtoHAsync_v2(void *into, uint64_t from, size_t bytes, void *stream) {
     copy(into, at(from), bytes, stream);
     if (!is_pinned(into, bytes))

@@ -74,6 +74,7 @@ NOTHING(cuCtxPushCurrent_v2) NOTHING(cuCtxPopCurrent_v2) NOTHING(cuCtxSynchroniz
 NOTHING(cuCtxEnablePeerAccess) NOTHING(cuModuleGetFunction) NOTHING(cuMemGetInfo_v2) NOTHING(cuMemHostRegister_v2)
 NOTHING(cuMemHostUnregister) NOTHING(cuMemHostGetDevicePointer_v2) NOTHING(cuIpcGetMemHandle) NOTHING(cuMemcpyAsync)
 NOTHING(cuMemcpyHtoDAsync_v2) NOTHING(cuMemcpyDtoHAsync_v2) NOTHING(cuMemcpyDtoDAsync_v2) NOTHING(cuMemcpyPeerAsync)
+NOTHING(cuMemcpy2DAsync_v2)
 NOTHING(cuMemsetD8Async) NOTHING(cuMemsetD32Async) NOTHING(cuStreamSynchronize) NOTHING(cuStreamWaitEvent)
 NOTHING(cuStreamIsCapturing) NOTHING(cuEventRecord) NOTHING(cuEventQuery) NOTHING(cuEventSynchronize)
 NOTHING(cuEventElapsedTime) NOTHING(cuIpcGetEventHandle)
