@@ -108,6 +108,8 @@ fn start(world: usize, scenario: &str) -> Outcome<Ranks> {
     Ranks::start(world, |rank, command| {
         command.env(SCENARIO, scenario).env(MOST_BYTES, most.to_string());
         command.env("NCCL_HOSTID", format!("unisono-{rank}"));
+        // As `unisono run` sets it.
+        command.env("NCCL_P2P_NET_CHUNKSIZE", "524288");
     })
 }
 
