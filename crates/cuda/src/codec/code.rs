@@ -103,7 +103,6 @@ impl Family {
                 "topk_return",
                 "topk_groups",
                 "topk_unpack",
-                "topk_bases",
                 "topk_values",
                 "topk_scatter",
             ],

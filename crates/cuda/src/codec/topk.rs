@@ -22,6 +22,13 @@ use crate::stream::Stream;
 const TILE: usize = 4096;
 /// Indices that share a width.
 const GROUP: usize = 128;
+/// Bits that a block of the decoder looks for groups in, and bytes of what it finds.
+const STRETCH: usize = 12288;
+const STRETCH_BYTES: usize = 8 + 4 * (8 + 188);
+/// Groups that a block unpacks, elements that it puts in their places, and zeros that it writes.
+const UNPACKED: usize = 32;
+const SCATTERED: usize = 1024;
+const ZEROS: usize = 16 * 4 * THREADS;
 /// Bytes of the kernels' `State`, and where some of its fields are.
 const STATE: usize = 64 + 2048 * 4;
 const EXACT_AT: usize = 12;
@@ -73,6 +80,9 @@ struct Places {
     lengths: DevicePtr,
     starts: DevicePtr,
     packed: DevicePtr,
+    /// Of the decoder.
+    stretches: DevicePtr,
+    sums: DevicePtr,
 }
 
 /// `ValueBytes` of the kernels.
@@ -192,7 +202,10 @@ struct Groups {
     elements: u64,
     most: u64,
     starts: DevicePtr,
+    stretches: DevicePtr,
+    blocks: u64,
     value_bytes: ValueBytes,
+    into: Into,
 }
 
 #[repr(C)]
@@ -203,14 +216,7 @@ struct Unpack {
     elements: u64,
     indices: DevicePtr,
     sums: DevicePtr,
-}
-
-#[repr(C)]
-struct Bases {
-    state: DevicePtr,
-    sums: DevicePtr,
-    bases: DevicePtr,
-    elements: u64,
+    blocks: DevicePtr,
 }
 
 #[repr(C)]
@@ -226,9 +232,12 @@ struct CopyValues {
 struct Scatter {
     state: DevicePtr,
     indices: DevicePtr,
-    bases: DevicePtr,
+    sums: DevicePtr,
+    blocks: DevicePtr,
     values: DevicePtr,
-    into: DevicePtr,
+    length: u64,
+    elements: u64,
+    into: Into,
     fault: DevicePtr,
 }
 
@@ -266,6 +275,8 @@ impl TopK {
             (place(most * 4), place(most * 4), place(most * 4 + 4));
         let (widths, lengths, starts) = (place(groups * 4), place(groups * 4), place(groups * 8));
         let packed = place(packed_bytes(elements, most));
+        let stretches = place(stretches(elements, most) * STRETCH_BYTES);
+        let sums = place(groups.div_ceil(UNPACKED) * 8);
         let memory = DeviceMemory::new(codecs.context(), bytes)?;
         let at = |offset: usize| memory.pointer().offset(offset);
         let places = Places {
@@ -282,6 +293,8 @@ impl TopK {
             lengths: at(lengths),
             starts: at(starts),
             packed: at(packed),
+            stretches: at(stretches),
+            sums: at(sums),
         };
         let stream = Stream::new(codecs.context(), 0)?;
         // SAFETY: the memory has as many bytes, and nothing else uses it yet.
@@ -516,42 +529,72 @@ impl TopK {
         fault: DevicePtr,
     ) -> Result<(), CudaError> {
         self.decoded = length;
-        let Places { read: state, indices, values, encoded, widths, lengths, starts, .. } =
-            self.places;
+        let p = self.places;
+        let (state, indices, sums) = (p.read, p.indices, p.lengths);
         let (elements, most, value_bytes) =
             (self.elements as u64, self.most as u64, self.value_bytes());
         let counted = Some(state.offset(COUNT_AT));
-        let decoded = Into::new(values, Placement::Overwrite);
+        let decoded = Into::new(p.values, Placement::Overwrite);
+        let into = Into::new(into, placement);
+        // Indices that no encoder packed can have more stretches than there is room for; what is in those
+        // beyond is found without.
+        let bits = 8 * length.saturating_sub(4);
+        let stretches = bits.div_ceil(STRETCH).clamp(1, stretches(self.elements, self.most));
+        let zeros = match placement {
+            Placement::Overwrite => self.elements.div_ceil(ZEROS),
+            Placement::Add => 0,
+        };
         // SAFETY: every place has room for as many elements as can be sent, and the first kernel refuses more;
         // the rest is the caller's promise.
         unsafe {
-            if placement == Placement::Overwrite && self.elements > 0 {
-                stream.fill_words(into, 0, self.elements)?;
-            }
-            let length = length as u64;
-            let call = Groups { state, encoding, length, elements, most, starts, value_bytes };
-            codecs.launch(stream, Family::TopK, "topk_groups", 1, call)?;
-            let blocks = self.most.div_ceil(GROUP).div_ceil(THREADS);
-            let call = Unpack { state, encoding, starts, elements, indices, sums: lengths };
+            let call = Groups {
+                state,
+                encoding,
+                length: length as u64,
+                elements,
+                most,
+                starts: p.starts,
+                stretches: p.stretches,
+                blocks: stretches as u64,
+                value_bytes,
+                into,
+            };
+            codecs.launch(stream, Family::TopK, "topk_groups", stretches + zeros, call)?;
+            let blocks = self.most.div_ceil(GROUP).div_ceil(UNPACKED);
+            let (starts, run_sums) = (p.starts, p.sums);
+            let call =
+                Unpack { state, encoding, starts, elements, indices, sums, blocks: run_sums };
             codecs.launch(stream, Family::TopK, "topk_unpack", blocks, call)?;
-            let call = Bases { state, sums: lengths, bases: widths, elements };
-            codecs.launch(stream, Family::TopK, "topk_bases", 1, call)?;
-            let call = CopyValues { state, encoding, length, value_bytes, into: encoded };
-            self.launch_most(codecs, stream, "topk_values", call)?;
-            let (values, fault) = match self.values {
-                ValueCodec::F32 => (encoded, DevicePtr::default()),
+            let length = length as u64;
+            if !matches!(self.values, ValueCodec::F32) {
+                let call = CopyValues { state, encoding, length, value_bytes, into: p.encoded };
+                self.launch_most(codecs, stream, "topk_values", call)?;
+            }
+            let (from, most) = (p.encoded, self.most);
+            let (values, length, fault) = match self.values {
+                ValueCodec::F32 => (encoding, length, DevicePtr::default()),
                 ValueCodec::Float(float) => {
-                    float.decode(codecs, stream, encoded, self.most, counted, decoded)?;
-                    (values, DevicePtr::default())
+                    float.decode(codecs, stream, from, most, counted, decoded)?;
+                    (p.values, 0, DevicePtr::default())
                 }
                 ValueCodec::Quantized(quantizer) => {
-                    let most = self.most;
-                    quantizer.decode(codecs, stream, encoded, most, counted, decoded, fault)?;
-                    (values, fault)
+                    quantizer.decode(codecs, stream, from, most, counted, decoded, fault)?;
+                    (p.values, 0, fault)
                 }
             };
-            let call = Scatter { state, indices, bases: widths, values, into, fault };
-            self.launch_most(codecs, stream, "topk_scatter", call)
+            let blocks = self.most.div_ceil(SCATTERED);
+            let call = Scatter {
+                state,
+                indices,
+                sums,
+                blocks: run_sums,
+                values,
+                length,
+                elements,
+                into,
+                fault,
+            };
+            codecs.launch(stream, Family::TopK, "topk_scatter", blocks, call)
         }
     }
 
@@ -596,6 +639,11 @@ impl ValueBytes {
         };
         count / block * (scale + block * bits / 8) + rest
     }
+}
+
+/// Stretches of the decoder that there is room for: those of as many packed indices.
+fn stretches(elements: usize, count: usize) -> usize {
+    (8 * packed_bytes(elements, count)).div_ceil(STRETCH)
 }
 
 /// The most bytes that as many indices take: 3 bits each above the logarithm of the mean gap, with a group's
