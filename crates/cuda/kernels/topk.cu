@@ -3,17 +3,20 @@
 // A *magnitude* is the bits of a float without its sign. What is taken is everything above some magnitude, and
 // the first few of exactly that magnitude: a *cut*. The host's rules (crates/codec/src/topk.rs) say which:
 //
-// 1. `topk_sample` gathers a sample of the elements, and `topk_select` finds the cut that takes 256 of them.
-// 2. `topk_mark` goes over all elements once: it adds the gradient to the residual, writes a bit for each
-//    element, 1 if it is at the cut or above, and counts these by *tiles* of 4096 elements.
-// 3. `topk_decide` adds up the tiles. If neither too few nor too many are marked, they are what is sent. If
-//    not, or without a sample, the cut that takes exactly as many as wanted is found digit by digit
-//    (`topk_count` three times), and all is marked and added up again. No call waits for this decision: the
-//    kernels of the exact cut are always submitted, and end at once where they are not needed.
-// 4. `topk_emit` turns bits into indices and values, in order; only there do ties have to be told apart.
+// 1. `topk_begin` gathers a sample of the elements, and finds the cut that takes 256 of them.
+// 2. `topk_mark` goes over all elements once: it adds the gradient to the residual, and *stages* index and value of
+//    each element at the cut or above. It does so by *tiles* of 4096 elements, which take the places that are
+//    free next: within a tile elements are in order, tiles are not.
+// 3. If neither too few nor too many are staged, they are what is sent. If not, or without a sample, the cut that
+//    takes exactly as many as wanted is found digit by digit (`topk_count` three times) among what is staged
+//    where that is enough, and else among all elements; and what it takes is counted by tiles (`topk_tally`).
+//    No call waits for this decision: these kernels are always submitted, and end at once where they are not
+//    needed.
+// 4. `topk_order` puts indices and values in order, by spans of tiles; what is before a span is the sum of what
+//    the others have. Only there do ties have to be told apart.
 // 5. Gaps between indices are packed in groups of 128, each with the width that makes it shortest
-//    (`topk_widths`); where each group begins is the sum of the lengths before it (`topk_lengths`), and then
-//    all are written at once (`topk_pack`). `topk_finish` puts count, indices and values together.
+//    (`topk_widths`); where each group begins is the sum of the lengths before it (`topk_pack`). `topk_finish`
+//    puts count, indices and values together.
 //
 // To decode, `topk_groups` finds where groups begin (topk_groups.cuh), and writes zeros. Then groups are unpacked
 // each by a thread of its own (`topk_unpack`), and the values go to their places (`topk_scatter`).

@@ -12,19 +12,20 @@ constexpr u32 DIGITS = 2048;
 
 // What the kernels of a call leave for each other.
 struct State {
-    // What is known of the exact cut: its upper digits, and how many elements with these are taken.
+    // What is known of the exact cut: its upper digits, in the end all, and how many elements with these are
+    // taken. That is how many `ties` are, which have this very magnitude; of zeros, none.
     u32 digits;
     u32 rank;
-    // The cut; `exact` if it is the one that takes exactly as many as wanted, of which then `ties` are taken
-    // of the elements of this very magnitude. Otherwise all are taken, but zeros never.
+    // The cut of the sample.
     u32 magnitude;
-    u32 exact;
+    // Elements at this cut or above.
+    u32 staged;
     u64 ties;
     // Elements that are taken, bits of their packed indices, and bytes of the encoding.
     u64 count;
     u64 bits;
     u64 length;
-    // Blocks that have counted.
+    // Blocks that are done.
     u32 done;
     // What is wrong with bytes, and the value that is.
     u32 damage;
@@ -77,6 +78,21 @@ template <class Number> __device__ Sums<Number> sums_of(Number value) {
     }
     wait_for_block();
     return {before, all};
+}
+
+// Whether this block is the last one that is done, and sees what the others have written.
+__device__ inline bool is_last(State &state, u32 blocks) {
+    SHARED bool last;
+    order_writes();
+    wait_for_block();
+    if (threadIdx.x == 0) {
+        last = atomic_add(&state.done, 1) == blocks - 1;
+        if (last)
+            state.done = 0;
+    }
+    wait_for_block();
+    order_writes();
+    return last;
 }
 
 #endif

@@ -1,58 +1,75 @@
+// Which elements are taken, and how their indices are packed.
+
 #ifndef UNISONO_TOPK_ENCODE
 #define UNISONO_TOPK_ENCODE
 
 #include "topk.cuh"
 
-// What the lowest magnitude that is taken is.
-__device__ inline u32 least_of(const State &state) { return state.magnitude ? state.magnitude : 1; }
+// Tiles that are put in order by one block.
+constexpr u32 SPAN = 16;
 
-struct Sample {
+// What the plan says, and what is read.
+struct Plan {
+    State *state;
+    u64 elements;
+    // How many are wanted, and how many of a sample's cut are few enough and many enough; 0 without a sample.
+    u64 wanted;
+    u64 fewest, most;
+    // Elements at the sample's cut or above, in the order of tiles within these, but of tiles in any; how many
+    // there is room for; and of each tile, its first and how many it has.
+    u32 *indices;
+    char *values;
+    u64 room;
+    u32 *tiles;
+    // How many each span of tiles has.
+    u32 *spans;
+};
+
+// What is sent: all that is staged; of that, as many as wanted; or of all elements.
+enum class Among { Staged, Candidates, Elements };
+
+__device__ inline Among among(const Plan &plan) {
+    const u64 staged = plan.state->staged;
+    if (plan.most && staged <= plan.most && (staged >= plan.fewest || !plan.state->magnitude))
+        return Among::Staged;
+    return plan.most && staged >= plan.wanted && staged <= plan.room ? Among::Candidates : Among::Elements;
+}
+
+struct Begin {
+    Plan plan;
     Owed owed;
     Strata strata;
-    float *into;
-};
-
-struct Select {
-    const float *values;
-    u64 elements;
+    u32 *sample;
+    // How many of the sample are above its cut.
     u64 rank;
-    State *state;
-};
-
-struct Count {
-    Owed owed;
-    u64 elements;
-    State *state;
-    u32 shift, width;
-    u64 rank;
+    // Words that have to be zero.
+    u32 *packed;
+    u64 packed_words;
+    u32 *sums;
+    u64 sums_words;
 };
 
 struct Mark {
+    Plan plan;
     Owed owed;
-    u64 elements;
-    State *state;
-    u32 *marks;
-    u32 *tiles;
-    // Whether this is the second time, for the exact cut.
-    u64 again;
 };
 
-struct Decide {
-    State *state;
-    u32 *tiles;
-    // For each tile, how many elements are taken before it, and how many ties there are before it.
-    u32 *before;
-    u64 count;
-    u64 fewest, most;
-    u64 again;
+struct Count {
+    Plan plan;
+    Owed owed;
+    u32 shift, width;
 };
 
-struct Emit {
+struct Tally {
+    Plan plan;
     Owed owed;
-    u64 elements;
-    const State *state;
-    const u32 *marks;
-    const u32 *before;
+    // Elements above the exact cut, and ties: of each tile, the latter in the upper half, and of each span.
+    u32 *tiles;
+    u32 *spans;
+};
+
+struct Order {
+    Tally tally;
     u32 *indices;
     u32 *values;
     // Whether what is sent leaves nothing.
@@ -64,21 +81,18 @@ struct Widths {
     const u32 *indices;
     u32 *widths;
     u32 *lengths;
-};
-
-struct Lengths {
-    State *state;
-    const u32 *lengths;
-    u64 *starts;
-    ValueBytes value_bytes;
+    // Of the groups of each block.
+    u32 *blocks;
 };
 
 struct Pack {
-    const State *state;
+    State *state;
     const u32 *indices;
     const u32 *widths;
-    const u64 *starts;
+    const u32 *lengths;
+    const u32 *blocks;
     u32 *packed;
+    ValueBytes value_bytes;
 };
 
 struct Finish {
@@ -94,12 +108,6 @@ struct Return {
     const float *values;
     char *residual;
 };
-
-KERNEL(topk_sample, Sample, THREADS) {
-    const u64 number = blockIdx.x * u64(THREADS) + threadIdx.x;
-    if (number < call.strata.count)
-        call.into[number] = owed_at(call.owed, call.strata.at(number));
-}
 
 // The digit of which, with all larger ones, there are at least `rank`: by all threads of a block, which have a
 // histogram in any memory. What is left of the rank within it.
@@ -127,58 +135,120 @@ __device__ inline Digit find_digit(const u32 *histogram, u32 digits, u32 rank) {
     return result;
 }
 
-// The cut of a sample, by one block of threads.
-KERNEL(topk_select, Select, THREADS) {
-    // Elements that a thread asks for before it counts the first: one block alone has to keep memory busy.
-    constexpr u32 BATCH = 16;
+// A histogram that all blocks have added to, as it was; and then there are zeros again.
+__device__ inline void take_histogram(u32 *histogram, State &state, u32 digits) {
+    for (u32 i = threadIdx.x; i < digits; i += THREADS) {
+        histogram[i] = fresh(&state.histogram[i]);
+        state.histogram[i] = 0;
+    }
+    wait_for_block();
+}
+
+__device__ inline void add_histogram(State &state, const u32 *histogram, u32 digits) {
+    wait_for_block();
+    for (u32 i = threadIdx.x; i < digits; i += THREADS)
+        if (histogram[i])
+            atomic_add(&state.histogram[i], histogram[i]);
+}
+
+// Gathers a sample, and counts its highest digits. The block that is done last finds the sample's cut: it goes
+// over the sample once more, and keeps those of the digit that was found.
+KERNEL(topk_begin, Begin, THREADS) {
+    // Elements that a thread asks for before it looks at the first: one block alone has to keep memory busy.
+    constexpr u32 BATCH = 16, KEPT = 4096;
     SHARED u32 histogram[DIGITS];
-    u32 digits = 0, rank = static_cast<u32>(call.rank);
-    for (u32 round = 0; round < 3; ++round) {
-        const u32 width = round == 0 ? 11 : 10, shift = 20 - 10 * round;
-        for (u32 i = threadIdx.x; i < DIGITS; i += THREADS)
-            histogram[i] = 0;
-        wait_for_block();
-        for (u64 first = threadIdx.x; first < call.elements; first += THREADS * BATCH) {
-            float values[BATCH];
+    SHARED u32 kept[KEPT];
+    SHARED u32 count;
+    State &state = *call.plan.state;
+    const u64 number = blockIdx.x * u64(THREADS) + threadIdx.x, all = gridDim.x * u64(THREADS);
+    for (u64 i = number; i < call.packed_words; i += all)
+        call.packed[i] = 0;
+    for (u64 i = number; i < call.sums_words; i += all)
+        call.sums[i] = 0;
+    for (u32 i = threadIdx.x; i < DIGITS; i += THREADS)
+        histogram[i] = 0;
+    wait_for_block();
+    const u64 size = call.strata.count;
+    if (number < size) {
+        const u32 own = magnitude(owed_at(call.owed, call.strata.at(number)));
+        call.sample[number] = own;
+        atomic_add(&histogram[own >> 20], 1);
+    }
+    if (size)
+        add_histogram(state, histogram, DIGITS);
+    if (!is_last(state, gridDim.x))
+        return;
+    u32 cut = 0;
+    if (size) {
+        take_histogram(histogram, state, DIGITS);
+        Digit found = find_digit(histogram, DIGITS, static_cast<u32>(call.rank));
+        cut = found.digit;
+        for (u32 round = 1; round < 3; ++round) {
+            const u32 shift = 20 - 10 * round;
+            const bool again = round == 2 && count <= KEPT;
+            const u32 left = again ? count : 0;
+            wait_for_block();
+            for (u32 i = threadIdx.x; i < 1024; i += THREADS)
+                histogram[i] = 0;
+            if (threadIdx.x == 0 && round == 1)
+                count = 0;
+            wait_for_block();
+            if (again) {
+                for (u32 i = threadIdx.x; i < left; i += THREADS)
+                    if (kept[i] >> shift >> 10 == cut)
+                        atomic_add(&histogram[kept[i] >> shift & 1023], 1);
+            } else {
+                for (u64 first = threadIdx.x; first < size; first += THREADS * BATCH) {
+                    u32 sizes[BATCH];
 #pragma unroll
-            for (u32 i = 0; i < BATCH; ++i)
-                values[i] = first + i * THREADS < call.elements ? call.values[first + i * THREADS] : 0.0f;
+                    for (u32 i = 0; i < BATCH; ++i)
+                        sizes[i] = first + i * THREADS < size ? fresh(call.sample + first + i * THREADS) : ~0u;
 #pragma unroll
-            for (u32 i = 0; i < BATCH; ++i) {
-                const u32 size = magnitude(values[i]);
-                if (first + i * THREADS < call.elements && size >> shift >> width == digits)
-                    atomic_add(&histogram[size >> shift & ((1u << width) - 1)], 1);
+                    for (u32 i = 0; i < BATCH; ++i)
+                        // What is not there has a bit that no magnitude has.
+                        if (sizes[i] >> shift >> 10 == cut) {
+                            atomic_add(&histogram[sizes[i] >> shift & 1023], 1);
+                            const u32 place = round == 1 ? atomic_add(&count, 1) : KEPT;
+                            if (place < KEPT)
+                                kept[place] = sizes[i];
+                        }
+                }
             }
+            wait_for_block();
+            found = find_digit(histogram, 1024, found.rank);
+            cut = cut << 10 | found.digit;
         }
-        wait_for_block();
-        const Digit found = find_digit(histogram, 1u << width, rank);
-        digits = digits << width | found.digit;
-        rank = found.rank;
     }
     if (threadIdx.x == 0) {
-        call.state->magnitude = digits;
-        call.state->exact = 0;
+        state.digits = 0;
+        state.rank = 0;
+        state.magnitude = cut;
+        state.staged = 0;
+        state.ties = 0;
+        state.count = 0;
     }
 }
 
 // A digit of the exact cut. The last block that has counted finds it.
 KERNEL(topk_count, Count, THREADS) {
-    State &state = *call.state;
-    if (!state.exact)
+    const Among which = among(call.plan);
+    if (which == Among::Staged)
         return;
+    State &state = *call.plan.state;
     SHARED u32 histogram[DIGITS];
-    SHARED bool last;
     const u32 digits = 1u << call.width, mask = digits - 1, higher = state.digits;
     for (u32 i = threadIdx.x; i < digits; i += THREADS)
         histogram[i] = 0;
     wait_for_block();
-    const u64 fours = call.elements / 4;
+    const bool all = which == Among::Elements;
+    const Owed owed = all ? call.owed : Owed{call.plan.values, nullptr, 1, 0};
+    const u64 elements = all ? call.plan.elements : state.staged, fours = elements / 4;
     for (u64 i = blockIdx.x * u64(THREADS) + threadIdx.x; i < fours; i += gridDim.x * u64(THREADS)) {
         float values[1][4];
-        if (call.owed.residual)
-            read_owed<true>(values, call.owed, i * 4, 0);
+        if (owed.residual)
+            read_owed<true>(values, owed, i * 4, 0);
         else
-            read_owed<false>(values, call.owed, i * 4, 0);
+            read_owed<false>(values, owed, i * 4, 0);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const u32 size = magnitude(values[0][j]);
@@ -186,183 +256,229 @@ KERNEL(topk_count, Count, THREADS) {
                 atomic_add(&histogram[size >> call.shift & mask], 1);
         }
     }
-    if (blockIdx.x == 0 && threadIdx.x < call.elements % 4) {
-        const u32 size = magnitude(owed_at(call.owed, fours * 4 + threadIdx.x));
+    if (blockIdx.x == 0 && threadIdx.x < elements % 4) {
+        const u32 size = magnitude(owed_at(owed, fours * 4 + threadIdx.x));
         if (size >> call.shift >> call.width == higher)
             atomic_add(&histogram[size >> call.shift & mask], 1);
     }
-    wait_for_block();
-    for (u32 i = threadIdx.x; i < digits; i += THREADS)
-        if (histogram[i])
-            atomic_add(&state.histogram[i], histogram[i]);
-    order_writes();
-    wait_for_block();
-    if (threadIdx.x == 0)
-        last = atomic_add(&state.done, 1) == gridDim.x - 1;
-    wait_for_block();
-    if (!last)
+    add_histogram(state, histogram, digits);
+    if (!is_last(state, gridDim.x))
         return;
-    order_writes();
-    // Only atomic operations are sure to see what other blocks have added.
-    for (u32 i = threadIdx.x; i < digits; i += THREADS) {
-        histogram[i] = atomic_add(&state.histogram[i], 0);
-        state.histogram[i] = 0;
-    }
-    wait_for_block();
-    const u32 rank = call.rank ? static_cast<u32>(call.rank) : state.rank;
+    take_histogram(histogram, state, digits);
+    // The first digit is the highest.
+    const u32 rank = call.width == 11 ? static_cast<u32>(call.plan.wanted) : state.rank;
     const Digit found = find_digit(histogram, digits, rank);
     if (threadIdx.x == 0) {
         state.digits = higher << call.width | found.digit;
         state.rank = found.rank;
-        state.done = 0;
-        if (call.shift == 0) {
-            state.magnitude = state.digits;
+        if (call.shift == 0)
             state.ties = state.digits ? found.rank : 0;
+    }
+}
+
+// Four times four elements of a tile, which are zero beyond the last; where both gradient and residual are there,
+// their sum is the new residual.
+__device__ inline void read_tile(float (&values)[4][4], const Owed &owed, u64 elements, u64 tile) {
+    const u64 first = tile * TILE + threadIdx.x * 4;
+    const bool whole = (tile + 1) * TILE <= elements, writes = owed.residual && owed.gradient;
+    if (whole) {
+        if (owed.residual)
+            read_owed<true>(values, owed, first, TILE / 4);
+        else
+            read_owed<false>(values, owed, first, TILE / 4);
+        if (writes)
+            write_fours(values, owed.residual, first, TILE / 4, owed.aligned);
+        return;
+    }
+#pragma unroll
+    for (u32 part = 0; part < 4; ++part)
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) {
+            const u64 element = first + part * (TILE / 4) + i;
+            values[part][i] = element < elements ? owed_at(owed, element) : 0.0f;
+            if (writes && element < elements)
+                put_f32(owed.residual, element, values[part][i]);
+        }
+}
+
+// A block has a tile. What is at the sample's cut or above it stages, wherever there is room.
+KERNEL(topk_mark, Mark, THREADS) {
+    SHARED u32 base;
+    const Plan &plan = call.plan;
+    const u32 least = plan.state->magnitude ? plan.state->magnitude : 1;
+    const u64 tile = blockIdx.x;
+    float values[4][4];
+    read_tile(values, call.owed, plan.elements, tile);
+    // How many there are in each of the four parts, in 16 bits each.
+    u64 counts = 0;
+#pragma unroll
+    for (u32 part = 0; part < 4; ++part) {
+        u32 count = 0;
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i)
+            count += magnitude(values[part][i]) >= least ? 1 : 0;
+        counts |= u64(count) << (16 * part);
+    }
+    const Sums<u64> sums = sums_of(counts);
+    if (threadIdx.x == 0) {
+        u32 all = 0;
+        for (u32 part = 0; part < 4; ++part)
+            all += static_cast<u32>(sums.all >> (16 * part)) & 0xffff;
+        base = all ? atomic_add(&plan.state->staged, all) : 0;
+        plan.tiles[2 * tile] = base;
+        plan.tiles[2 * tile + 1] = all;
+        if (all)
+            atomic_add(&plan.spans[tile / SPAN], all);
+    }
+    wait_for_block();
+    u64 start = base;
+#pragma unroll
+    for (u32 part = 0; part < 4; ++part) {
+        u64 place = start + (sums.before >> (16 * part) & 0xffff);
+        start += sums.all >> (16 * part) & 0xffff;
+        if (counts >> (16 * part) & 0xffff) {
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i)
+                if (magnitude(values[part][i]) >= least) {
+                    if (place < plan.room) {
+                        plan.indices[place] = static_cast<u32>(tile * TILE + part * (TILE / 4) + threadIdx.x * 4 + i);
+                        put_f32(plan.values, place, values[part][i]);
+                    }
+                    ++place;
+                }
         }
     }
 }
 
-KERNEL(topk_mark, Mark, THREADS) {
-    const State &state = *call.state;
-    if (call.again && !state.exact)
+// Counts by tiles what is above the exact cut, and ties.
+KERNEL(topk_tally, Tally, THREADS) {
+    const Plan &plan = call.plan;
+    const Among which = among(plan);
+    if (which == Among::Staged)
         return;
-    const u32 least = least_of(state), cut = state.magnitude, lane = threadIdx.x % WARP;
-    const u64 tiles = (call.elements + TILE - 1) / TILE;
+    const u32 cut = plan.state->digits;
+    const u64 tiles = (plan.elements + TILE - 1) / TILE;
     for (u64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        const u64 first = tile * TILE + threadIdx.x * 4;
-        float values[4][4];
-        const bool whole = (tile + 1) * TILE <= call.elements;
-        if (whole) {
-            if (call.owed.residual)
-                read_owed<true>(values, call.owed, first, TILE / 4);
-            else
-                read_owed<false>(values, call.owed, first, TILE / 4);
-        } else {
+        u32 counts = 0;
+        const auto count = [&](float value) {
+            const u32 size = magnitude(value);
+            counts += size > cut ? 1 : size == cut && cut ? 0x10000 : 0;
+        };
+        if (which == Among::Elements) {
+            float values[4][4];
+            read_tile(values, call.owed, plan.elements, tile);
 #pragma unroll
             for (u32 part = 0; part < 4; ++part)
 #pragma unroll
-                for (u32 i = 0; i < 4; ++i) {
-                    const u64 element = first + part * (TILE / 4) + i;
-                    values[part][i] = element < call.elements ? owed_at(call.owed, element) : 0.0f;
-                }
-        }
-        if (call.owed.residual && call.owed.gradient) {
-            if (whole) {
-                write_fours(values, call.owed.residual, first, TILE / 4, call.owed.aligned);
-            } else {
-#pragma unroll
-                for (u32 part = 0; part < 4; ++part)
-#pragma unroll
-                    for (u32 i = 0; i < 4; ++i) {
-                        const u64 element = first + part * (TILE / 4) + i;
-                        if (element < call.elements)
-                            put_f32(call.owed.residual, element, values[part][i]);
-                    }
-            }
-        }
-        // Marked elements in the lower half, ties in the upper.
-        u32 counts = 0;
-#pragma unroll
-        for (u32 part = 0; part < 4; ++part) {
-            u32 bits = 0;
-#pragma unroll
-            for (u32 i = 0; i < 4; ++i) {
-                const u32 size = magnitude(values[part][i]);
-                bits |= (size >= least ? 1u : 0u) << i;
-                counts += size >= least && size == cut ? 0x10000 : 0;
-            }
-            counts += count_bits(bits);
-            // The bits of eight neighbouring threads are a word.
-            bits <<= 4 * (lane % 8);
-#pragma unroll
-            for (u32 across = 1; across < 8; across *= 2)
-                bits |= from_across(bits, across);
-            if (lane % 8 == 0)
-                call.marks[tile * (TILE / 32) + part * (TILE / 128) + threadIdx.x / 8] = bits;
+                for (u32 i = 0; i < 4; ++i)
+                    count(values[part][i]);
+        } else {
+            const u64 base = plan.tiles[2 * tile];
+            for (u32 i = threadIdx.x; i < plan.tiles[2 * tile + 1]; i += THREADS)
+                count(f32_at(plan.values, base + i));
         }
         const u32 all = sums_of(counts).all;
-        if (threadIdx.x == 0)
+        if (threadIdx.x == 0) {
             call.tiles[tile] = all;
-    }
-}
-
-// One block of threads. The marked elements of a tile in the lower half of its word, ties in the upper.
-KERNEL(topk_decide, Decide, THREADS) {
-    State &state = *call.state;
-    if (call.again && !state.exact)
-        return;
-    const bool exact = call.again;
-    const u64 own = (call.count + THREADS - 1) / THREADS, first = threadIdx.x * own;
-    const u64 end = first + own < call.count ? first + own : call.count;
-    const u32 *__restrict__ tiles = call.tiles;
-    u32 *__restrict__ before = call.before;
-    u32 marked = 0, tied = 0;
-#pragma unroll 8
-    for (u64 i = first; i < end; ++i) {
-        marked += tiles[i] & 0xffff;
-        tied += tiles[i] >> 16;
-    }
-    const Sums<u32> sums = sums_of(marked), ties = sums_of(tied);
-    const u64 most = exact ? state.ties : ~u64(0);
-    // What is taken before an element: all above the cut, and the first of the ties.
-    u32 above = sums.before - ties.before, tied_before = ties.before;
-#pragma unroll 8
-    for (u64 i = first; i < end; ++i) {
-        before[2 * i] = above + static_cast<u32>(tied_before < most ? tied_before : most);
-        before[2 * i + 1] = tied_before;
-        above += (tiles[i] & 0xffff) - (tiles[i] >> 16);
-        tied_before += tiles[i] >> 16;
-    }
-    if (threadIdx.x == 0) {
-        const u64 all = sums.all;
-        if (exact) {
-            state.count = all - ties.all + (ties.all < most ? ties.all : most);
-        } else {
-            state.count = all;
-            state.exact = all > call.most || (all < call.fewest && state.magnitude);
+            atomic_add(&call.spans[2 * (tile / SPAN)], all & 0xffff);
+            atomic_add(&call.spans[2 * (tile / SPAN) + 1], all >> 16);
         }
     }
 }
 
-KERNEL(topk_emit, Emit, THREADS) {
-    const State &state = *call.state;
-    const u32 cut = state.magnitude;
-    const bool exact = state.exact;
-    const u64 most = state.ties, tiles = (call.elements + TILE - 1) / TILE;
-    const char *from = call.owed.residual ? call.owed.residual : call.owed.gradient;
-    for (u64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        const u32 word = call.marks[tile * (TILE / 32) + threadIdx.x / 2];
-        u32 bits = threadIdx.x % 2 ? word >> 16 : word & 0xffff;
-        const u64 first = tile * TILE + threadIdx.x * 16;
-        u32 ties = 0;
-        if (exact)
-            for (u32 left = bits; left; left &= left - 1) {
-                const u32 bit = lowest_bit(left);
-                ties |= (magnitude(f32_at(from, first + bit)) == cut ? 1u : 0u) << bit;
-            }
-        // Elements above the cut in the lower half, ties in the upper.
-        const u32 sums = sums_of(count_bits(bits & ~ties) + (count_bits(ties) << 16)).before;
-        u64 above = call.before[2 * tile], tied = call.before[2 * tile + 1];
-        above -= tied < most || !exact ? tied : most;
-        above += sums & 0xffff;
-        tied += sums >> 16;
-        for (; bits; bits &= bits - 1) {
-            const u32 bit = lowest_bit(bits);
-            const u64 element = first + bit;
-            const bool tie = ties >> bit & 1;
-            if (!tie || tied < most) {
-                const u64 place = above + (exact ? (tied < most ? tied : most) : tied);
-                call.indices[place] = static_cast<u32>(element);
-                call.values[place] = __float_as_uint(f32_at(from, element));
-                if (call.takes && call.owed.residual)
-                    put_f32(call.owed.residual, element, 0.0f);
-            }
-            if (tie)
-                ++tied;
-            else
-                ++above;
-        }
+// An element that is taken.
+__device__ inline void take(const Order &call, u64 place, u32 element, float value) {
+    call.indices[place] = element;
+    call.values[place] = __float_as_uint(value);
+    char *residual = call.tally.owed.residual;
+    if (call.takes && residual)
+        put_f32(residual, element, 0.0f);
+}
+
+// What is staged, in order, by spans.
+__device__ inline void order_staged(const Order &call) {
+    SHARED u32 bases[SPAN], before[SPAN];
+    const Plan &plan = call.tally.plan;
+    const u64 tiles = (plan.elements + TILE - 1) / TILE, first = blockIdx.x * u64(SPAN), own = first + threadIdx.x;
+    u32 sum = 0;
+    for (u64 i = threadIdx.x; i < blockIdx.x; i += THREADS)
+        sum += plan.spans[i];
+    const u32 start = sums_of(sum).all;
+    const bool there = threadIdx.x < SPAN && own < tiles;
+    const Sums<u32> sums = sums_of(there ? plan.tiles[2 * own + 1] : 0);
+    if (threadIdx.x < SPAN) {
+        bases[threadIdx.x] = there ? plan.tiles[2 * own] : 0;
+        before[threadIdx.x] = sums.before;
     }
+    wait_for_block();
+#pragma unroll 4
+    for (u32 i = threadIdx.x; i < sums.all; i += THREADS) {
+        u32 tile = 0;
+#pragma unroll
+        for (u32 step = SPAN / 2; step > 0; step /= 2)
+            tile += before[tile + step] <= i ? step : 0;
+        const u64 from = u64(bases[tile]) + i - before[tile];
+        take(call, u64(start) + i, plan.indices[from], f32_at(plan.values, from));
+    }
+    if (threadIdx.x == 0 && first + SPAN >= tiles)
+        plan.state->count = u64(start) + sums.all;
+}
+
+// What the exact cut takes, in order, by spans: of ties the first ones.
+__device__ inline void order_exact(const Order &call, Among which) {
+    const Plan &plan = call.tally.plan;
+    State &state = *plan.state;
+    const u32 cut = state.digits;
+    const u64 ties = state.ties, tiles = (plan.elements + TILE - 1) / TILE;
+    const char *from = call.tally.owed.residual ? call.tally.owed.residual : call.tally.owed.gradient;
+    u32 sum = 0, tied_sum = 0;
+    for (u64 i = threadIdx.x; i < blockIdx.x; i += THREADS) {
+        sum += call.tally.spans[2 * i];
+        tied_sum += call.tally.spans[2 * i + 1];
+    }
+    // Of those before: above the cut, and ties.
+    u64 above = sums_of(sum).all, tied = sums_of(tied_sum).all;
+    for (u64 tile = blockIdx.x * u64(SPAN); tile < (blockIdx.x + 1) * u64(SPAN) && tile < tiles; ++tile) {
+        const bool all = which == Among::Elements;
+        const u64 first = all ? tile * TILE : plan.tiles[2 * tile], left = plan.elements - tile * TILE;
+        const u32 size = all ? static_cast<u32>(left < TILE ? left : TILE) : plan.tiles[2 * tile + 1];
+        const char *values = all ? from : plan.values;
+        // A thread has neighbours.
+        const u32 each = (size + THREADS - 1) / THREADS, begin = threadIdx.x * each;
+        const u32 end = begin + each < size ? begin + each : size;
+        u32 counts = 0;
+#pragma unroll 4
+        for (u32 i = begin; i < end; ++i) {
+            const u32 own = magnitude(f32_at(values, first + i));
+            counts += own > cut ? 1 : own == cut && cut ? 0x10000 : 0;
+        }
+        const u32 before = sums_of(counts).before;
+        u64 own_above = above + (before & 0xffff), own_tied = tied + (before >> 16);
+        if (counts)
+            for (u32 i = begin; i < end; ++i) {
+                const float value = f32_at(values, first + i);
+                const u32 own = magnitude(value);
+                const bool tie = own == cut && cut;
+                if (own > cut || (tie && own_tied < ties)) {
+                    const u32 element = all ? static_cast<u32>(first + i) : plan.indices[first + i];
+                    take(call, own_above + (own_tied < ties ? own_tied : ties), element, value);
+                }
+                own_above += own > cut ? 1 : 0;
+                own_tied += tie ? 1 : 0;
+            }
+        above += call.tally.tiles[tile] & 0xffff;
+        tied += call.tally.tiles[tile] >> 16;
+    }
+    if (threadIdx.x == 0 && (blockIdx.x + 1) * u64(SPAN) >= tiles)
+        state.count = above + (tied < ties ? tied : ties);
+}
+
+KERNEL(topk_order, Order, THREADS) {
+    const Among which = among(call.tally.plan);
+    if (which == Among::Staged)
+        order_staged(call);
+    else
+        order_exact(call, which);
 }
 
 // The gaps of a lane, which has four of its group's; how many elements lie between an index and the one before.
@@ -381,7 +497,9 @@ __device__ inline u32 sum_of_warp(u32 value) {
 KERNEL(topk_widths, Widths, THREADS) {
     const u64 count = call.state->count, groups = (count + GROUP - 1) / GROUP;
     const u32 lane = threadIdx.x % WARP, warps = THREADS / WARP;
-    for (u64 group = blockIdx.x * u64(warps) + threadIdx.x / WARP; group < groups; group += gridDim.x * u64(warps)) {
+    const u64 group = blockIdx.x * u64(warps) + threadIdx.x / WARP;
+    u32 own = 0;
+    if (group < groups) {
         const u64 first = group * GROUP;
         const u32 size = static_cast<u32>(count - first < GROUP ? count - first : GROUP);
         u32 gaps[4], sum = 0;
@@ -411,33 +529,12 @@ KERNEL(topk_widths, Widths, THREADS) {
         }
         if (lane == 0) {
             call.widths[group] = width;
-            call.lengths[group] = static_cast<u32>(length) + WIDTH_BITS;
+            call.lengths[group] = own = static_cast<u32>(length) + WIDTH_BITS;
         }
     }
-}
-
-// Where each group begins; one block of threads.
-KERNEL(topk_lengths, Lengths, THREADS) {
-    State &state = *call.state;
-    const u64 groups = (state.count + GROUP - 1) / GROUP, own = (groups + THREADS - 1) / THREADS;
-    const u64 first = threadIdx.x * own, end = first + own < groups ? first + own : groups;
-    const u32 *__restrict__ lengths = call.lengths;
-    u64 *__restrict__ starts = call.starts;
-    u64 sum = 0;
-#pragma unroll 8
-    for (u64 i = first; i < end; ++i)
-        sum += lengths[i];
-    const Sums<u64> sums = sums_of(sum);
-    u64 start = sums.before;
-#pragma unroll 8
-    for (u64 i = first; i < end; ++i) {
-        starts[i] = start;
-        start += lengths[i];
-    }
-    if (threadIdx.x == 0) {
-        state.bits = sums.all;
-        state.length = 4 + (sums.all + 7) / 8 + call.value_bytes.of(state.count);
-    }
+    const u32 all = sums_of(own).all;
+    if (threadIdx.x == 0)
+        call.blocks[blockIdx.x] = all;
 }
 
 // Sets the bits of a value in words that are zero.
@@ -452,9 +549,26 @@ __device__ inline void put_bits(u32 *words, u64 at, u64 value) {
 }
 
 KERNEL(topk_pack, Pack, THREADS) {
-    const u64 count = call.state->count, groups = (count + GROUP - 1) / GROUP;
-    const u32 lane = threadIdx.x % WARP, warps = THREADS / WARP;
-    for (u64 group = blockIdx.x * u64(warps) + threadIdx.x / WARP; group < groups; group += gridDim.x * u64(warps)) {
+    State &state = *call.state;
+    constexpr u32 WARPS = THREADS / WARP;
+    const u64 count = state.count, groups = (count + GROUP - 1) / GROUP, blocks = (groups + WARPS - 1) / WARPS;
+    const u32 lane = threadIdx.x % WARP;
+    const u64 first_group = blockIdx.x * u64(WARPS), group = first_group + threadIdx.x / WARP;
+    // Bits of the groups before this block, and the first block's of all.
+    u64 bits = 0;
+    for (u64 i = threadIdx.x; i < (blockIdx.x ? blockIdx.x : blocks); i += THREADS)
+        bits += call.blocks[i];
+    u64 start = sums_of(bits).all;
+    if (blockIdx.x == 0) {
+        if (threadIdx.x == 0) {
+            state.bits = start;
+            state.length = 4 + (start + 7) / 8 + call.value_bytes.of(count);
+        }
+        start = 0;
+    }
+    for (u64 i = first_group; i < group && i < groups; ++i)
+        start += call.lengths[i];
+    if (group < groups) {
         const u64 first = group * GROUP;
         const u32 size = static_cast<u32>(count - first < GROUP ? count - first : GROUP), width = call.widths[group];
         u32 gaps[4], length = 0;
@@ -470,9 +584,9 @@ KERNEL(topk_pack, Pack, THREADS) {
             const u32 below = from_below(before, lanes);
             before += lane >= lanes ? below : 0;
         }
-        u64 at = call.starts[group] + WIDTH_BITS + (before - length);
+        u64 at = start + WIDTH_BITS + (before - length);
         if (lane == 0)
-            put_bits(call.packed, call.starts[group], width);
+            put_bits(call.packed, start, width);
 #pragma unroll
         for (u32 i = 0; i < 4; ++i)
             if (lane * 4 + i < size) {

@@ -4,7 +4,7 @@
 // The bits are cut into *stretches*, and a block of threads has one, with a *window* of bits that reaches beyond
 // it. It asks of every bit near its beginning: if a group began here, where would the following ones? Such a
 // *trail* ends where the stretch does, and nearly all end at once: what would be the width of a group is none
-// that is likely. Of those that are left over, one is the true one, as a rule the only one.
+// that is likely. Of those that are left over, one is the true one, and as a rule others lead into it.
 //
 // To follow a trail, 128 gaps are skipped at a time. For each likely width a warp has gone through the whole
 // window gap by gap, and set a bit where each begins, its *nodes*; wherever else one begins with the same
@@ -27,6 +27,9 @@ constexpr u32 STRETCH = 12288, WINDOW = 16384, ENTRIES = WINDOW - STRETCH;
 constexpr u32 WORDS = WINDOW / 64;
 // Likely widths, one for each warp, and how many of them are below that of the mean gap.
 constexpr u32 WIDTHS = THREADS / WARP, WIDTHS_BELOW = 4;
+// Groups of likely widths after which a trail may have another one. With fewer, more wrong trails are followed; with
+// more, fewer right ones where some elements are much more often sent than others.
+constexpr u32 LIKELY = 3;
 // Trails that are kept of a stretch, and groups of a trail: one has 133 bits at least.
 constexpr u32 TRAILS = 4, MOST_GROUPS = STRETCH / (WIDTH_BITS + GROUP) + 1;
 
@@ -148,11 +151,9 @@ struct Header {
         bits = {reinterpret_cast<const u8 *>(call.encoding) + 4, damage ? 0 : call.length - 4 - values};
     }
 
-    // The least of the likely widths.
-    __device__ u32 least_width(u64 elements) const {
-        const u32 mean = static_cast<u32>(count ? elements / count : 0);
-        const u32 width = 31 - leading_zeros(mean | 1);
-        return width > WIDTHS_BELOW ? width - WIDTHS_BELOW : 0;
+    // The width of the mean gap.
+    __device__ u32 mean_width(u64 elements) const {
+        return 31 - leading_zeros(static_cast<u32>(count ? elements / count : 0) | 1);
     }
 };
 
@@ -169,6 +170,8 @@ struct Window {
         const u64 word = words[place / 64] >> (place % 64), next = place % 64 ? words[place / 64 + 1] : 0;
         return static_cast<u32>(word | next << (63 - place % 64) << 1) & 31;
     }
+
+    __device__ bool is_likely(u32 width) const { return width - least < WIDTHS; }
 
     // Where the gap after the one at a place begins.
     __device__ u32 after_gap(u32 place, u32 width) const {
@@ -236,8 +239,11 @@ struct Window {
     }
 
     // Where the gap that many after the one at a place begins.
-    __device__ u32 after_gaps(u32 slot, u32 place, u32 gaps) const {
-        for (; gaps && place < WINDOW; --gaps, place = after_gap(place, least + slot)) {
+    __device__ u32 after_gaps(u32 width, u32 place, u32 gaps) const {
+        const u32 slot = width - least;
+        for (; gaps && place < WINDOW; --gaps, place = after_gap(place, width)) {
+            if (slot >= WIDTHS)
+                continue;
             const u64 word = nodes[slot][place / 64], bit = u64(1) << (place % 64);
             if (!(word & bit))
                 continue;
@@ -260,16 +266,20 @@ struct Window {
 // Follows a trail; whether it is one.
 __device__ inline bool follow(Trail &trail, const Window &window, const Header &header, u64 base, u32 entry) {
     const u64 bytes = header.bits.count;
-    u32 place = entry, groups = 0;
+    u32 place = entry, groups = 0, likely = base ? 0 : MOST_GROUPS * LIKELY;
     while (place < STRETCH && (base + place + 7) / 8 != bytes) {
-        const u32 slot = window.width_at(place) - window.least;
-        if (slot >= WIDTHS)
+        const u32 width = window.width_at(place);
+        if (window.is_likely(width))
+            ++likely;
+        else if (likely >= LIKELY)
+            likely -= LIKELY;
+        else
             return false;
-        const u32 next = window.after_gaps(slot, place + WIDTH_BITS, GROUP);
+        const u32 next = window.after_gaps(width, place + WIDTH_BITS, GROUP);
         if (next >= WINDOW) {
             // The last group, which may be shorter, is left to the walk, if it ends with the indices.
             const u32 rest = (header.count - 1) % GROUP + 1;
-            const u32 end = window.after_gaps(slot, place + WIDTH_BITS, rest);
+            const u32 end = window.after_gaps(width, place + WIDTH_BITS, rest);
             if ((base + end + 7) / 8 != bytes)
                 return false;
             break;
@@ -292,7 +302,10 @@ __device__ inline void find_trails(const Groups &call, const Header &header) {
     SHARED u32 count, kept;
     const u64 base = blockIdx.x * u64(STRETCH);
     Stretch &stretch = call.stretches[blockIdx.x];
-    const Window window = {words, nodes, before, header.least_width(call.elements)};
+    const u32 mean = header.mean_width(call.elements);
+    const Window window = {words, nodes, before, mean > WIDTHS_BELOW ? mean - WIDTHS_BELOW : 0};
+    // The first group begins with the first bit. Elsewhere, twice the bits of a usual group have two or three.
+    const u32 usual = 2 * GROUP * (mean + 2), most = usual < ENTRIES ? usual : ENTRIES;
     static_assert(WORDS == THREADS, "a word for each thread");
     const u64 at = base + threadIdx.x * 64;
     words[threadIdx.x] = (header.bits.peek(at + 32) << 32) | static_cast<u32>(header.bits.peek(at));
@@ -303,9 +316,8 @@ __device__ inline void find_trails(const Groups &call, const Header &header) {
     }
     wait_for_block();
     window.set_nodes(threadIdx.x / WARP);
-    // The first group begins with the first bit.
-    for (u32 entry = threadIdx.x; entry < (base ? ENTRIES : 1); entry += THREADS)
-        if (base + entry < 8 * header.bits.count && window.width_at(entry) - window.least < WIDTHS)
+    for (u32 entry = threadIdx.x; entry < (base ? most : 1); entry += THREADS)
+        if (!base || (base + entry < 8 * header.bits.count && window.is_likely(window.width_at(entry))))
             entries[atomic_add(&count, 1)] = static_cast<u16>(entry);
     wait_for_block();
     for (u32 i = threadIdx.x; i < count; i += THREADS) {
@@ -455,7 +467,6 @@ __device__ inline void walk(const Groups &call, const Header &header) {
         State &state = *call.state;
         state.count = damage ? 0 : header.count;
         state.bits = end;
-        state.done = 0;
         say_damage(state, damage, found);
     }
 }
@@ -481,21 +492,13 @@ KERNEL(topk_groups, Groups, THREADS) {
         write_zeros(call.into, call.elements, blockIdx.x - call.blocks);
         return;
     }
-    SHARED bool last;
     const Header header(call);
     if (blockIdx.x * u64(STRETCH) < 8 * header.bits.count)
         find_trails(call, header);
     else if (threadIdx.x == 0)
         call.stretches[blockIdx.x].trails = 0;
-    order_writes();
-    wait_for_block();
-    if (threadIdx.x == 0)
-        last = atomic_add(&call.state->done, 1) == call.blocks - 1;
-    wait_for_block();
-    if (!last)
-        return;
-    order_writes();
-    walk(call, header);
+    if (is_last(*call.state, static_cast<u32>(call.blocks)))
+        walk(call, header);
 }
 
 #endif

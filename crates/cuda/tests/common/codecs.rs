@@ -201,6 +201,31 @@ impl Bench {
 }
 
 impl Bench {
+    /// What the host encoded is decoded as on the host.
+    pub fn check_decode(&self, spec: &CodecSpec, what: &str, gradient: &[f32]) {
+        let (host, n) = (spec.build(), gradient.len());
+        let origin = Origin { shape: vec![n], parameter: 0, seed: 1, worker: 0, mean_of: 1 };
+        let (mut scratch, mut bytes) = (Scratch::default(), Vec::new());
+        Sender::new(host.clone(), origin.clone(), false).encode(
+            0,
+            gradient,
+            &mut scratch,
+            &mut bytes,
+        );
+        let task = origin.task(0);
+        let mut expected = vec![0.0; n];
+        sender::decode(&*host, &task, &bytes, &mut expected, &mut scratch).unwrap();
+        let mut codec = DeviceCodec::new(&self.codecs, spec, &[n]).unwrap();
+        let (encoding, decoded) = (self.buffer(&bytes), self.floats(gradient));
+        // SAFETY: the buffers have as many elements, and bytes as an encoding.
+        unsafe {
+            let (from, into, length) = (encoding.pointer(), decoded.pointer(), bytes.len());
+            codec.decode(&self.stream, &task, from, length, into, Placement::Overwrite).unwrap();
+        }
+        codec.check(&self.stream).unwrap();
+        assert_floats(&self.read_floats(&decoded), &expected, &format!("{spec} of {what}"));
+    }
+
     /// Any damage to a sparse encoding is found, or is none to the host either; what it is called may differ.
     pub fn check_sparse_damage(&self, spec: &CodecSpec, n: usize) {
         let host = spec.build();
@@ -217,6 +242,7 @@ impl Bench {
         let mut codec = DeviceCodec::new(&self.codecs, spec, &[n]).unwrap();
         let (mut refused, mut damages) = (0, Vec::new());
         damages.extend((0..good.len().min(40)).map(|at| (at, good.len())));
+        damages.extend((40..good.len()).step_by(good.len() / 24).map(|at| (at, good.len())));
         damages.extend([(0, 3), (0, 0), (good.len(), good.len() - 1), (good.len(), 6)]);
         for (at, length) in damages {
             let mut bytes = good.clone();
