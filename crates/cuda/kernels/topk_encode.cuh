@@ -278,14 +278,12 @@ KERNEL(topk_count, Count, THREADS) {
 
 // Four times four elements of a tile, which are zero beyond the last; where both gradient and residual are there,
 // their sum is the new residual.
-__device__ inline void read_tile(float (&values)[4][4], const Owed &owed, u64 elements, u64 tile) {
+template <bool FEEDBACK>
+__device__ void read_tile(float (&values)[4][4], const Owed &owed, u64 elements, u64 tile) {
     const u64 first = tile * TILE + threadIdx.x * 4;
-    const bool whole = (tile + 1) * TILE <= elements, writes = owed.residual && owed.gradient;
+    const bool whole = (tile + 1) * TILE <= elements, writes = FEEDBACK && owed.gradient;
     if (whole) {
-        if (owed.residual)
-            read_owed<true>(values, owed, first, TILE / 4);
-        else
-            read_owed<false>(values, owed, first, TILE / 4);
+        read_owed<FEEDBACK>(values, owed, first, TILE / 4);
         if (writes)
             write_fours(values, owed.residual, first, TILE / 4, owed.aligned);
         return;
@@ -302,13 +300,13 @@ __device__ inline void read_tile(float (&values)[4][4], const Owed &owed, u64 el
 }
 
 // A block has a tile. What is at the sample's cut or above it stages, wherever there is room.
-KERNEL(topk_mark, Mark, THREADS) {
+template <bool FEEDBACK> __device__ void mark(const Mark &call) {
     SHARED u32 base;
     const Plan &plan = call.plan;
     const u32 least = plan.state->magnitude ? plan.state->magnitude : 1;
     const u64 tile = blockIdx.x;
     float values[4][4];
-    read_tile(values, call.owed, plan.elements, tile);
+    read_tile<FEEDBACK>(values, call.owed, plan.elements, tile);
     // How many there are in each of the four parts, in 16 bits each.
     u64 counts = 0;
 #pragma unroll
@@ -350,6 +348,10 @@ KERNEL(topk_mark, Mark, THREADS) {
     }
 }
 
+// Registers for so many blocks at a time: while some wait for their places, others read.
+KERNEL_OF(topk_mark, Mark, THREADS, 5) { mark<false>(call); }
+KERNEL_OF(topk_mark_owed, Mark, THREADS, 4) { mark<true>(call); }
+
 // Counts by tiles what is above the exact cut, and ties.
 KERNEL(topk_tally, Tally, THREADS) {
     const Plan &plan = call.plan;
@@ -366,7 +368,10 @@ KERNEL(topk_tally, Tally, THREADS) {
         };
         if (which == Among::Elements) {
             float values[4][4];
-            read_tile(values, call.owed, plan.elements, tile);
+            if (call.owed.residual)
+                read_tile<true>(values, call.owed, plan.elements, tile);
+            else
+                read_tile<false>(values, call.owed, plan.elements, tile);
 #pragma unroll
             for (u32 part = 0; part < 4; ++part)
 #pragma unroll

@@ -293,17 +293,24 @@ __device__ inline bool follow(Trail &trail, const Window &window, const Header &
     return true;
 }
 
+// What a block needs to find trails.
+struct Search {
+    u64 words[WORDS + 1];
+    u64 nodes[WIDTHS][WORDS];
+    u16 before[WIDTHS][WORDS];
+    u16 entries[ENTRIES];
+    u32 count, kept;
+};
+
 // Finds the trails of a stretch.
-__device__ inline void find_trails(const Groups &call, const Header &header) {
-    SHARED u64 words[WORDS + 1];
-    SHARED u64 nodes[WIDTHS][WORDS];
-    SHARED u16 before[WIDTHS][WORDS];
-    SHARED u16 entries[ENTRIES];
-    SHARED u32 count, kept;
+__device__ inline void find_trails(Search &search, const Groups &call, const Header &header) {
+    u64 *words = search.words;
+    u16 *entries = search.entries;
+    u32 &count = search.count, &kept = search.kept;
     const u64 base = blockIdx.x * u64(STRETCH);
     Stretch &stretch = call.stretches[blockIdx.x];
     const u32 mean = header.mean_width(call.elements);
-    const Window window = {words, nodes, before, mean > WIDTHS_BELOW ? mean - WIDTHS_BELOW : 0};
+    const Window window = {words, search.nodes, search.before, mean > WIDTHS_BELOW ? mean - WIDTHS_BELOW : 0};
     // The first group begins with the first bit. Elsewhere, twice the bits of a usual group have two or three.
     const u32 usual = 2 * GROUP * (mean + 2), most = usual < ENTRIES ? usual : ENTRIES;
     static_assert(WORDS == THREADS, "a word for each thread");
@@ -382,8 +389,7 @@ __device__ inline void write_starts(const Walked &walked, const Groups &call, u6
 }
 
 // Goes over all groups, by one block of threads, which all do the same.
-__device__ inline void walk(const Groups &call, const Header &header) {
-    SHARED Walked walked;
+__device__ inline void walk(Walked &walked, const Groups &call, const Header &header) {
     const u32 me = threadIdx.x;
     const Bits bits = header.bits;
     const u64 groups = header.damage ? 0 : (u64(header.count) + GROUP - 1) / GROUP, whole = header.count / GROUP;
@@ -492,13 +498,18 @@ KERNEL(topk_groups, Groups, THREADS) {
         write_zeros(call.into, call.elements, blockIdx.x - call.blocks);
         return;
     }
+    // The less a block takes, the more of them write zeros.
+    SHARED union {
+        Search search;
+        Walked walked;
+    } shared;
     const Header header(call);
     if (blockIdx.x * u64(STRETCH) < 8 * header.bits.count)
-        find_trails(call, header);
+        find_trails(shared.search, call, header);
     else if (threadIdx.x == 0)
         call.stretches[blockIdx.x].trails = 0;
     if (is_last(*call.state, static_cast<u32>(call.blocks)))
-        walk(call, header);
+        walk(shared.walked, call, header);
 }
 
 #endif

@@ -10,6 +10,10 @@
 #define KERNEL(name, Call, threads) \
     extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ Call call)
 
+// One of which so many blocks fit on a multiprocessor at a time.
+#define KERNEL_OF(name, Call, threads, blocks) \
+    extern "C" __global__ void __launch_bounds__(threads, blocks) name(const __grid_constant__ Call call)
+
 // Memory that all threads of a block share.
 #define SHARED __shared__
 

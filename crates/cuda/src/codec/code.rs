@@ -92,6 +92,7 @@ impl Family {
             Family::TopK => &[
                 "topk_begin",
                 "topk_mark",
+                "topk_mark_owed",
                 "topk_count",
                 "topk_tally",
                 "topk_order",

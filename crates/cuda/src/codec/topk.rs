@@ -358,7 +358,11 @@ impl TopK {
                 Some(_) => {
                     let tiles = self.elements.div_ceil(TILE);
                     let call = Mark { staging: self.staging(), owed: fresh };
-                    codecs.launch(stream, Family::TopK, "topk_mark", tiles, call)?;
+                    let kernel = match residual {
+                        None => "topk_mark",
+                        Some(_) => "topk_mark_owed",
+                    };
+                    codecs.launch(stream, Family::TopK, kernel, tiles, call)?;
                     self.cut_exactly(codecs, stream, marked)?
                 }
                 None => self.cut_exactly(codecs, stream, fresh)?,

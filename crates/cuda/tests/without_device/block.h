@@ -38,6 +38,8 @@ static Registered *registered_kernels = nullptr;
                                         std::exchange(registered_kernels, &registered_##name)}; \
     static void name(const Call &call)
 
+#define KERNEL_OF(name, Call, threads, blocks) KERNEL(name, Call, threads)
+
 #define SHARED static thread_local
 
 namespace threads {
