@@ -108,8 +108,7 @@ impl Family {
             Family::RandK => &["randk_absorb", "randk_encode", "randk_decode"],
             Family::PowerSgd => &[
                 "powersgd_times",
-                "powersgd_transposed_times_4",
-                "powersgd_transposed_times_32",
+                "powersgd_transposed_times",
                 "powersgd_expand",
                 "powersgd_settle",
                 "powersgd_normalize",
