@@ -120,6 +120,9 @@ fn topk_has_the_bytes_of_the_host() {
     let context = context();
     for (text, shift, large) in [
         ("topk:1%", 0, 70_003),
+        // Large enough for a sample.
+        ("topk:50%", 4, 8195),
+        ("topk:30%,exact", 0, 12_289),
         ("topk:4%,exact", 4, 20_001),
         ("topk:20%+fp16", 0, 5000),
         ("topk:0.5%+bf16", 4, 20_001),
@@ -140,7 +143,8 @@ fn topk_has_the_bytes_of_the_host() {
 fn topk_decodes_many_groups() {
     let context = context();
     let value = |i: usize| Kind::Normal.element(1, i) + 0.1;
-    let patterns: [(&str, fn(usize) -> bool); 5] = [
+    type Pattern = fn(usize) -> bool;
+    let patterns: [(&str, Pattern); 5] = [
         ("all", |_| true),
         ("every third", |i| i % 3 == 0),
         ("every 64th, and one more", |i| i % 64 == 0 || i == 77_777),
@@ -182,8 +186,17 @@ fn randk_has_the_bytes_of_the_host() {
 #[test]
 fn powersgd_has_the_bytes_of_the_host() {
     let context = context();
-    let shapes: [&[usize]; 8] =
-        [&[0, 3], &[1, 1], &[4, 5], &[7, 300], &[33, 3, 5], &[9, 1024], &[6, 2500], &[257, 40]];
+    let shapes: [&[usize]; 9] = [
+        &[0, 3],
+        &[1, 1],
+        &[4, 5],
+        &[7, 300],
+        &[33, 3, 5],
+        &[9, 1024],
+        &[6, 2500],
+        &[257, 40],
+        &[203, 9],
+    ];
     for (text, shift) in [("powersgd:1", 0), ("powersgd:4", 4), ("powersgd:3+fp16", 4)] {
         let bench = Bench::new(&context, shift);
         for shape in shapes {
