@@ -137,36 +137,11 @@ fn topk_has_the_bytes_of_the_host() {
     }
 }
 
-/// Many groups, of widths that are all alike, and of such that are not: regular gaps, whole rows, and
-/// gradients that are larger in some places than in others.
 #[test]
 fn topk_decodes_many_groups() {
     let context = context();
-    let value = |i: usize| Kind::Normal.element(1, i) + 0.1;
-    type Pattern = fn(usize) -> bool;
-    let patterns: [(&str, Pattern); 5] = [
-        ("all", |_| true),
-        ("every third", |i| i % 3 == 0),
-        ("every 64th, and one more", |i| i % 64 == 0 || i == 77_777),
-        ("one row of 32", |i| i / 128 % 32 == 5),
-        ("the first and the last", |i| i == 0 || i == 399_999),
-    ];
-    for shift in [0, 1, 7] {
-        let bench = Bench::new(&context, 4 * shift);
-        for (name, pattern) in patterns {
-            let gradient: Vec<f32> =
-                (0..400_000).map(|i| if pattern(i) { value(i) } else { 0.0 }).collect();
-            bench.check_decode(&spec("topk:40%,exact"), name, &gradient);
-        }
-        for text in ["topk:0.1%", "topk:1%", "topk:10%", "topk:30%,exact"] {
-            let mut gradient: Vec<f32> =
-                (0..1_000_001).map(|i| Kind::Normal.element(0, i)).collect();
-            bench.check_decode(&spec(text), "like numbers", &gradient);
-            gradient.iter_mut().enumerate().for_each(|(i, value)| {
-                *value *= [1.0, 0.6, 3.0, 0.01, 1.5, 0.3][i / 30_000 % 6];
-            });
-            bench.check_decode(&spec(text), "numbers of several magnitudes", &gradient);
-        }
+    for shift in [0, 4, 28] {
+        Bench::new(&context, shift).check_many_groups();
     }
 }
 
