@@ -5,10 +5,11 @@
 //
 // * A sum along a row runs by tiles of 1024 columns, in 64 lanes which are folded by halves. A warp has a row,
 //   and each of its threads two lanes, 32 apart.
-// * A sum down a column runs by bands of four rows, one after the other: a thread has a column, for all columns
-//   of the thin matrix at once.
-// * The products of thin columns run in 16 lanes, in f64, one row after the other: 16 threads sum. That is slow
-//   on a device, but the columns are thin.
+// * A sum down a column runs by bands of four rows, one after the other. All threads of a block multiply and sum
+//   within bands, many at once, and leave that in shared memory; from there some add band to band.
+// * The products of thin columns run in 16 lanes, in f64, one row after the other: 16 threads sum what the others
+//   have multiplied. However fast memory is, this takes as long as that many additions in f64, each of which
+//   waits for the one before.
 
 #include "codec.cuh"
 
@@ -137,48 +138,80 @@ KERNEL(powersgd_times, Times, THREADS) {
     }
 }
 
-// For up to RANK columns of the thin matrices.
-template <int RANK> __device__ void transposed_times(const TransposedTimes &call) {
+// Columns of the thin matrix that a block sums for, of as many columns of the large one as a warp has lanes; and
+// bands at a time: more would be more shared memory, fewer more waiting.
+constexpr u32 RANKS = 4, BANDS = 32;
+
+KERNEL(powersgd_transposed_times, TransposedTimes, THREADS) {
+    constexpr u32 WARPS = THREADS / WARP, EACH = BANDS / WARPS, ROWS = BANDS * BAND, LEFTS = RANKS * ROWS / THREADS;
+    static_assert(RANKS <= WARPS, "a warp for each column");
+    // Each turn uses the other one, while the last one is still added up.
+    SHARED float folded[2][BANDS][RANKS][WARP];
+    SHARED float left[RANKS][ROWS];
     const Form &form = call.form;
-    const u64 column = blockIdx.x * u64(THREADS) + threadIdx.x;
-    if (column >= form.columns)
-        return;
-    float sums[RANK];
+    const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const u64 across = (form.columns + WARP - 1) / WARP, first = blockIdx.x / across * RANKS;
+    const u64 column = blockIdx.x % across * WARP + lane, bands = form.rows / BAND;
+    float values[EACH][BAND], lefts[LEFTS];
+    // What the next turn needs is asked for before this one's is looked at.
+    const auto ask = [&](u64 top) {
 #pragma unroll
-    for (int k = 0; k < RANK; ++k)
-        sums[k] = 0.0f;
-    u64 row = 0;
-#pragma unroll 2
-    for (; row + BAND <= form.rows; row += BAND) {
-        float values[BAND];
+        for (u32 i = 0; i < EACH; ++i)
 #pragma unroll
-        for (u32 h = 0; h < BAND; ++h)
-            values[h] = call.matrix[(row + h) * form.columns + column];
+            for (u32 h = 0; h < BAND; ++h) {
+                const u64 band = top + i * WARPS + warp;
+                const bool there = band < bands && column < form.columns;
+                values[i][h] = there ? call.matrix[(band * BAND + h) * form.columns + column] : 0.0f;
+            }
 #pragma unroll
-        for (int k = 0; k < RANK; ++k)
-            if (k < form.rank) {
+        for (u32 i = 0; i < LEFTS; ++i) {
+            const u32 place = i * THREADS + threadIdx.x;
+            const u64 k = first + place / ROWS, row = top * BAND + place % ROWS;
+            lefts[i] = k < form.rank && row < form.rows ? call.left[k * form.rows + row] : 0.0f;
+        }
+    };
+    float sum = 0.0f;
+    ask(0);
+    u32 turn = 0;
+    for (u64 top = 0; top < bands; top += BANDS, turn = 1 - turn) {
+#pragma unroll
+        for (u32 i = 0; i < LEFTS; ++i) {
+            const u32 place = i * THREADS + threadIdx.x;
+            left[place / ROWS][place % ROWS] = lefts[i];
+        }
+        wait_for_block();
+#pragma unroll
+        for (u32 i = 0; i < EACH; ++i)
+#pragma unroll
+            for (u32 k = 0; k < RANKS; ++k) {
+                const u32 band = i * WARPS + warp;
                 float products[BAND];
 #pragma unroll
                 for (u32 h = 0; h < BAND; ++h)
-                    products[h] = times(values[h], call.left[k * form.rows + row + h]);
-                sums[k] = plus(sums[k], fold(products));
+                    products[h] = times(values[i][h], left[k][band * BAND + h]);
+                folded[turn][band][k][lane] = fold(products);
             }
-    }
-    for (; row < form.rows; ++row) {
-        const float value = call.matrix[row * form.columns + column];
+        ask(top + BANDS);
+        wait_for_block();
+        if (warp < RANKS) {
+            const u32 count = static_cast<u32>(bands - top < BANDS ? bands - top : BANDS);
+            if (count == BANDS) {
 #pragma unroll
-        for (int k = 0; k < RANK; ++k)
-            if (k < form.rank)
-                sums[k] = plus(sums[k], times(value, call.left[k * form.rows + row]));
+                for (u32 band = 0; band < BANDS; ++band)
+                    sum = plus(sum, folded[turn][band][warp][lane]);
+            } else {
+                for (u32 band = 0; band < count; ++band)
+                    sum = plus(sum, folded[turn][band][warp][lane]);
+            }
+        }
     }
-#pragma unroll
-    for (int k = 0; k < RANK; ++k)
-        if (k < form.rank)
-            call.right[k * form.columns + column] = sums[k];
+    const u64 k = first + warp;
+    if (warp >= RANKS || k >= form.rank || column >= form.columns)
+        return;
+    for (u64 row = bands * BAND; row < form.rows; ++row)
+        sum = plus(sum, times(call.matrix[row * form.columns + column], call.left[k * form.rows + row]));
+    call.right[k * form.columns + column] = sum;
 }
-
-KERNEL(powersgd_transposed_times_4, TransposedTimes, THREADS) { transposed_times<4>(call); }
-KERNEL(powersgd_transposed_times_32, TransposedTimes, THREADS) { transposed_times<32>(call); }
 
 // Adds the products of G columns from the k-th to the sums of some rows; the first are not added to anything.
 constexpr u32 EXPANDED = 4;
@@ -235,29 +268,70 @@ KERNEL(powersgd_expand, Expand, THREADS) {
         }
 }
 
-// The product of two columns, for all threads of a block.
+// The product of two columns, for all threads of a block. The first warp sums what the others have multiplied, and
+// these multiply on meanwhile.
 __device__ inline double dot(const float *a, const float *b, u64 rows) {
-    constexpr u32 PARTS = 16;
+    constexpr u32 PARTS = 16, STAGED = 2048, OTHERS = THREADS - WARP;
+    SHARED double products[2][STAGED];
     SHARED double parts[PARTS];
-    if (threadIdx.x < PARTS) {
-        double sum = 0.0;
-#pragma unroll 8
-        for (u64 i = threadIdx.x; i < rows; i += PARTS)
-            sum = __dadd_rn(sum, __dmul_rn(double(a[i]), double(b[i])));
-        parts[threadIdx.x] = sum;
-    }
+    const auto multiply = [&](u64 first, u32 turn, u32 from, u32 step) {
+#pragma unroll 10
+        for (u32 i = from; i < STAGED; i += step)
+            if (first + i < rows)
+                products[turn][i] = __dmul_rn(double(a[first + i]), double(b[first + i]));
+    };
+    multiply(0, 0, threadIdx.x, THREADS);
     wait_for_block();
     double sum = 0.0;
+    u32 turn = 0;
+    for (u64 first = 0; first < rows; first += STAGED, turn = 1 - turn) {
+        if (threadIdx.x >= WARP) {
+            multiply(first + STAGED, 1 - turn, threadIdx.x - WARP, OTHERS);
+        } else if (threadIdx.x < PARTS) {
+            const double *staged = products[turn] + threadIdx.x;
+            if (rows - first >= STAGED) {
+#pragma unroll 32
+                for (u32 i = 0; i < STAGED; i += PARTS)
+                    sum = __dadd_rn(sum, staged[i]);
+            } else {
+                for (u32 i = 0; threadIdx.x + i < rows - first; i += PARTS)
+                    sum = __dadd_rn(sum, staged[i]);
+            }
+        }
+        wait_for_block();
+    }
+    if (threadIdx.x < PARTS)
+        parts[threadIdx.x] = sum;
+    wait_for_block();
+    sum = 0.0;
     for (u32 i = 0; i < PARTS; ++i)
         sum = __dadd_rn(sum, parts[i]);
     wait_for_block();
     return sum;
 }
 
-__device__ inline void divide(float *column, u64 rows, double by) {
-    for (u64 i = threadIdx.x; i < rows; i += THREADS)
-        column[i] = __double2float_rn(__ddiv_rn(double(column[i]), by));
+// Changes every element of a column, which may depend on the one of another. A thread asks for several before it
+// waits for the first: one block alone has to keep memory busy.
+template <class Change> __device__ void change(float *column, const float *other, u64 rows, Change to) {
+    constexpr u32 BATCH = 8;
+    for (u64 first = threadIdx.x; first < rows; first += THREADS * BATCH) {
+        float own[BATCH], others[BATCH];
+#pragma unroll
+        for (u32 i = 0; i < BATCH; ++i) {
+            const u64 row = first + i * THREADS;
+            own[i] = row < rows ? column[row] : 0.0f;
+            others[i] = row < rows ? other[row] : 0.0f;
+        }
+#pragma unroll
+        for (u32 i = 0; i < BATCH; ++i)
+            if (first + i * THREADS < rows)
+                column[first + i * THREADS] = __double2float_rn(to(double(own[i]), double(others[i])));
+    }
     wait_for_block();
+}
+
+__device__ inline void divide(float *column, u64 rows, double by) {
+    change(column, column, rows, [&](double own, double) { return __ddiv_rn(own, by); });
 }
 
 // The modified Gram-Schmidt process, in one block of threads.
@@ -272,9 +346,9 @@ KERNEL(powersgd_settle, Settle, THREADS) {
             for (u64 other = 0; other < own; ++other) {
                 const float *earlier = call.matrix + other * call.rows;
                 const double share = dot(earlier, column, call.rows);
-                for (u64 i = threadIdx.x; i < call.rows; i += THREADS)
-                    column[i] = __double2float_rn(__dsub_rn(double(column[i]), __dmul_rn(share, double(earlier[i]))));
-                wait_for_block();
+                change(column, earlier, call.rows, [&](double own, double theirs) {
+                    return __dsub_rn(own, __dmul_rn(share, theirs));
+                });
             }
         const double remainder = __dsqrt_rn(dot(column, column, call.rows));
         if (remainder <= call.noise) {

@@ -10,6 +10,10 @@
 #define KERNEL(name, Call, threads) \
     extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ Call call)
 
+// One of which so many blocks fit on a multiprocessor at a time.
+#define KERNEL_OF(name, Call, threads, blocks) \
+    extern "C" __global__ void __launch_bounds__(threads, blocks) name(const __grid_constant__ Call call)
+
 // Memory that all threads of a block share.
 #define SHARED __shared__
 
@@ -39,6 +43,8 @@ __device__ inline u64 upper_product(u64 a, u64 b) { return __umul64hi(a, b); }
 
 __device__ inline void atomic_min(u64 *at, u64 value) { atomicMin(at, value); }
 __device__ inline u32 atomic_add(u32 *at, u32 value) { return atomicAdd(at, value); }
+// A word that another block has written.
+__device__ inline u32 fresh(const u32 *at) { return __ldcg(at); }
 // What was written before is seen by other blocks before what is written after.
 __device__ inline void order_writes() { __threadfence(); }
 __device__ inline void atomic_or(u32 *at, u32 value) { atomicOr(at, value); }

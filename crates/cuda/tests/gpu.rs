@@ -160,6 +160,8 @@ fn topk_on_the_device() {
     let texts = ["topk:1%", "topk:4%,exact", "topk:0.1%", "topk:10%+int8", "topk:50%,exact+int4"];
     check_codecs(&texts, &NUMBERS, 3_000_001);
     check_codecs(&["topk:5%+fp16", "topk:5%+bf16"], &NUMBERS, 300_001);
+    let Some(context) = context() else { return };
+    Bench::new(&context, 4).check_many_groups();
 }
 
 #[test]

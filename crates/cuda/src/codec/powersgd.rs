@@ -18,6 +18,8 @@ use crate::stream::Stream;
 
 /// Rows of the product that a thread has, as the kernel has it.
 const EXPANDED: usize = 4;
+/// Columns of the thin matrix that a block sums for.
+const RANKS: usize = 4;
 
 /// The codec of one matrix, with its thin ones.
 #[derive(Debug)]
@@ -148,13 +150,10 @@ impl LowRank {
             self.send(codecs, stream, left, self.left_elements(), encoding)?;
             self.settle(codecs, stream)?;
 
-            let name = match form.rank {
-                0..=4 => "powersgd_transposed_times_4",
-                _ => "powersgd_transposed_times_32",
-            };
-            let blocks = (form.columns as usize).div_ceil(THREADS);
+            let across = (form.columns as usize).div_ceil(32);
+            let blocks = across * (form.rank as usize).div_ceil(RANKS);
             let call = Product { form, matrix, thin: left, into: right };
-            codecs.launch(stream, Family::PowerSgd, name, blocks, call)?;
+            codecs.launch(stream, Family::PowerSgd, "powersgd_transposed_times", blocks, call)?;
             let after = encoding.offset(self.left_elements() * self.wire.bytes());
             self.send(codecs, stream, right, self.right_elements(), after)?;
             if residual.is_some() {

@@ -20,11 +20,19 @@ use crate::stream::Stream;
 
 /// Elements that are counted together, as the kernels have it.
 const TILE: usize = 4096;
+/// Tiles that one block puts in order.
+const SPAN: usize = 16;
 /// Indices that share a width.
 const GROUP: usize = 128;
+/// Bits that a block of the decoder looks for groups in, and bytes of what it finds.
+const STRETCH: usize = 12288;
+const STRETCH_BYTES: usize = 8 + 4 * (8 + 188);
+/// Groups that a block unpacks, elements that it puts in their places, and zeros that it writes.
+const UNPACKED: usize = 32;
+const SCATTERED: usize = 1024;
+const ZEROS: usize = 16 * 4 * THREADS;
 /// Bytes of the kernels' `State`, and where some of its fields are.
 const STATE: usize = 64 + 2048 * 4;
-const EXACT_AT: usize = 12;
 const COUNT_AT: usize = 24;
 const LENGTH_AT: usize = 40;
 const DAMAGE_AT: usize = 52;
@@ -32,6 +40,9 @@ const DAMAGE_AT: usize = 52;
 /// Blocks of kernels that go over all elements only where a sample was misleading. More take longer to find
 /// that there is nothing to do; fewer leave some of a large device idle.
 const SECOND_BLOCKS: usize = 1024;
+
+/// Blocks of the first kernel at the least, for what it clears.
+const BEGINNING_BLOCKS: usize = 32;
 
 /// The codec of one parameter, with its memory.
 #[derive(Debug)]
@@ -63,16 +74,23 @@ struct Places {
     /// Of the decoder.
     read: DevicePtr,
     sample: DevicePtr,
-    marks: DevicePtr,
+    staged_indices: DevicePtr,
+    staged_values: DevicePtr,
     tiles: DevicePtr,
-    before: DevicePtr,
+    /// What each span of tiles has, and twice as much room for what the exact cut takes of it.
+    spans: DevicePtr,
+    tallies: DevicePtr,
     indices: DevicePtr,
     values: DevicePtr,
     encoded: DevicePtr,
     widths: DevicePtr,
     lengths: DevicePtr,
+    blocks: DevicePtr,
     starts: DevicePtr,
     packed: DevicePtr,
+    /// Of the decoder.
+    stretches: DevicePtr,
+    sums: DevicePtr,
 }
 
 /// `ValueBytes` of the kernels.
@@ -85,59 +103,61 @@ struct ValueBytes {
     unused: u32,
 }
 
+/// `Plan` of the kernels.
+#[derive(Clone, Copy, Debug)]
 #[repr(C)]
-struct Sample {
+struct Staging {
+    state: DevicePtr,
+    elements: u64,
+    wanted: u64,
+    fewest: u64,
+    most: u64,
+    indices: DevicePtr,
+    values: DevicePtr,
+    room: u64,
+    tiles: DevicePtr,
+    spans: DevicePtr,
+}
+
+#[repr(C)]
+struct Begin {
+    staging: Staging,
     owed: Owed,
     strata: Strata,
-    into: DevicePtr,
-}
-
-#[repr(C)]
-struct Select {
-    values: DevicePtr,
-    elements: u64,
+    sample: DevicePtr,
     rank: u64,
-    state: DevicePtr,
-}
-
-#[repr(C)]
-struct Count {
-    owed: Owed,
-    elements: u64,
-    state: DevicePtr,
-    shift: u32,
-    width: u32,
-    rank: u64,
+    packed: DevicePtr,
+    packed_words: u64,
+    sums: DevicePtr,
+    sums_words: u64,
 }
 
 #[repr(C)]
 struct Mark {
+    staging: Staging,
     owed: Owed,
-    elements: u64,
-    state: DevicePtr,
-    marks: DevicePtr,
-    tiles: DevicePtr,
-    again: u64,
 }
 
 #[repr(C)]
-struct Decide {
-    state: DevicePtr,
+struct Count {
+    staging: Staging,
+    owed: Owed,
+    shift: u32,
+    width: u32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Tally {
+    staging: Staging,
+    owed: Owed,
     tiles: DevicePtr,
-    before: DevicePtr,
-    count: u64,
-    fewest: u64,
-    most: u64,
-    again: u64,
+    spans: DevicePtr,
 }
 
 #[repr(C)]
-struct Emit {
-    owed: Owed,
-    elements: u64,
-    state: DevicePtr,
-    marks: DevicePtr,
-    before: DevicePtr,
+struct Order {
+    tally: Tally,
     indices: DevicePtr,
     values: DevicePtr,
     takes: u64,
@@ -149,14 +169,7 @@ struct Widths {
     indices: DevicePtr,
     widths: DevicePtr,
     lengths: DevicePtr,
-}
-
-#[repr(C)]
-struct Lengths {
-    state: DevicePtr,
-    lengths: DevicePtr,
-    starts: DevicePtr,
-    value_bytes: ValueBytes,
+    blocks: DevicePtr,
 }
 
 #[repr(C)]
@@ -164,8 +177,10 @@ struct Pack {
     state: DevicePtr,
     indices: DevicePtr,
     widths: DevicePtr,
-    starts: DevicePtr,
+    lengths: DevicePtr,
+    blocks: DevicePtr,
     packed: DevicePtr,
+    value_bytes: ValueBytes,
 }
 
 #[repr(C)]
@@ -192,7 +207,10 @@ struct Groups {
     elements: u64,
     most: u64,
     starts: DevicePtr,
+    stretches: DevicePtr,
+    blocks: u64,
     value_bytes: ValueBytes,
+    into: Into,
 }
 
 #[repr(C)]
@@ -203,14 +221,7 @@ struct Unpack {
     elements: u64,
     indices: DevicePtr,
     sums: DevicePtr,
-}
-
-#[repr(C)]
-struct Bases {
-    state: DevicePtr,
-    sums: DevicePtr,
-    bases: DevicePtr,
-    elements: u64,
+    blocks: DevicePtr,
 }
 
 #[repr(C)]
@@ -226,9 +237,12 @@ struct CopyValues {
 struct Scatter {
     state: DevicePtr,
     indices: DevicePtr,
-    bases: DevicePtr,
+    sums: DevicePtr,
+    blocks: DevicePtr,
     values: DevicePtr,
-    into: DevicePtr,
+    length: u64,
+    elements: u64,
+    into: Into,
     fault: DevicePtr,
 }
 
@@ -260,32 +274,45 @@ impl TopK {
         let state = place(STATE);
         let read = place(STATE);
         let sample = place(plan.sample.unwrap_or(0) * 4);
-        let marks = place(tiles * TILE / 8);
-        let (tile_counts, before) = (place(tiles * 4), place(tiles * 8));
+        let room = room(&plan, elements);
+        let (staged_indices, staged_values) = (place(room * 4), place(room * 4));
+        let (tile_places, tallies) = (place(tiles * 8), place(tiles * 4));
+        let spans = place(3 * tiles.div_ceil(SPAN) * 4);
         let (indices, value_words, encoded) =
             (place(most * 4), place(most * 4), place(most * 4 + 4));
         let (widths, lengths, starts) = (place(groups * 4), place(groups * 4), place(groups * 8));
+        let blocks = place(groups.div_ceil(THREADS / 32) * 4);
         let packed = place(packed_bytes(elements, most));
+        let stretches = place(stretches(elements, most) * STRETCH_BYTES);
+        let sums = place(groups.div_ceil(UNPACKED) * 8);
         let memory = DeviceMemory::new(codecs.context(), bytes)?;
         let at = |offset: usize| memory.pointer().offset(offset);
         let places = Places {
             state: at(state),
             read: at(read),
             sample: at(sample),
-            marks: at(marks),
-            tiles: at(tile_counts),
-            before: at(before),
+            staged_indices: at(staged_indices),
+            staged_values: at(staged_values),
+            tiles: at(tile_places),
+            spans: at(spans),
+            tallies: at(tallies),
             indices: at(indices),
             values: at(value_words),
             encoded: at(encoded),
             widths: at(widths),
             lengths: at(lengths),
+            blocks: at(blocks),
             starts: at(starts),
             packed: at(packed),
+            stretches: at(stretches),
+            sums: at(sums),
         };
         let stream = Stream::new(codecs.context(), 0)?;
         // SAFETY: the memory has as many bytes, and nothing else uses it yet.
-        unsafe { stream.fill(places.read, 0, STATE)? };
+        unsafe {
+            stream.fill(places.state, 0, STATE)?;
+            stream.fill(places.read, 0, STATE)?;
+        }
         stream.synchronize()?;
         Ok(TopK { plan, values, elements, most, _memory: memory, places, decoded: 0 })
     }
@@ -326,29 +353,21 @@ impl TopK {
         // SAFETY: every place has room for as much as its kernels touch, in this parameter and of as many
         // elements as can be sent; the rest is the caller's promise.
         unsafe {
-            stream.fill(p.state, 0, STATE)?;
-            stream.fill(p.packed, 0, packed_bytes(self.elements, self.most))?;
-            match self.plan.sample {
-                Some(size) => {
-                    let strata = Strata::new(key, self.elements, size);
-                    let call = Sample { owed: fresh, strata, into: p.sample };
-                    let blocks = size.div_ceil(THREADS);
-                    codecs.launch(stream, Family::TopK, "topk_sample", blocks, call)?;
-                    let rank = SAMPLED_ABOVE.min(size) as u64;
-                    let call =
-                        Select { values: p.sample, elements: size as u64, rank, state: p.state };
-                    codecs.launch(stream, Family::TopK, "topk_select", 1, call)?;
-                    self.mark(codecs, stream, fresh, false)?;
-                    self.cut_exactly(codecs, stream, marked)?;
-                    self.mark(codecs, stream, marked, true)?;
+            self.begin(codecs, stream, key, fresh)?;
+            let tally = match self.plan.sample {
+                Some(_) => {
+                    let tiles = self.elements.div_ceil(TILE);
+                    let call = Mark { staging: self.staging(), owed: fresh };
+                    let kernel = match residual {
+                        None => "topk_mark",
+                        Some(_) => "topk_mark_owed",
+                    };
+                    codecs.launch(stream, Family::TopK, kernel, tiles, call)?;
+                    self.cut_exactly(codecs, stream, marked)?
                 }
-                None => {
-                    stream.fill_words(p.state.offset(EXACT_AT), 1, 1)?;
-                    self.cut_exactly(codecs, stream, fresh)?;
-                    self.mark(codecs, stream, fresh, true)?;
-                }
-            }
-            self.emit(codecs, stream, key, marked, residual)?;
+                None => self.cut_exactly(codecs, stream, fresh)?,
+            };
+            self.order(codecs, stream, key, Tally { owed: marked, ..tally }, residual)?;
             self.pack(codecs, stream)?;
             let values = match self.values {
                 ValueCodec::F32 => p.values,
@@ -359,40 +378,57 @@ impl TopK {
         }
     }
 
-    /// Marks and counts what the cut takes.
-    ///
-    /// # Safety
-    /// As for `encode`.
-    unsafe fn mark(
-        &self,
-        codecs: &Codecs,
-        stream: &Stream,
-        owed: Owed,
-        again: bool,
-    ) -> Result<(), CudaError> {
-        let p = self.places;
-        let (elements, tiles) = (self.elements as u64, self.elements.div_ceil(TILE));
-        let second = u64::from(again);
-        let blocks = if again { tiles.min(SECOND_BLOCKS) } else { tiles };
-        let call =
-            Mark { owed, elements, state: p.state, marks: p.marks, tiles: p.tiles, again: second };
-        // SAFETY: the kernels take such calls; the rest is the caller's promise.
-        unsafe {
-            codecs.launch(stream, Family::TopK, "topk_mark", blocks, call)?;
-            let call = Decide {
-                state: p.state,
-                tiles: p.tiles,
-                before: p.before,
-                count: tiles as u64,
-                fewest: self.plan.fewest as u64,
-                most: self.plan.most as u64,
-                again: second,
-            };
-            codecs.launch(stream, Family::TopK, "topk_decide", 1, call)
+    /// What all kernels of the selection know.
+    fn staging(&self) -> Staging {
+        let (p, plan) = (self.places, &self.plan);
+        Staging {
+            state: p.state,
+            elements: self.elements as u64,
+            wanted: plan.wanted as u64,
+            fewest: plan.fewest as u64,
+            most: if plan.sample.is_some() { plan.most as u64 } else { 0 },
+            indices: p.staged_indices,
+            values: p.staged_values,
+            room: room(plan, self.elements) as u64,
+            tiles: p.tiles,
+            spans: p.spans,
         }
     }
 
-    /// Finds the cut that takes exactly as many as wanted, if it is needed.
+    /// Clears what sums are added to, and finds the cut of the sample, if there is one.
+    ///
+    /// # Safety
+    /// As for `encode`.
+    unsafe fn begin(
+        &self,
+        codecs: &Codecs,
+        stream: &Stream,
+        key: Key,
+        owed: Owed,
+    ) -> Result<(), CudaError> {
+        let (p, size) = (self.places, self.plan.sample.unwrap_or(0));
+        let call = Begin {
+            staging: self.staging(),
+            owed,
+            strata: Strata::new(key, self.elements, size),
+            sample: p.sample,
+            rank: SAMPLED_ABOVE.min(size) as u64,
+            packed: p.packed,
+            packed_words: packed_bytes(self.elements, self.most) as u64 / 4,
+            sums: p.spans,
+            sums_words: 3 * self.spans() as u64,
+        };
+        let blocks = size.div_ceil(THREADS).max(BEGINNING_BLOCKS);
+        // SAFETY: the kernel takes such a call; the rest is the caller's promise.
+        unsafe { codecs.launch(stream, Family::TopK, "topk_begin", blocks, call) }
+    }
+
+    /// Spans of tiles.
+    fn spans(&self) -> usize {
+        self.elements.div_ceil(TILE).div_ceil(SPAN)
+    }
+
+    /// Finds the cut that takes exactly as many as wanted, and counts what it takes, if it is needed.
     ///
     /// # Safety
     /// As for `encode`.
@@ -401,46 +437,46 @@ impl TopK {
         codecs: &Codecs,
         stream: &Stream,
         owed: Owed,
-    ) -> Result<(), CudaError> {
-        let (elements, state) = (self.elements as u64, self.places.state);
+    ) -> Result<Tally, CudaError> {
+        let (p, staging) = (self.places, self.staging());
         let blocks = self.elements.div_ceil(TILE).min(SECOND_BLOCKS);
-        for (shift, width, rank) in [(20, 11, self.plan.wanted as u64), (10, 10, 0), (0, 10, 0)] {
-            let call = Count { owed, elements, state, shift, width, rank };
-            // SAFETY: the kernel takes such a call; the rest is the caller's promise.
-            unsafe { codecs.launch(stream, Family::TopK, "topk_count", blocks, call)? };
+        let tally =
+            Tally { staging, owed, tiles: p.tallies, spans: p.spans.offset(4 * self.spans()) };
+        // SAFETY: the kernels take such calls; the rest is the caller's promise.
+        unsafe {
+            for (shift, width) in [(20, 11), (10, 10), (0, 10)] {
+                let call = Count { staging, owed, shift, width };
+                codecs.launch(stream, Family::TopK, "topk_count", blocks, call)?;
+            }
+            codecs.launch(stream, Family::TopK, "topk_tally", blocks, tally)?;
         }
-        Ok(())
+        Ok(tally)
     }
 
     /// Lists indices and values, and encodes these.
     ///
     /// # Safety
     /// As for `encode`.
-    unsafe fn emit(
+    unsafe fn order(
         &self,
         codecs: &Codecs,
         stream: &Stream,
         key: Key,
-        owed: Owed,
+        tally: Tally,
         residual: Option<DevicePtr>,
     ) -> Result<(), CudaError> {
         let p = self.places;
         let (most, counted) = (self.most, Some(p.state.offset(COUNT_AT)));
         let values = Owed::new(None, Some(p.values));
-        let call = Emit {
-            owed,
-            elements: self.elements as u64,
-            state: p.state,
-            marks: p.marks,
-            before: p.before,
+        let call = Order {
+            tally,
             indices: p.indices,
             values: p.values,
             takes: u64::from(matches!(self.values, ValueCodec::F32)),
         };
         // SAFETY: the kernels take such calls; the rest is the caller's promise.
         unsafe {
-            let blocks = self.elements.div_ceil(TILE);
-            codecs.launch(stream, Family::TopK, "topk_emit", blocks, call)?;
+            codecs.launch(stream, Family::TopK, "topk_order", self.spans(), call)?;
             match self.values {
                 ValueCodec::F32 => return Ok(()),
                 ValueCodec::Float(float) => {
@@ -462,17 +498,16 @@ impl TopK {
     /// # Safety
     /// As for `encode`.
     unsafe fn pack(&self, codecs: &Codecs, stream: &Stream) -> Result<(), CudaError> {
-        let Places { state, indices, widths, lengths, starts, packed, .. } = self.places;
+        let Places { state, indices, widths, lengths, blocks, packed, .. } = self.places;
         let value_bytes = self.value_bytes();
-        let warps = self.most.div_ceil(GROUP).div_ceil(THREADS / 32);
+        let count = self.most.div_ceil(GROUP).div_ceil(THREADS / 32);
         // SAFETY: the kernels take such calls; the rest is the caller's promise.
         unsafe {
-            let call = Widths { state, indices, widths, lengths };
-            codecs.launch(stream, Family::TopK, "topk_widths", warps, call)?;
-            let call = Lengths { state, lengths, starts, value_bytes };
-            codecs.launch(stream, Family::TopK, "topk_lengths", 1, call)?;
-            let call = Pack { state, indices, widths, starts, packed };
-            codecs.launch(stream, Family::TopK, "topk_pack", warps, call)
+            let call = Widths { state, indices, widths, lengths, blocks };
+            codecs.launch(stream, Family::TopK, "topk_widths", count, call)?;
+            // The first block says how long the encoding is, even if it has nothing to pack.
+            let call = Pack { state, indices, widths, lengths, blocks, packed, value_bytes };
+            codecs.launch(stream, Family::TopK, "topk_pack", count.max(1), call)
         }
     }
 
@@ -516,42 +551,72 @@ impl TopK {
         fault: DevicePtr,
     ) -> Result<(), CudaError> {
         self.decoded = length;
-        let Places { read: state, indices, values, encoded, widths, lengths, starts, .. } =
-            self.places;
+        let p = self.places;
+        let (state, indices, sums) = (p.read, p.indices, p.lengths);
         let (elements, most, value_bytes) =
             (self.elements as u64, self.most as u64, self.value_bytes());
         let counted = Some(state.offset(COUNT_AT));
-        let decoded = Into::new(values, Placement::Overwrite);
+        let decoded = Into::new(p.values, Placement::Overwrite);
+        let into = Into::new(into, placement);
+        // Indices that no encoder packed can have more stretches than there is room for; what is in those
+        // beyond is found without.
+        let bits = 8 * length.saturating_sub(4);
+        let stretches = bits.div_ceil(STRETCH).clamp(1, stretches(self.elements, self.most));
+        let zeros = match placement {
+            Placement::Overwrite => self.elements.div_ceil(ZEROS),
+            Placement::Add => 0,
+        };
         // SAFETY: every place has room for as many elements as can be sent, and the first kernel refuses more;
         // the rest is the caller's promise.
         unsafe {
-            if placement == Placement::Overwrite && self.elements > 0 {
-                stream.fill_words(into, 0, self.elements)?;
-            }
-            let length = length as u64;
-            let call = Groups { state, encoding, length, elements, most, starts, value_bytes };
-            codecs.launch(stream, Family::TopK, "topk_groups", 1, call)?;
-            let blocks = self.most.div_ceil(GROUP).div_ceil(THREADS);
-            let call = Unpack { state, encoding, starts, elements, indices, sums: lengths };
+            let call = Groups {
+                state,
+                encoding,
+                length: length as u64,
+                elements,
+                most,
+                starts: p.starts,
+                stretches: p.stretches,
+                blocks: stretches as u64,
+                value_bytes,
+                into,
+            };
+            codecs.launch(stream, Family::TopK, "topk_groups", stretches + zeros, call)?;
+            let blocks = self.most.div_ceil(GROUP).div_ceil(UNPACKED);
+            let (starts, run_sums) = (p.starts, p.sums);
+            let call =
+                Unpack { state, encoding, starts, elements, indices, sums, blocks: run_sums };
             codecs.launch(stream, Family::TopK, "topk_unpack", blocks, call)?;
-            let call = Bases { state, sums: lengths, bases: widths, elements };
-            codecs.launch(stream, Family::TopK, "topk_bases", 1, call)?;
-            let call = CopyValues { state, encoding, length, value_bytes, into: encoded };
-            self.launch_most(codecs, stream, "topk_values", call)?;
-            let (values, fault) = match self.values {
-                ValueCodec::F32 => (encoded, DevicePtr::default()),
+            let length = length as u64;
+            if !matches!(self.values, ValueCodec::F32) {
+                let call = CopyValues { state, encoding, length, value_bytes, into: p.encoded };
+                self.launch_most(codecs, stream, "topk_values", call)?;
+            }
+            let (from, most) = (p.encoded, self.most);
+            let (values, length, fault) = match self.values {
+                ValueCodec::F32 => (encoding, length, DevicePtr::default()),
                 ValueCodec::Float(float) => {
-                    float.decode(codecs, stream, encoded, self.most, counted, decoded)?;
-                    (values, DevicePtr::default())
+                    float.decode(codecs, stream, from, most, counted, decoded)?;
+                    (p.values, 0, DevicePtr::default())
                 }
                 ValueCodec::Quantized(quantizer) => {
-                    let most = self.most;
-                    quantizer.decode(codecs, stream, encoded, most, counted, decoded, fault)?;
-                    (values, fault)
+                    quantizer.decode(codecs, stream, from, most, counted, decoded, fault)?;
+                    (p.values, 0, fault)
                 }
             };
-            let call = Scatter { state, indices, bases: widths, values, into, fault };
-            self.launch_most(codecs, stream, "topk_scatter", call)
+            let blocks = self.most.div_ceil(SCATTERED);
+            let call = Scatter {
+                state,
+                indices,
+                sums,
+                blocks: run_sums,
+                values,
+                length,
+                elements,
+                into,
+                fault,
+            };
+            codecs.launch(stream, Family::TopK, "topk_scatter", blocks, call)
         }
     }
 
@@ -596,6 +661,19 @@ impl ValueBytes {
         };
         count / block * (scale + block * bits / 8) + rest
     }
+}
+
+/// Elements that can be staged: more, and a sample that is off makes all elements be counted less often.
+fn room(plan: &Plan, elements: usize) -> usize {
+    match plan.sample {
+        Some(_) => (2 * plan.wanted).max(plan.most).min(elements),
+        None => 0,
+    }
+}
+
+/// Stretches of the decoder that there is room for: those of as many packed indices.
+fn stretches(elements: usize, count: usize) -> usize {
+    (8 * packed_bytes(elements, count)).div_ceil(STRETCH)
 }
 
 /// The most bytes that as many indices take: 3 bits each above the logarithm of the mean gap, with a group's

@@ -120,6 +120,9 @@ fn topk_has_the_bytes_of_the_host() {
     let context = context();
     for (text, shift, large) in [
         ("topk:1%", 0, 70_003),
+        // Large enough for a sample.
+        ("topk:50%", 4, 8195),
+        ("topk:30%,exact", 0, 12_289),
         ("topk:4%,exact", 4, 20_001),
         ("topk:20%+fp16", 0, 5000),
         ("topk:0.5%+bf16", 4, 20_001),
@@ -131,6 +134,14 @@ fn topk_has_the_bytes_of_the_host() {
             let kinds = if length > 2000 { &SPARSE[..] } else { &[Kind::Normal, Kind::Ties] };
             kinds.iter().for_each(|kind| bench.check(&spec(text), &[length], *kind));
         }
+    }
+}
+
+#[test]
+fn topk_decodes_many_groups() {
+    let context = context();
+    for shift in [0, 4, 28] {
+        Bench::new(&context, shift).check_many_groups();
     }
 }
 
@@ -150,8 +161,17 @@ fn randk_has_the_bytes_of_the_host() {
 #[test]
 fn powersgd_has_the_bytes_of_the_host() {
     let context = context();
-    let shapes: [&[usize]; 8] =
-        [&[0, 3], &[1, 1], &[4, 5], &[7, 300], &[33, 3, 5], &[9, 1024], &[6, 2500], &[257, 40]];
+    let shapes: [&[usize]; 9] = [
+        &[0, 3],
+        &[1, 1],
+        &[4, 5],
+        &[7, 300],
+        &[33, 3, 5],
+        &[9, 1024],
+        &[6, 2500],
+        &[257, 40],
+        &[203, 9],
+    ];
     for (text, shift) in [("powersgd:1", 0), ("powersgd:4", 4), ("powersgd:3+fp16", 4)] {
         let bench = Bench::new(&context, shift);
         for shape in shapes {
@@ -187,7 +207,12 @@ fn damage_is_found_as_on_the_host() {
 #[test]
 fn damage_to_sparse_encodings_is_found() {
     let bench = Bench::new(&context(), 0);
-    for (text, n) in [("topk:10%,exact", 2000), ("topk:1%", 20_000), ("topk:10%+int8", 3000)] {
+    for (text, n) in [
+        ("topk:10%,exact", 2000),
+        ("topk:1%", 20_000),
+        ("topk:10%+int8", 3000),
+        ("topk:20%+fp16", 60_000),
+    ] {
         bench.check_sparse_damage(&spec(text), n);
     }
 }

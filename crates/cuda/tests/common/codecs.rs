@@ -201,6 +201,60 @@ impl Bench {
 }
 
 impl Bench {
+    /// Many groups of indices, of widths that are all alike, and of such that are not: regular gaps, whole rows,
+    /// and gradients that are larger in some places than in others.
+    pub fn check_many_groups(&self) {
+        type Pattern = fn(usize) -> bool;
+        let patterns: [(&str, Pattern); 5] = [
+            ("all", |_| true),
+            ("every third", |i| i % 3 == 0),
+            ("every 64th, and one more", |i| i % 64 == 0 || i == 77_777),
+            ("one row of 32", |i| i / 128 % 32 == 5),
+            ("the first and the last", |i| i == 0 || i == 399_999),
+        ];
+        let value = |i: usize| Kind::Normal.element(1, i) + 0.1;
+        for (name, pattern) in patterns {
+            let gradient: Vec<f32> =
+                (0..400_000).map(|i| if pattern(i) { value(i) } else { 0.0 }).collect();
+            self.check_decode(&"topk:40%,exact".parse().unwrap(), name, &gradient);
+        }
+        for text in ["topk:0.1%", "topk:1%", "topk:10%", "topk:30%,exact"] {
+            let spec = text.parse().unwrap();
+            let mut gradient: Vec<f32> =
+                (0..1_000_001).map(|i| Kind::Normal.element(0, i)).collect();
+            self.check_decode(&spec, "like numbers", &gradient);
+            gradient.iter_mut().enumerate().for_each(|(i, value)| {
+                *value *= [1.0, 0.6, 3.0, 0.01, 1.5, 0.3][i / 30_000 % 6];
+            });
+            self.check_decode(&spec, "numbers of several magnitudes", &gradient);
+        }
+    }
+
+    /// What the host encoded is decoded as on the host.
+    fn check_decode(&self, spec: &CodecSpec, what: &str, gradient: &[f32]) {
+        let (host, n) = (spec.build(), gradient.len());
+        let origin = Origin { shape: vec![n], parameter: 0, seed: 1, worker: 0, mean_of: 1 };
+        let (mut scratch, mut bytes) = (Scratch::default(), Vec::new());
+        Sender::new(host.clone(), origin.clone(), false).encode(
+            0,
+            gradient,
+            &mut scratch,
+            &mut bytes,
+        );
+        let task = origin.task(0);
+        let mut expected = vec![0.0; n];
+        sender::decode(&*host, &task, &bytes, &mut expected, &mut scratch).unwrap();
+        let mut codec = DeviceCodec::new(&self.codecs, spec, &[n]).unwrap();
+        let (encoding, decoded) = (self.buffer(&bytes), self.floats(gradient));
+        // SAFETY: the buffers have as many elements, and bytes as an encoding.
+        unsafe {
+            let (from, into, length) = (encoding.pointer(), decoded.pointer(), bytes.len());
+            codec.decode(&self.stream, &task, from, length, into, Placement::Overwrite).unwrap();
+        }
+        codec.check(&self.stream).unwrap();
+        assert_floats(&self.read_floats(&decoded), &expected, &format!("{spec} of {what}"));
+    }
+
     /// Any damage to a sparse encoding is found, or is none to the host either; what it is called may differ.
     pub fn check_sparse_damage(&self, spec: &CodecSpec, n: usize) {
         let host = spec.build();
@@ -217,6 +271,7 @@ impl Bench {
         let mut codec = DeviceCodec::new(&self.codecs, spec, &[n]).unwrap();
         let (mut refused, mut damages) = (0, Vec::new());
         damages.extend((0..good.len().min(40)).map(|at| (at, good.len())));
+        damages.extend((40..good.len()).step_by(good.len() / 24).map(|at| (at, good.len())));
         damages.extend([(0, 3), (0, 0), (good.len(), good.len() - 1), (good.len(), 6)]);
         for (at, length) in damages {
             let mut bytes = good.clone();

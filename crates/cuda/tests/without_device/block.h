@@ -38,6 +38,8 @@ static Registered *registered_kernels = nullptr;
                                         std::exchange(registered_kernels, &registered_##name)}; \
     static void name(const Call &call)
 
+#define KERNEL_OF(name, Call, threads, blocks) KERNEL(name, Call, threads)
+
 #define SHARED static thread_local
 
 namespace threads {
@@ -195,6 +197,7 @@ static u64 upper_product(u64 a, u64 b) { return static_cast<unsigned __int128>(a
 // Blocks run one after the other, and so do their threads.
 static void atomic_min(u64 *at, u64 value) { *at = value < *at ? value : *at; }
 static u32 atomic_add(u32 *at, u32 value) { return std::exchange(*at, *at + value); }
+static u32 fresh(const u32 *at) { return *at; }
 static void order_writes() {}
 static void atomic_or(u32 *at, u32 value) { *at |= value; }
 
