@@ -66,11 +66,27 @@ impl Buffers<'_> {
         }
     }
 
-    /// Carries out a share of a local fold. `inputs` is room for the list of inputs.
+    /// Carries out a local fold. `inputs` is room for the list of inputs.
+    ///
+    /// # Safety
+    /// The buffers are valid for their layouts and no other thread uses them meanwhile.
+    pub unsafe fn fold(
+        &self,
+        fold: &Fold,
+        segment: usize,
+        call: &Call,
+        divisor: Option<u32>,
+        inputs: &mut Vec<*const u8>,
+    ) {
+        // SAFETY: passed on from the caller.
+        unsafe { self.fold_share(fold, segment, call, divisor, Share::ALL, inputs) };
+    }
+
+    /// Carries out a share of a local fold.
     ///
     /// # Safety
     /// The buffers are valid for their layouts and no other thread uses this share of them meanwhile.
-    pub(crate) unsafe fn fold(
+    pub(crate) unsafe fn fold_share(
         &self,
         fold: &Fold,
         segment: usize,

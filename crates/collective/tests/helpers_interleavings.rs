@@ -183,7 +183,7 @@ fn execute(program: &Program) {
     let helpers: Vec<_> = (0..program.helpers)
         .map(|_| {
             let model = model.clone();
-            thread::spawn(move || serve(&*model, |job, part| work(&model, job, part)))
+            thread::spawn(move || serve(&*model, || false, |job, part| work(&model, job, part)))
         })
         .collect();
     for (number, &parts) in program.jobs.iter().enumerate() {
@@ -263,9 +263,7 @@ fn lost_wake_ups_are_noticed() {
 
 #[test]
 fn work_on_the_wrong_job_is_noticed() {
-    for fault in
-        [Fault::TakesAnyJob, Fault::TakesTwice, Fault::WritesJobLate, Fault::GoesOnEarly]
-    {
+    for fault in [Fault::TakesAnyJob, Fault::TakesTwice, Fault::WritesJobLate, Fault::GoesOnEarly] {
         let message = notices(&Program { fault, ..program(2, &[2, 2, 2]) });
         let message = message.unwrap_or_else(|| panic!("{fault:?} went unnoticed"));
         assert!(!message.contains("deadlock"), "{fault:?}: {message}");

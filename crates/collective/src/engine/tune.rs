@@ -307,7 +307,9 @@ fn through_window(engine: &mut HostEngine, fold: bool) -> Result<Option<f64>, Er
     let (state, helpers) = (&engine.state, &mut engine.helpers);
     quickest_of(Effort::of(engine.topology.world()).batches, || {
         // SAFETY: the buffers are the two halves of `memory`.
-        unsafe { window.run(&call, &schedule, &buffers, 0..WINDOW_SEGMENTS, 1, None, state, helpers) }?;
+        unsafe {
+            window.run(&call, &schedule, &buffers, 0..WINDOW_SEGMENTS, 1, None, state, helpers)
+        }?;
         Ok(bytes)
     })
     .map(Some)

@@ -15,7 +15,7 @@ use crate::cost::Costs;
 use crate::engine::{HostEngine, MakeEngine, Memory};
 use crate::error::{Error, FormError};
 use crate::fabric::{Connector, Fabric, GroupSetup, LocalHub};
-use crate::helpers::Helpers;
+use crate::helpers::{Helpers, Threads};
 use crate::link::Links;
 use crate::options::Options;
 use crate::schedule::Topology;
@@ -191,6 +191,13 @@ impl Group {
         self.inner.state.meter().folding()
     }
 
+    /// Says that the program of this rank waits for calls of the group and computes nothing, until what this returns is
+    /// dropped: the calls may use the cores on which it [computes](Options::computing).
+    #[must_use]
+    pub fn program_rests(&self) -> impl Drop + use<> {
+        self.inner.state.rest().begin()
+    }
+
     /// Why the group can no longer be used, if so.
     pub fn failure(&self) -> Option<Error> {
         self.inner.state.is_over().then(|| self.inner.state.settled_error(None))
@@ -212,8 +219,8 @@ impl Group {
         let crowd = cores.crowd;
         // A part of this group has no more: the other ranks of the host are still there.
         let Options { threads, computing, .. } = setup.options;
-        let threads = crate::helpers::threads(threads, cores.each, computing);
-        setup.options.threads = Some(threads);
+        let threads = Threads::of(threads, cores.each, computing);
+        setup.options.threads = Some(threads.always);
         let (members, stall_after) = (setup.members.clone(), setup.options.stall_after);
         let state = GroupState::new(setup.me, setup.id, members, stall_after);
         let failed =
@@ -237,7 +244,7 @@ impl Group {
             let me = here.iter().position(|&m| m == setup.me).expect("a rank is on its own host");
             WindowMemory::new(regions, crate::fabric::STAGING_BUFFERS, here, me, patience)
         });
-        let helpers = Helpers::new(setup.me, threads, world, crowd <= 1.0);
+        let helpers = Helpers::new(setup.me, threads, world, crowd <= 1.0, state.rest().clone());
         let options = setup.options.clone();
         let costs = if let Pricing::Inherited(costs) = pricing { costs } else { Costs::default() };
         let mut host = HostEngine::new(

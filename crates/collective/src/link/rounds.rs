@@ -57,12 +57,14 @@ impl Links {
             // SAFETY: passed on from the caller.
             let mut moved =
                 unsafe { self.start_rounds(run, &mut waves, &mut finished, depth, helpers) };
-            if helpers.are_engaged() {
+            // From one turn to the next there may be helpers, or none.
+            let is_pumped = helpers.are_engaged();
+            if is_pumped {
                 // SAFETY: passed on from the caller.
                 unsafe { self.pump(run, helpers, idle == 0) };
             }
             // SAFETY: passed on from the caller.
-            moved |= unsafe { self.move_bytes(run, &waves, helpers) }?;
+            moved |= unsafe { self.move_bytes(run, &waves, helpers, is_pumped) }?;
             if finished + self.flights.iter().filter(|f| f.is_done(run)).count() == segments.len() {
                 return Ok(());
             }
@@ -178,7 +180,7 @@ impl Links {
                     // SAFETY: passed on from the caller; shares do not overlap.
                     unsafe {
                         helpers.share(bytes, &mut self.inputs, &|share, inputs| {
-                            run.buffers.fold(fold, segment, run.call, divisor, share, inputs);
+                            run.buffers.fold_share(fold, segment, run.call, divisor, share, inputs);
                         });
                     }
                 }
@@ -217,14 +219,14 @@ impl Links {
         unsafe { helpers.each(parts, &mut self.inputs, &some) };
     }
 
-    /// Sends and receives what the sockets allow; with helpers, does what follows from what they have moved.
+    /// Sends and receives what the sockets allow; if it is [pumped](Links::pump), does what follows from that.
     unsafe fn move_bytes(
         &mut self,
         run: &Run<'_>,
         waves: &Waves,
         helpers: &mut Helpers,
+        is_pumped: bool,
     ) -> Result<bool, Error> {
-        let is_pumped = helpers.are_engaged();
         let mut moved = false;
         for i in 0..self.streams.len() {
             let lost = |peer| move |_| run.state.lost_link(peer, run.call);

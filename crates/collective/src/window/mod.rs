@@ -326,7 +326,9 @@ impl Steps for Run<'_> {
                 let bytes = |work: &Work<'_>| work.bytes(copy.into, segment, &copy.blocks);
                 self.share(bytes, |work, share, inputs| {
                     // SAFETY: both places lie in the caller's buffers.
-                    unsafe { work.buffers.fold(copy, segment, work.call, None, share, inputs) };
+                    unsafe {
+                        work.buffers.fold_share(copy, segment, work.call, None, share, inputs)
+                    };
                     0
                 });
             }
@@ -381,7 +383,7 @@ pub unsafe fn run_alone(
     for segment in segments {
         for copy in &schedule.copies {
             // SAFETY: passed on from the caller.
-            unsafe { buffers.fold(copy, segment, call, None, Share::ALL, room) };
+            unsafe { buffers.fold(copy, segment, call, None, room) };
         }
         for fold in &schedule.folds {
             for (i, block) in fold.blocks.clone().enumerate() {
