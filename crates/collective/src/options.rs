@@ -135,8 +135,7 @@ impl Options {
 
     /// The defaults, changed by the environment: `UNISONO_TRANSPORT`, `UNISONO_ALGORITHM`,
     /// `UNISONO_CANONICAL`, `UNISONO_TIMEOUT` (seconds), `UNISONO_STREAMS`, `UNISONO_SEGMENT`
-    /// and `UNISONO_STAGING` (bytes, as [`parse_size`] reads them), `UNISONO_ENCRYPT`, `UNISONO_THREADS`; the
-    /// threads that compute are those of `OMP_NUM_THREADS`.
+    /// and `UNISONO_STAGING` (bytes, as [`parse_size`] reads them), `UNISONO_ENCRYPT`, `UNISONO_THREADS`.
     pub fn from_env() -> Result<Options, BadSetting> {
         Options::from_lookup(|name| std::env::var(name).ok())
     }
@@ -196,10 +195,6 @@ impl Options {
         parse("UNISONO_THREADS", lookup("UNISONO_THREADS"), &mut threads)?;
         let is_set = |name| lookup(name).is_some_and(|value| !value.is_empty());
         options.threads = is_set("UNISONO_THREADS").then_some(threads);
-        // It is not ours: a list of numbers, one for each level of nesting, is no mistake.
-        let omp = lookup("OMP_NUM_THREADS");
-        let outermost = omp.as_deref().and_then(|value| value.split(',').next());
-        options.computing = outermost.and_then(|value| value.trim().parse().ok());
         for (name, number) in [("UNISONO_STREAMS", options.streams), ("UNISONO_THREADS", threads)] {
             if !(1..=64).contains(&number) {
                 let (value, reason) = (number.to_string(), "expected 1 to 64".into());
@@ -289,10 +284,8 @@ mod tests {
     #[test]
     fn threads_of_ranks_may_differ() {
         let threads = with("UNISONO_THREADS", "3").unwrap();
-        assert_eq!((threads.threads, threads.computing), (Some(3), None));
-        let computing = with("OMP_NUM_THREADS", "4,2").unwrap();
-        assert_eq!((computing.threads, computing.computing), (None, Some(4)));
-        assert_eq!(with("OMP_NUM_THREADS", "many").unwrap(), Options::default());
+        assert_eq!(threads.threads, Some(3));
+        let computing = Options { computing: Some(4), ..Options::default() };
         for options in [threads, computing] {
             assert_eq!(options.fingerprint(), Options::default().fingerprint());
             assert_eq!(options.agreed(), Options::default().agreed());
