@@ -9,7 +9,7 @@ use std::ffi::OsString;
 const PREFIX: &str = "UNISONO_";
 
 /// Every variable that Unisono reads or sets.
-pub const KNOWN: [&str; 31] = [
+pub const KNOWN: [&str; 32] = [
     "UNISONO_ALGORITHM",
     "UNISONO_CANONICAL",
     "UNISONO_COLUMNS",
@@ -38,6 +38,7 @@ pub const KNOWN: [&str; 31] = [
     "UNISONO_SERVERS",
     "UNISONO_STAGING",
     "UNISONO_STREAMS",
+    "UNISONO_THREADS",
     "UNISONO_TIMEOUT",
     "UNISONO_TOKEN",
     "UNISONO_TRANSPORT",

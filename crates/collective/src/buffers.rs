@@ -2,6 +2,7 @@
 
 use crate::call::Call;
 use crate::dtype::Dtype;
+use crate::helpers::{Room, Share};
 use crate::kernel;
 use crate::schedule::{Area, Fold, Layout};
 
@@ -77,16 +78,38 @@ impl Buffers<'_> {
         divisor: Option<u32>,
         inputs: &mut Vec<*const u8>,
     ) {
+        // SAFETY: passed on from the caller.
+        unsafe { self.fold_share(fold, segment, call, divisor, Share::ALL, inputs) };
+    }
+
+    /// Carries out a share of a local fold.
+    ///
+    /// # Safety
+    /// The buffers are valid for their layouts and no other thread uses this share of them meanwhile.
+    pub(crate) unsafe fn fold_share(
+        &self,
+        fold: &Fold,
+        segment: usize,
+        call: &Call,
+        divisor: Option<u32>,
+        share: Share,
+        inputs: &mut Room,
+    ) {
+        let size = self.dtype.size();
         for (i, block) in fold.blocks.clone().enumerate() {
             let (into, count) = self.block(fold.into, segment, block, i as u32);
-            if count == 0 {
+            let share = share.of(count, size);
+            if share.is_empty() {
                 continue;
             }
+            let at = share.start * size;
             inputs.clear();
-            let address = |&place| self.block(place, segment, block, i as u32).0.cast_const();
+            let address = |&place| {
+                self.block(place, segment, block, i as u32).0.cast_const().wrapping_add(at)
+            };
             inputs.extend(fold.inputs.iter().map(address));
             let divide = if fold.root { divisor } else { None };
-            // SAFETY: all addresses are blocks of `count` elements in valid buffers; a result
+            // SAFETY: all addresses are in blocks of `count` elements in valid buffers; a result
             // that overlaps an input is that input.
             unsafe {
                 kernel::fold(
@@ -94,9 +117,9 @@ impl Buffers<'_> {
                     call.reduction,
                     &fold.tree,
                     inputs,
-                    into,
+                    into.wrapping_add(at),
                     None,
-                    count,
+                    share.len(),
                     divide,
                 );
             }

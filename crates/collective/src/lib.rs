@@ -31,6 +31,7 @@ pub mod error;
 mod excerpt;
 pub mod fabric;
 mod group;
+mod helpers;
 mod history;
 pub mod kernel;
 mod link;
@@ -68,6 +69,7 @@ pub use work::{Pending, Work};
 pub mod internals {
     pub use crate::control::{frame, news, overlay, reason};
     pub use crate::fabric::gathering;
+    pub use crate::helpers::{Board, serve, share};
     pub use crate::messages::frame as message_frame;
     pub use crate::window::clock;
 }

@@ -48,7 +48,7 @@ impl std::str::FromStr for Transport {
     }
 }
 
-/// The settings of a group. Equal on all its ranks.
+/// The settings of a group. Equal on all its ranks, but for those that say otherwise.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Options {
@@ -75,6 +75,14 @@ pub struct Options {
     /// Whether everything that travels over TCP is encrypted, with keys that follow from the job's
     /// token, which must [say the same](unisono_net::Token::with_encryption).
     pub encrypt: bool,
+    /// Threads of this rank that share the work of a large call, the one that runs it included; by default what
+    /// is left of the host's cores, divided among its ranks, beside those that
+    /// [compute](Options::computing), and not more than four. Need not be equal on all ranks. More: large calls are
+    /// quicker while cores are idle. Fewer: they take less from what else the host does.
+    pub threads: Option<usize>,
+    /// Threads with which the program of this rank computes while calls run; unless known, as many as it has cores.
+    /// Need not be equal on all ranks.
+    pub computing: Option<usize>,
 }
 
 impl Default for Options {
@@ -89,6 +97,8 @@ impl Default for Options {
             segment: None,
             staging: Options::STAGING,
             encrypt: false,
+            threads: None,
+            computing: None,
         }
     }
 }
@@ -110,6 +120,8 @@ impl Options {
             segment,
             staging,
             encrypt,
+            threads: _,
+            computing: _,
         } = self;
         let algorithm = algorithm.map_or("auto".to_owned(), |algorithm| format!("{algorithm:?}"));
         let segment = segment.map_or("auto".to_owned(), |bytes| bytes.to_string());
@@ -123,7 +135,7 @@ impl Options {
 
     /// The defaults, changed by the environment: `UNISONO_TRANSPORT`, `UNISONO_ALGORITHM`,
     /// `UNISONO_CANONICAL`, `UNISONO_TIMEOUT` (seconds), `UNISONO_STREAMS`, `UNISONO_SEGMENT`
-    /// and `UNISONO_STAGING` (bytes, as [`parse_size`] reads them), `UNISONO_ENCRYPT`.
+    /// and `UNISONO_STAGING` (bytes, as [`parse_size`] reads them), `UNISONO_ENCRYPT`, `UNISONO_THREADS`.
     pub fn from_env() -> Result<Options, BadSetting> {
         Options::from_lookup(|name| std::env::var(name).ok())
     }
@@ -179,12 +191,15 @@ impl Options {
             return Err(BadSetting { name: "UNISONO_SEGMENT", value, reason });
         }
         options.staging = bytes("UNISONO_STAGING")?.unwrap_or(options.staging);
-        if !(1..=64).contains(&options.streams) {
-            return Err(BadSetting {
-                name: "UNISONO_STREAMS",
-                value: options.streams.to_string(),
-                reason: "expected 1 to 64".into(),
-            });
+        let mut threads = options.threads.unwrap_or(1);
+        parse("UNISONO_THREADS", lookup("UNISONO_THREADS"), &mut threads)?;
+        let is_set = |name| lookup(name).is_some_and(|value| !value.is_empty());
+        options.threads = is_set("UNISONO_THREADS").then_some(threads);
+        for (name, number) in [("UNISONO_STREAMS", options.streams), ("UNISONO_THREADS", threads)] {
+            if !(1..=64).contains(&number) {
+                let (value, reason) = (number.to_string(), "expected 1 to 64".into());
+                return Err(BadSetting { name, value, reason });
+            }
         }
         Ok(options)
     }
@@ -198,7 +213,8 @@ impl Options {
 
     /// A hash of the settings that must be equal on all ranks.
     pub(crate) fn fingerprint(&self) -> [u8; 32] {
-        *blake3::hash(format!("{self:?}").as_bytes()).as_bytes()
+        let agreed = Options { threads: None, computing: None, ..self.clone() };
+        *blake3::hash(format!("{agreed:?}").as_bytes()).as_bytes()
     }
 }
 
@@ -263,6 +279,20 @@ mod tests {
     fn a_segment_of_nothing_is_refused() {
         assert!(with("UNISONO_SEGMENT", "0").is_err());
         assert_eq!(with("UNISONO_SEGMENT", "1").unwrap().segment, Some(1));
+    }
+
+    #[test]
+    fn threads_of_ranks_may_differ() {
+        let threads = with("UNISONO_THREADS", "3").unwrap();
+        assert_eq!(threads.threads, Some(3));
+        let computing = Options { computing: Some(4), ..Options::default() };
+        for options in [threads, computing] {
+            assert_eq!(options.fingerprint(), Options::default().fingerprint());
+            assert_eq!(options.agreed(), Options::default().agreed());
+        }
+        for wrong in ["0", "65", "-1", "two"] {
+            assert!(with("UNISONO_THREADS", wrong).is_err(), "{wrong}");
+        }
     }
 
     #[test]

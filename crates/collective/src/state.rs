@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use crate::call::Call;
 use crate::error::{Error, Loss};
+use crate::helpers::Rest;
 use crate::history::History;
 use crate::places::{self, Places};
 use crate::traffic::Meter;
@@ -170,6 +171,8 @@ pub struct GroupState {
     stop: OnceLock<Stop>,
     /// What this rank has handed to others.
     meter: Meter,
+    /// Whether the program of this rank rests.
+    rest: Arc<Rest>,
     /// Whether a link broke, so that the control connections should be tried at once.
     suspicion: AtomicBool,
     /// Where calls were made.
@@ -212,6 +215,7 @@ impl GroupState {
             wait: Mutex::default(),
             stop: OnceLock::new(),
             meter: Meter::default(),
+            rest: Arc::default(),
             suspicion: AtomicBool::new(false),
             places: Places::default(),
             users: Users {
@@ -226,6 +230,11 @@ impl GroupState {
             parting: OnceLock::new(),
             partings: Mutex::default(),
         })
+    }
+
+    /// Whether the program of this rank rests.
+    pub(crate) fn rest(&self) -> &Arc<Rest> {
+        &self.rest
     }
 
     /// Counts what this rank hands to others.

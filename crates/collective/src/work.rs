@@ -64,6 +64,12 @@ impl Work {
         group.map(|group| group.wait_here(self))
     }
 
+    /// As [`Group::program_rests`](crate::Group::program_rests), of the group whose call this is.
+    #[must_use]
+    pub fn program_rests(&self) -> Option<impl Drop + use<>> {
+        self.shared.group.as_ref().map(|group| group.rest().begin())
+    }
+
     /// Waits until the operation has ended or the deadline has passed, then `None`.
     pub fn wait_until(&self, deadline: Instant) -> Option<Outcome> {
         let mut progress = self.lock();

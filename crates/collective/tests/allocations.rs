@@ -72,6 +72,10 @@ fn what_a_group_takes() {
         memory_does_not_grow_with_the_tensor(kind);
         baseline.are_back(&format!("{kind:?}"));
     }
+    for kind in [Kind::Shm, Kind::Tcp] {
+        shared_calls_allocate_nothing(kind);
+        baseline.are_back("helpers");
+    }
     hosts_of_one_rank_allocate_nothing();
     baseline.are_back("uneven hosts");
     groups_that_fail_give_everything_back();
@@ -210,6 +214,19 @@ fn steady_state_allocates_nothing(kind: Kind, world: usize) {
         });
         assert_eq!(count, 0, "{algorithm} over {kind:?} allocates");
     }
+}
+
+/// Calls that are large enough for helpers.
+fn shared_calls_allocate_nothing(kind: Kind) {
+    let mut options = Options::default();
+    options.threads = Some(3);
+    let groups = kind.start(3, &options);
+    let tensors: Vec<_> = (0..3).map(|_| std::sync::Mutex::new(vec![1f32; 300_000])).collect();
+    let count = allocations(&groups, |group, _| {
+        let mut tensor = tensors[group.rank()].lock().unwrap();
+        group.all_reduce(&mut tensor, Reduction::Mean).unwrap();
+    });
+    assert_eq!(count, 0, "a call with helpers over {kind:?} allocates");
 }
 
 fn hosts_of_one_rank_allocate_nothing() {

@@ -49,9 +49,11 @@ fn exchange(encrypt: bool, streams: usize) -> (Vec<Vec<u32>>, bool) {
     let tap = Wiretap::default();
     let mut options = over_tcp(encrypt);
     options.streams = streams;
+    // Helpers encrypt, too.
+    options.threads = Some(streams);
     let groups = form(&tap, &vec![options; 3]);
     let groups: Vec<Group> = groups.into_iter().map(|group| group.unwrap()).collect();
-    let secret: Vec<f32> = (0..200_000).map(|i| 1.0 + i as f32 * 1e-3).collect();
+    let secret: Vec<f32> = (0..300_000).map(|i| 1.0 + i as f32 * 1e-3).collect();
     let results = std::thread::scope(|scope| {
         let rank = |group: &Group| -> Vec<u32> {
             let mut bits = Vec::new();

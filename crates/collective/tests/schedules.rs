@@ -7,7 +7,7 @@ mod interpret;
 use interpret::{Call, Expression, Fault, Floats, Sizes, Symbol, Symbols, interpret};
 use proptest::prelude::*;
 use unisono_collective::schedule::{
-    Algorithm, Area, Fold, Op, Phase, Problem, Round, Schedule, Topology, Window, build,
+    Algorithm, Area, Fold, Op, Phase, Problem, Round, Schedule, Source, Topology, Window, build,
 };
 
 /// Why a schedule is wrong.
@@ -190,6 +190,58 @@ fn every_algorithm_every_small_world() {
         }
     }
     assert!(checked > 3000, "{checked}");
+}
+
+/// The scratch cells that a fold of several blocks reads for one block and writes for another.
+fn entangled(inputs: impl Iterator<Item = Area>, into: Area, blocks: usize) -> Option<(u32, u32)> {
+    let Area::Scratch(written) = into else { return None };
+    let cell = |area| if let Area::Scratch(cell) = area { Some(cell) } else { None };
+    let is_entangled = |read: &u32| *read != written && read.abs_diff(written) < blocks as u32;
+    inputs.filter_map(cell).find(is_entangled).map(|read| (read, written))
+}
+
+/// Several threads carry out a fold, each on a share of every block: no block may depend on another.
+#[test]
+fn the_blocks_of_a_fold_have_nothing_to_do_with_each_other() {
+    let mut folds = 0;
+    let mut expect = |inputs: Vec<Area>, into, blocks: usize, what: &str| {
+        assert_eq!(entangled(inputs.into_iter(), into, blocks), None, "{what}");
+        folds += usize::from(blocks > 1);
+    };
+    for (algorithm, world) in Algorithm::ALL
+        .into_iter()
+        .flat_map(|algorithm| (1..=12).map(move |world| (algorithm, world)))
+    {
+        for topology in topologies(world) {
+            for op in ops(world - 1) {
+                let what = format!("{algorithm} {op:?} of {topology:?}");
+                let all = schedules(algorithm, op, &topology).into_iter().flatten();
+                for phase in all.flat_map(|schedule| schedule.phases) {
+                    let (local, shared) = match phase {
+                        Phase::Rounds(rounds) => {
+                            let folds = rounds.rounds.into_iter().flat_map(|round| round.folds);
+                            (folds.collect(), Vec::new())
+                        }
+                        Phase::Window(window) => (window.copies, window.folds),
+                    };
+                    let local = local.into_iter().map(|f: Fold| (f.inputs, f.into, f.blocks));
+                    let own = |source: &Source| match source {
+                        Source::Own(area) => Some(*area),
+                        Source::Staged { .. } => None,
+                    };
+                    let shared = shared
+                        .into_iter()
+                        .map(|f| (f.inputs.iter().filter_map(own).collect(), f.into, f.blocks));
+                    local.chain(shared).for_each(|(inputs, into, blocks)| {
+                        expect(inputs, into, blocks.len(), &what);
+                    });
+                }
+            }
+        }
+    }
+    assert!(folds > 0, "no fold has several blocks");
+    let cells = [Area::Scratch(3), Area::Input].into_iter();
+    assert_eq!(entangled(cells, Area::Scratch(2), 2), Some((3, 2)));
 }
 
 fn any_case() -> impl Strategy<Value = (Algorithm, Topology, Call)> {

@@ -48,13 +48,16 @@ impl Endpoint {
         Cow::Borrowed(&self.address)
     }
 
-    /// Forms the group of the ranks with these addresses, of which this is number `rank`. Once.
+    /// Forms the group of the ranks with these addresses, of which this is number `rank` and computes with so many
+    /// threads while calls run. Once.
+    #[pyo3(signature = (rank, token, addresses, computing=None))]
     fn open(
         &mut self,
         py: Python<'_>,
         rank: usize,
         token: [u8; 32],
         addresses: Vec<Vec<u8>>,
+        computing: Option<usize>,
     ) -> PyResult<Group> {
         let world = addresses.len();
         if rank >= world {
@@ -68,7 +71,8 @@ impl Endpoint {
                 not_begun(py, format!("the address of rank {rank} {text}"))
             })?);
         }
-        let options = Options::from_env().map_err(|error| not_begun(py, error.to_string()))?;
+        let mut options = Options::from_env().map_err(|error| not_begun(py, error.to_string()))?;
+        options.computing = computing.or(options.computing);
         let endpoint = self
             .endpoint
             .take()

@@ -114,6 +114,7 @@ impl Group {
     ) -> PyResult<()> {
         let (outcome, interruption) = py.detach(|| {
             let _noted = self.deadlines.note(deadline::limit(seconds));
+            let _rests = group.program_rests();
             signals::during(|| group.run(request))
         });
         match interruption {

@@ -67,6 +67,8 @@ impl Work {
         let limit = deadline::limit(seconds);
         let end = Instant::now() + limit;
         let _waits = self.work.waits_here();
+        // In DDP this is the thread of `backward`, when it is over.
+        let _rests = self.work.program_rests();
         loop {
             let until = end.min(Instant::now() + signals::CHECK_EVERY);
             match py.detach(|| self.work.wait_until(until)) {

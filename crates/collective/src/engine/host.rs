@@ -10,6 +10,7 @@ use crate::cost::{Contest, Costs, Cut, Prediction};
 use crate::dtype::Dtype;
 use crate::error::{Error, InvalidCall};
 use crate::fabric::{available_memory, staging_buffer};
+use crate::helpers::Helpers;
 use crate::link::{Links, Run};
 use crate::options::Options;
 use crate::registered::{Allocation, Allocations, Lent};
@@ -41,6 +42,7 @@ pub struct HostEngine {
     options: Options,
     pub(crate) links: Links,
     pub(super) window: Option<WindowMemory>,
+    pub(super) helpers: Helpers,
     costs: Costs,
     pub(super) state: Arc<GroupState>,
     contests: BTreeMap<(Op, bool, bool), Contest>,
@@ -54,12 +56,14 @@ impl HostEngine {
     /// What explanations call it.
     pub const NAME: &'static str = "host";
 
+    #[expect(clippy::too_many_arguments, reason = "they are what an engine is made of")]
     pub(crate) fn new(
         rank: usize,
         topology: Topology,
         options: Options,
         links: Links,
         window: Option<WindowMemory>,
+        helpers: Helpers,
         costs: Costs,
         state: Arc<GroupState>,
     ) -> HostEngine {
@@ -69,6 +73,7 @@ impl HostEngine {
             options,
             links,
             window,
+            helpers,
             costs,
             state,
             contests: BTreeMap::new(),
@@ -187,6 +192,7 @@ impl HostEngine {
         let schedule = self.schedule(barrier.op(), plan.algorithm)?;
         let (mut buffers, segments) = barrier.cut(&schedule, plan.column, DEPTH);
         buffers.scratch = self.links.scratch.reserve(buffers.scratch_bytes());
+        self.helpers.engage(0);
         for phase in &schedule.phases {
             // SAFETY: buffers of no elements.
             unsafe { self.run_phase(phase, call, &buffers, 0..segments, None) }?;
@@ -226,7 +232,7 @@ impl HostEngine {
                 let (rank, state) = (self.rank, &*self.state);
                 let run = Run { call, schedule, buffers, segments, divisor, rank, state };
                 // SAFETY: passed on from the caller.
-                unsafe { self.links.run(&run) }
+                unsafe { self.links.run(&run, &mut self.helpers) }
             }
             Phase::Window(schedule) => match &mut self.window {
                 // Nothing is shared, so no rank waits.
@@ -240,7 +246,8 @@ impl HostEngine {
                 }
                 // SAFETY: passed on from the caller.
                 Some(window) => unsafe {
-                    window.run(call, schedule, buffers, segments, divisor, lent, &self.state)
+                    let (state, helpers) = (&self.state, &mut self.helpers);
+                    window.run(call, schedule, buffers, segments, divisor, lent, state, helpers)
                 },
                 None => unreachable!("schedules share memory only where ranks share a host"),
             },
@@ -403,6 +410,7 @@ impl Engine for HostEngine {
         let schedule = self.schedule(request.op(), call.algorithm)?;
         let (mut buffers, segments) = request.cut(&schedule, call.column as usize, DEPTH);
         buffers.scratch = self.links.scratch.reserve(buffers.scratch_bytes());
+        self.helpers.engage(request.extent() * request.dtype().size());
         if let [phase] = &schedule.phases[..] {
             let lent = if call.is_in_registered() { self.lent(request) } else { None };
             // SAFETY: the request was checked, and borrows its memory for longer than this.

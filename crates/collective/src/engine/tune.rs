@@ -265,12 +265,12 @@ fn wait(engine: &mut HostEngine) -> Result<Option<f64>, Error> {
     let call = call(0);
     let buffers = buffers(std::ptr::null_mut(), 0, 1);
     let Some(window) = &mut engine.window else { return Ok(None) };
-    let state = &engine.state;
+    let (state, helpers) = (&engine.state, &mut engine.helpers);
     let Effort { batches, short } = Effort::of(engine.topology.world());
     quickest_of(batches, || {
         for _ in 0..short {
             // SAFETY: nothing is staged or folded.
-            unsafe { window.run(&call, &schedule, &buffers, 0..1, 1, None, state) }?;
+            unsafe { window.run(&call, &schedule, &buffers, 0..1, 1, None, state, helpers) }?;
         }
         Ok(short)
     })
@@ -304,10 +304,12 @@ fn through_window(engine: &mut HostEngine, fold: bool) -> Result<Option<f64>, Er
     let call = call(bytes);
     let buffers = buffers(memory.as_mut_ptr(), bytes, column);
     let Some(window) = &mut engine.window else { return Ok(None) };
-    let state = &engine.state;
+    let (state, helpers) = (&engine.state, &mut engine.helpers);
     quickest_of(Effort::of(engine.topology.world()).batches, || {
         // SAFETY: the buffers are the two halves of `memory`.
-        unsafe { window.run(&call, &schedule, &buffers, 0..WINDOW_SEGMENTS, 1, None, state) }?;
+        unsafe {
+            window.run(&call, &schedule, &buffers, 0..WINDOW_SEGMENTS, 1, None, state, helpers)
+        }?;
         Ok(bytes)
     })
     .map(Some)
@@ -350,7 +352,7 @@ fn exchange_with(
     quickest_of(Effort::of(engine.topology.world()).batches, || {
         for _ in 0..repetitions {
             // SAFETY: the buffers are the two halves of `memory`.
-            unsafe { engine.links.run(&run) }?;
+            unsafe { engine.links.run(&run, &mut engine.helpers) }?;
         }
         Ok(repetitions)
     })

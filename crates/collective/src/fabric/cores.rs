@@ -43,8 +43,24 @@ pub fn shared_cores<'a>(own: &CoreSet, all: impl Iterator<Item = &'a CoreSet>) -
     if available < own.count() { together.min(available) } else { together }
 }
 
+/// How ranks share the cores of a host.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Cores {
+    /// Ranks per core, at least 1: above, they take turns.
+    pub crowd: f64,
+    /// Cores that each rank has to itself, rounded down.
+    pub each: usize,
+}
+
+impl Cores {
+    /// Of so many ranks that have so many cores together.
+    pub fn of(ranks: usize, cores: usize) -> Cores {
+        Cores { crowd: crowd(ranks, cores), each: cores / ranks.max(1) }
+    }
+}
+
 /// Ranks per core, at least 1.
-pub fn crowd(ranks: usize, cores: usize) -> f64 {
+fn crowd(ranks: usize, cores: usize) -> f64 {
     (ranks as f64 / cores.max(1) as f64).max(1.0)
 }
 
@@ -59,6 +75,8 @@ mod tests {
         assert_eq!(crowd(3, 3), 1.0);
         assert_eq!(crowd(4, 2), 2.0);
         assert_eq!(crowd(2, 16), 1.0);
+        assert_eq!(Cores::of(3, 16).each, 5);
+        assert_eq!(Cores::of(3, 2).each, 0);
     }
 
     #[test]

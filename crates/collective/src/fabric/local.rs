@@ -8,7 +8,7 @@ use socket2::{Domain, Socket, Type};
 use unisono_net::memory::Memory;
 use unisono_net::{Connection, descriptors, fork};
 
-use super::cores::{available_cores, crowd};
+use super::cores::{Cores, available_cores};
 use super::network::{Arrival, Arrivals, Network, Opening, Use};
 use super::staging::HostMemory;
 use super::{Connector, Fabric, GroupSetup, system};
@@ -45,7 +45,7 @@ impl LocalHub {
             Transport::Tcp => Topology::all_apart(world),
             Transport::Auto | Transport::Shm => Topology::new(&hosts),
         };
-        let crowd = crowd(world, available_cores());
+        let cores = Cores::of(world, available_cores());
         // As far as the system allows: with too few, there is an error below.
         let _ = descriptors::ensure(256 + 128 * world as u64);
         let members: Result<Vec<Member>, _> = (0..world).map(|_| Member::new()).collect();
@@ -55,7 +55,7 @@ impl LocalHub {
                 topology: topology.clone(),
                 control: Vec::new(),
                 regions: Vec::new(),
-                crowd,
+                cores,
                 network: Arc::new(LocalNetwork { me, members: members.clone() }),
             })
             .collect();

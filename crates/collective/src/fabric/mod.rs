@@ -27,7 +27,7 @@ use crate::state::Epoch;
 use crate::window::region::{MAX_BUFFERS, Region};
 use unisono_net::rank::Rank;
 
-pub use cores::CoreSet;
+pub use cores::{CoreSet, Cores};
 pub use endpoint::{Address, Endpoint, HostId};
 pub use local::LocalHub;
 pub use network::{Arrival, Arrivals, Network, Opening, Use};
@@ -54,8 +54,8 @@ pub struct Fabric {
     pub control: Vec<(usize, Connection)>,
     /// The staging memory of the ranks of this host, in rank order, if there is more than one.
     pub regions: Vec<Region>,
-    /// Ranks of this host per core that they may use, at least 1: above, they take turns.
-    pub crowd: f64,
+    /// How the ranks of this host share the cores that they may use.
+    pub cores: Cores,
     /// Opens all other connections.
     pub network: Arc<dyn Network>,
 }

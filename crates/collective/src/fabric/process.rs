@@ -11,7 +11,7 @@ use unisono_net::keepalive::keep_alive;
 use unisono_net::memory::{Memory, receive_with};
 use unisono_net::{Acceptor, Connection, Dialer, Introduction, Purpose, Target, Token, timespec};
 
-use super::cores::{crowd, shared_cores};
+use super::cores::{Cores, shared_cores};
 use super::endpoint::{Address, HostId};
 use super::forming::form;
 use super::inbox::Inbox;
@@ -73,12 +73,12 @@ impl ProcessHub {
         Dialer::new(&self.token, Instant::now() + NEVER).with_silence(timeout)
     }
 
-    /// Ranks of this host per core, whatever the transport.
-    fn crowd(&self, setup: &GroupSetup) -> f64 {
+    /// How the ranks of this host share its cores, whatever the transport.
+    fn cores(&self, setup: &GroupSetup) -> Cores {
         let own = &self.roster[self.rank];
         let here =
             || setup.members.iter().map(|&m| &self.roster[m.0]).filter(|a| a.host == own.host);
-        crowd(here().count(), shared_cores(&own.cores, here().map(|address| &address.cores)))
+        Cores::of(here().count(), shared_cores(&own.cores, here().map(|address| &address.cores)))
     }
 
     fn topology(&self, setup: &GroupSetup) -> Result<Topology, FormError> {
@@ -110,9 +110,9 @@ impl Connector for ProcessHub {
             return Err(FormError::System { what: "encryption", reason });
         }
         let topology = self.topology(setup)?;
-        let crowd = self.crowd(setup);
+        let cores = self.cores(setup);
         let (control, regions, network) = form(&self, setup, &topology)?;
-        Ok(Fabric { topology, control, regions, crowd, network: Arc::new(network) })
+        Ok(Fabric { topology, control, regions, cores, network: Arc::new(network) })
     }
 
     fn abandon(&self) {

@@ -15,6 +15,7 @@ use crate::cost::Costs;
 use crate::engine::{HostEngine, MakeEngine, Memory};
 use crate::error::{Error, FormError};
 use crate::fabric::{Connector, Fabric, GroupSetup, LocalHub};
+use crate::helpers::{Helpers, Threads};
 use crate::link::Links;
 use crate::options::Options;
 use crate::schedule::Topology;
@@ -190,6 +191,13 @@ impl Group {
         self.inner.state.meter().folding()
     }
 
+    /// Says that the program of this rank waits for calls of the group and computes nothing, until what this returns is
+    /// dropped: the calls may use the cores on which it [computes](Options::computing).
+    #[must_use]
+    pub fn program_rests(&self) -> impl Drop + use<> {
+        self.inner.state.rest().begin()
+    }
+
     /// Why the group can no longer be used, if so.
     pub fn failure(&self) -> Option<Error> {
         self.inner.state.is_over().then(|| self.inner.state.settled_error(None))
@@ -198,7 +206,7 @@ impl Group {
     fn form(
         connector: Arc<dyn Connector>,
         epoch: Arc<Epoch>,
-        setup: GroupSetup,
+        mut setup: GroupSetup,
         pricing: Pricing,
         make_engine: Arc<MakeEngine>,
     ) -> Result<Group, FormError> {
@@ -207,7 +215,12 @@ impl Group {
         }
         let world = setup.members.len();
         let fabric = connector.clone().connect(&setup)?;
-        let Fabric { topology, control, regions, crowd, network } = fabric;
+        let Fabric { topology, control, regions, cores, network } = fabric;
+        let crowd = cores.crowd;
+        // A part of this group has no more: the other ranks of the host are still there.
+        let Options { threads, computing, .. } = setup.options;
+        let threads = Threads::of(threads, cores.each, computing);
+        setup.options.threads = Some(threads.always);
         let (members, stall_after) = (setup.members.clone(), setup.options.stall_after);
         let state = GroupState::new(setup.me, setup.id, members, stall_after);
         let failed =
@@ -231,6 +244,7 @@ impl Group {
             let me = here.iter().position(|&m| m == setup.me).expect("a rank is on its own host");
             WindowMemory::new(regions, crate::fabric::STAGING_BUFFERS, here, me, patience)
         });
+        let helpers = Helpers::new(setup.me, threads, world, crowd <= 1.0, state.rest().clone());
         let options = setup.options.clone();
         let costs = if let Pricing::Inherited(costs) = pricing { costs } else { Costs::default() };
         let mut host = HostEngine::new(
@@ -239,6 +253,7 @@ impl Group {
             options.clone(),
             links,
             window,
+            helpers,
             costs,
             state.clone(),
         );

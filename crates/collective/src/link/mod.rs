@@ -18,6 +18,7 @@ use crate::call::Call;
 use crate::control::Watcher;
 use crate::error::Error;
 use crate::fabric::Network;
+use crate::helpers::Room;
 use crate::memory::ScratchMemory;
 use crate::options::Options;
 use crate::state::GroupState;
@@ -46,7 +47,7 @@ pub struct Links {
     /// Attempts to make progress before sleeping in poll.
     patience: Patience,
     flights: Vec<Flight>,
-    inputs: Vec<*const u8>,
+    inputs: Room,
     /// Scratch cells of the segments in flight.
     pub scratch: ScratchMemory,
 }
@@ -88,7 +89,7 @@ impl Links {
     }
 
     /// Room for the inputs of a fold between runs.
-    pub fn room(&mut self) -> &mut Vec<*const u8> {
+    pub fn room(&mut self) -> &mut Room {
         &mut self.inputs
     }
 
@@ -170,8 +171,8 @@ impl Links {
     fn waiting(&self) -> impl Iterator<Item = PollFd<'_>> {
         self.streams.iter().filter_map(|stream| {
             let mut flags = PollFlags::empty();
-            flags.set(PollFlags::IN, stream.expected > 0 && !stream.is_parked());
-            flags.set(PollFlags::OUT, stream.has_output());
+            flags.set(PollFlags::IN, stream.expected > 0 && !stream.inbound.is_parked());
+            flags.set(PollFlags::OUT, stream.outbound.has_output());
             (!flags.is_empty()).then(|| PollFd::new(&**stream.socket(), flags))
         })
     }

@@ -4,6 +4,7 @@ use crate::buffers::Buffers;
 use crate::call::{Call, MessageHeader, WireCall};
 use crate::dtype::Reduction;
 use crate::error::Error;
+use crate::helpers::{Helpers, Room};
 use crate::schedule::Rounds;
 use crate::state::GroupState;
 
@@ -39,7 +40,7 @@ impl Links {
     ///
     /// # Safety
     /// The buffers are valid for the call's layouts and no other thread uses them meanwhile.
-    pub unsafe fn run(&mut self, run: &Run<'_>) -> Result<(), Error> {
+    pub unsafe fn run(&mut self, run: &Run<'_>, helpers: &mut Helpers) -> Result<(), Error> {
         let Run { schedule, segments, buffers, .. } = run;
         if schedule.rounds.is_empty() {
             return Ok(());
@@ -54,9 +55,16 @@ impl Links {
         let mut watch = None;
         loop {
             // SAFETY: passed on from the caller.
-            let mut moved = unsafe { self.start_rounds(run, &mut waves, &mut finished, depth) };
+            let mut moved =
+                unsafe { self.start_rounds(run, &mut waves, &mut finished, depth, helpers) };
+            // From one turn to the next there may be helpers, or none.
+            let is_pumped = helpers.are_engaged();
+            if is_pumped {
+                // SAFETY: passed on from the caller.
+                unsafe { self.pump(run, helpers, idle == 0) };
+            }
             // SAFETY: passed on from the caller.
-            moved |= unsafe { self.move_bytes(run, &waves) }?;
+            moved |= unsafe { self.move_bytes(run, &waves, helpers, is_pumped) }?;
             if finished + self.flights.iter().filter(|f| f.is_done(run)).count() == segments.len() {
                 return Ok(());
             }
@@ -83,6 +91,7 @@ impl Links {
         waves: &mut Waves,
         finished: &mut usize,
         depth: usize,
+        helpers: &mut Helpers,
     ) -> bool {
         let mut moved = false;
         while let Some((segment, round)) = waves.peek() {
@@ -105,14 +114,20 @@ impl Links {
                 }
             }
             // SAFETY: passed on from the caller.
-            unsafe { self.start_round(run, run.segments.start + segment, round) };
+            unsafe { self.start_round(run, run.segments.start + segment, round, helpers) };
             waves.advance();
             moved = true;
         }
         moved
     }
 
-    unsafe fn start_round(&mut self, run: &Run<'_>, segment: usize, round: usize) {
+    unsafe fn start_round(
+        &mut self,
+        run: &Run<'_>,
+        segment: usize,
+        round: usize,
+        helpers: &mut Helpers,
+    ) {
         let steps = &run.schedule.rounds[round];
         let wire = WireCall::from(*run.call);
         let mut unsent = 0;
@@ -128,7 +143,7 @@ impl Links {
                     length: (bytes.len() as u32).into(),
                 };
                 let part = Part { segment, place: send.from, blocks: send.blocks.clone(), bytes };
-                self.streams[stream].enqueue(header, part);
+                self.streams[stream].outbound.enqueue(header, part);
                 unsent += 1;
             }
         }
@@ -145,36 +160,90 @@ impl Links {
         flight.awaited = awaited;
         if awaited == 0 {
             // SAFETY: passed on from the caller.
-            unsafe { self.finish_round(run, segment) };
+            unsafe { self.finish_round(run, segment, helpers) };
         }
     }
 
     /// All messages of a segment's round are there: fold them.
-    unsafe fn finish_round(&mut self, run: &Run<'_>, segment: usize) {
+    unsafe fn finish_round(&mut self, run: &Run<'_>, segment: usize, helpers: &mut Helpers) {
         let round = self.flight(segment).rounds;
         let divisor = (run.call.reduction == Reduction::Mean).then_some(run.divisor);
         let folds = &run.schedule.rounds[round].folds;
         if !folds.is_empty() {
             run.state.meter().fold(|| {
+                // One after the other: a fold may read what the one before has written.
                 for fold in folds {
-                    // SAFETY: passed on from the caller.
-                    unsafe { run.buffers.fold(fold, segment, run.call, divisor, &mut self.inputs) };
+                    let bytes = match helpers.are_engaged() {
+                        true => Part::total(run.buffers, fold.into, segment, &fold.blocks),
+                        false => 0,
+                    };
+                    // SAFETY: passed on from the caller; shares do not overlap.
+                    unsafe {
+                        helpers.share(bytes, &mut self.inputs, &|share, inputs| {
+                            run.buffers.fold_share(fold, segment, run.call, divisor, share, inputs);
+                        });
+                    }
                 }
             });
         }
         self.flight(segment).rounds += 1;
     }
 
-    /// Sends and receives what the sockets allow.
-    unsafe fn move_bytes(&mut self, run: &Run<'_>, waves: &Waves) -> Result<bool, Error> {
+    /// Moves what the sockets allow, up to the next decision: each direction of each socket is a part of its own. What
+    /// has come of it, [`Links::move_bytes`] finds in the streams. `together`: with the helpers.
+    unsafe fn pump(&mut self, run: &Run<'_>, helpers: &mut Helpers, together: bool) {
+        /// Parts at most. More: with many peers, most of them have nothing to do. Fewer: what a part has to do differs more.
+        const PARTS: usize = 64;
+        let active = |stream: &Stream| {
+            let receives = stream.expected > 0 && !stream.inbound.is_parked();
+            usize::from(stream.outbound.has_output()) + usize::from(receives)
+        };
+        let directions = 2 * self.streams.len();
+        let worth = together && self.streams.iter().map(active).sum::<usize>() > 1;
+        let parts = if worth { directions.min(PARTS) } else { 1 };
+        let streams = self.streams.as_mut_ptr();
+        let pump = |direction: usize| {
+            // SAFETY: there are half as many streams as directions. A direction is one part's, the halves of a
+            // stream are borrowed one by one, and nobody else uses the streams until all parts are finished.
+            unsafe {
+                let stream = streams.add(direction / 2);
+                if direction % 2 == 0 {
+                    (*(&raw mut (*stream).outbound)).pump(run.buffers);
+                } else if (&raw const (*stream).expected).read() > 0 {
+                    (*(&raw mut (*stream).inbound)).pump(run.buffers);
+                }
+            }
+        };
+        let some = |part: usize, _: &mut Room| (part..directions).step_by(parts).for_each(pump);
+        // SAFETY: directions of different parts differ.
+        unsafe { helpers.each(parts, &mut self.inputs, &some) };
+    }
+
+    /// Sends and receives what the sockets allow; if it is [pumped](Links::pump), does what follows from that.
+    unsafe fn move_bytes(
+        &mut self,
+        run: &Run<'_>,
+        waves: &Waves,
+        helpers: &mut Helpers,
+        is_pumped: bool,
+    ) -> Result<bool, Error> {
         let mut moved = false;
         for i in 0..self.streams.len() {
-            while self.streams[i].has_output() {
+            let lost = |peer| move |_| run.state.lost_link(peer, run.call);
+            let Links { streams, flights, .. } = self;
+            let Stream { peer, outbound, inbound, .. } = &mut streams[i];
+            if is_pumped {
+                let (sent, done) = outbound.pumped().map_err(lost(*peer))?;
+                done.for_each(|segment| flight(flights, segment).unsent -= 1);
+                run.state.meter().count_sockets(sent);
+                moved |= sent > 0;
+                moved |= inbound.pumped().map_err(lost(*peer))?;
+            }
+            while !is_pumped && outbound.has_output() {
                 // SAFETY: all queued messages belong to this run.
-                let (sent, done) = unsafe { self.streams[i].send(run.buffers) }
-                    .map_err(|_| run.state.lost_link(self.streams[i].peer, run.call))?;
+                let (sent, done) = unsafe { outbound.send(run.buffers) }.map_err(lost(*peer))?;
                 if let Some(segment) = done {
-                    self.flight(segment).unsent -= 1;
+                    flight(flights, segment).unsent -= 1;
                 }
                 if sent == 0 {
                     break;
@@ -183,18 +252,23 @@ impl Links {
                 moved = true;
             }
             while self.streams[i].expected > 0 {
-                // SAFETY: an accepted message belongs to this run.
-                let received = unsafe { self.streams[i].receive(run.buffers) }
-                    .map_err(|_| run.state.lost_link(self.streams[i].peer, run.call))?;
+                let Stream { peer, inbound, .. } = &mut self.streams[i];
+                let received = match is_pumped {
+                    true => inbound.ready(),
+                    // SAFETY: an accepted message belongs to this run.
+                    false => unsafe { inbound.receive(run.buffers) }.map_err(lost(*peer))?,
+                };
                 match received {
                     Received::Nothing => break,
                     Received::Some => moved = true,
                     Received::Header(header) => match self.place(run, waves, i, &header)? {
                         Some((part, place)) => {
-                            self.streams[i].accept(part, place, header.index.get());
+                            moved |= is_pumped;
+                            let inbound = &mut self.streams[i].inbound;
+                            inbound.accept(part, place, header.index.get());
                         }
                         None => {
-                            self.streams[i].park(header);
+                            self.streams[i].inbound.park(header);
                             break;
                         }
                     },
@@ -205,7 +279,7 @@ impl Links {
                         flight.awaited -= 1;
                         if flight.awaited == 0 {
                             // SAFETY: passed on from the caller.
-                            unsafe { self.finish_round(run, segment) };
+                            unsafe { self.finish_round(run, segment, helpers) };
                         }
                     }
                 }
@@ -238,7 +312,7 @@ impl Links {
             return Err(malformed("an unknown segment"));
         }
         let place = waves.place(segment - run.segments.start, round);
-        if !self.streams[stream].is_next(place, header.index.get()) {
+        if !self.streams[stream].inbound.is_next(place, header.index.get()) {
             return Err(malformed("a message twice, or out of order"));
         }
         let started = |f: &Flight| f.segment == segment && f.rounds == round && f.awaited > 0;
@@ -262,9 +336,13 @@ impl Links {
     }
 
     fn flight(&mut self, segment: usize) -> &mut Flight {
-        let flight = self.flights.iter_mut().find(|f| f.segment == segment);
-        flight.expect("messages name segments in flight")
+        flight(&mut self.flights, segment)
     }
+}
+
+fn flight(flights: &mut [Flight], segment: usize) -> &mut Flight {
+    let flight = flights.iter_mut().find(|f| f.segment == segment);
+    flight.expect("messages name segments in flight")
 }
 
 impl Flight {
@@ -357,7 +435,7 @@ mod tests {
             state: &state,
         };
         // SAFETY: the buffers are those of this function.
-        unsafe { links.run(&run) }?;
+        unsafe { links.run(&run, &mut Helpers::none()) }?;
         Ok(output)
     }
 

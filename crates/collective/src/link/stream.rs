@@ -9,7 +9,7 @@ use std::sync::Arc;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 use socket2::Socket;
-use unisono_net::Connection;
+use unisono_net::{Connection, Receiver, Sender};
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::order;
@@ -24,21 +24,48 @@ const LOOK_AHEAD: usize = 4096;
 /// Pieces of memory handed to the kernel at once.
 const PIECES: usize = 16;
 
-/// One socket of a link.
+/// Bytes that one thread sends on a stream before it says so. Larger: what was received meanwhile waits. Smaller:
+/// threads meet more often.
+const PUMPED: usize = 256 << 10;
+
+/// One socket of a link. Its two halves have nothing in common, so that two threads can move bytes at the same
+/// time.
 pub struct Stream {
-    connection: Connection,
     pub peer: usize,
     /// Messages that the running call wants from this stream now.
     pub expected: u32,
+    pub outbound: Outbound,
+    pub inbound: Inbound,
+}
+
+/// The half that sends.
+pub struct Outbound {
+    sender: Sender,
     output: VecDeque<Outgoing>,
+    /// What [`Outbound::pump`] did.
+    pumped: Pumped,
+}
+
+/// The half that receives.
+pub struct Inbound {
+    receiver: Receiver,
     input: Input,
     /// The message being received.
     body: Option<Incoming>,
-    /// A header whose round has not started.
+    /// A header whose round has not started, or that was received and not looked at.
     parked: Option<MessageHeader>,
     /// The last message of the running call that was accepted: its round's place in the order of all,
     /// and which of the round's it is.
     last: Option<(order::Turn, u32)>,
+    /// Whether [`Inbound::pump`] has received something.
+    pumped: Result<bool, Errno>,
+}
+
+/// What was sent.
+struct Pumped {
+    bytes: Result<usize, Errno>,
+    /// The segments of the messages that are sent.
+    done: Vec<usize>,
 }
 
 /// Part of a message in the memory of a call.
@@ -63,6 +90,12 @@ struct Incoming {
     received: usize,
 }
 
+impl Incoming {
+    fn is_complete(&self) -> bool {
+        self.received == self.part.bytes.len()
+    }
+}
+
 /// Bytes read ahead.
 struct Input {
     bytes: Box<[u8; LOOK_AHEAD]>,
@@ -75,7 +108,7 @@ pub enum Received {
     Nothing,
     /// Some bytes moved.
     Some,
-    /// A header; [`Stream::accept`] or [`Stream::park`] it.
+    /// A header; [`Inbound::accept`] or [`Inbound::park`] it.
     Header(MessageHeader),
     /// The message that was accepted is complete.
     Message {
@@ -86,35 +119,27 @@ pub enum Received {
 
 impl Stream {
     pub fn new(connection: Connection, peer: usize) -> Stream {
+        let Connection { sender, receiver } = connection;
         let input = Input { bytes: Box::new([0; LOOK_AHEAD]), filled: 0..0 };
-        Stream {
-            connection,
-            peer,
-            expected: 0,
-            output: VecDeque::with_capacity(32),
-            input,
-            body: None,
-            parked: None,
-            last: None,
-        }
+        let pumped = Pumped { bytes: Ok(0), done: Vec::with_capacity(32) };
+        let outbound = Outbound { sender, output: VecDeque::with_capacity(32), pumped };
+        let (body, parked, last, pumped) = (None, None, None, Ok(false));
+        let inbound = Inbound { receiver, input, body, parked, last, pumped };
+        Stream { peer, expected: 0, outbound, inbound }
     }
 
     /// The socket, shared with the monitor and with what shuts it down when the group fails.
     pub fn socket(&self) -> &Arc<Socket> {
-        self.connection.socket()
+        self.outbound.sender.socket()
     }
 
     /// A call begins.
     pub fn begin(&mut self) {
-        self.last = None;
+        self.inbound.last = None;
     }
+}
 
-    /// Whether a message may come after those that were accepted. Every rank sends in one order, so
-    /// that a message which does not come later has come twice, or is none of this call's.
-    pub fn is_next(&self, round: order::Turn, index: u32) -> bool {
-        self.last.is_none_or(|last| last < (round, index))
-    }
-
+impl Outbound {
     /// Queues a message. The memory it names must stay as it is until it is sent.
     pub fn enqueue(&mut self, header: MessageHeader, part: Part) {
         self.output.push_back(Outgoing { header, part, sent: 0 });
@@ -124,9 +149,34 @@ impl Stream {
         !self.output.is_empty()
     }
 
-    /// Whether the next message has arrived before its round has started.
-    pub fn is_parked(&self) -> bool {
-        self.parked.is_some()
+    /// Sends what the socket takes, but not for long; what became of it is kept.
+    ///
+    /// # Safety
+    /// As for [`Outbound::send`].
+    pub unsafe fn pump(&mut self, buffers: &Buffers<'_>) {
+        let mut bytes = 0;
+        self.pumped.bytes = loop {
+            if self.output.is_empty() || bytes >= PUMPED {
+                break Ok(bytes);
+            }
+            // SAFETY: passed on from the caller.
+            match unsafe { self.send(buffers) } {
+                Ok((sent, done)) => {
+                    self.pumped.done.extend(done);
+                    bytes += sent;
+                    if sent == 0 && done.is_none() {
+                        break Ok(bytes);
+                    }
+                }
+                Err(error) => break Err(error),
+            }
+        };
+    }
+
+    /// What [`Outbound::pump`] has sent since this was asked last: the bytes, and the segments of the messages.
+    pub fn pumped(&mut self) -> Result<(usize, std::vec::Drain<'_, usize>), Errno> {
+        let bytes = std::mem::replace(&mut self.pumped.bytes, Ok(0))?;
+        Ok((bytes, self.pumped.done.drain(..)))
     }
 
     /// Sends what the socket takes of the first message: how many bytes, and `Some(segment)` if
@@ -151,11 +201,11 @@ impl Stream {
             slices[used] = IoSlice::new(unsafe { std::slice::from_raw_parts(address, len) });
             used += 1;
         }
-        match self.connection.sender.send_vectored(&slices[..used], SendFlags::empty()) {
+        match self.sender.send_vectored(&slices[..used], SendFlags::empty()) {
             Ok(sent) => {
                 message.sent += sent;
                 // What is encrypted may be on its way when the last byte was taken.
-                let done = message.sent == total && self.connection.sender.is_flushed();
+                let done = message.sent == total && self.sender.is_flushed();
                 let done = done.then_some(message.part.segment);
                 if done.is_some() {
                     self.output.pop_front();
@@ -164,6 +214,61 @@ impl Stream {
             }
             Err(Errno::AGAIN | Errno::INTR) => Ok((0, None)),
             Err(e) => Err(e),
+        }
+    }
+}
+
+impl Inbound {
+    /// Whether a message may come after those that were accepted. Every rank sends in one order, so
+    /// that a message which does not come later has come twice, or is none of this call's.
+    pub fn is_next(&self, round: order::Turn, index: u32) -> bool {
+        self.last.is_none_or(|last| last < (round, index))
+    }
+
+    /// Whether the next message has arrived before its round has started.
+    pub fn is_parked(&self) -> bool {
+        self.parked.is_some()
+    }
+
+    /// Receives what is there of the accepted message, or the next header, which is parked; what became of
+    /// it is kept.
+    ///
+    /// # Safety
+    /// As for [`Inbound::receive`].
+    pub unsafe fn pump(&mut self, buffers: &Buffers<'_>) {
+        let mut moved = false;
+        self.pumped = loop {
+            if self.parked.is_some() || self.body.as_ref().is_some_and(Incoming::is_complete) {
+                break Ok(moved);
+            }
+            let received = match &self.body {
+                // SAFETY: passed on from the caller.
+                Some(_) => unsafe { self.receive_body(buffers) },
+                None => self.receive_header(),
+            };
+            match received {
+                Ok(Received::Nothing) => break Ok(moved),
+                Ok(Received::Header(header)) => self.parked = Some(header),
+                Ok(Received::Some | Received::Message { .. }) => {}
+                Err(error) => break Err(error),
+            }
+            moved = true;
+        };
+    }
+
+    /// Whether [`Inbound::pump`] has received something since this was asked last.
+    pub fn pumped(&mut self) -> Result<bool, Errno> {
+        std::mem::replace(&mut self.pumped, Ok(false))
+    }
+
+    /// What is there without receiving: the message that was accepted, if it is complete, or a header.
+    pub fn ready(&mut self) -> Received {
+        if let Some(header) = self.parked.take() {
+            return Received::Header(header);
+        }
+        match self.body.take_if(|body| body.is_complete()) {
+            Some(body) => Received::Message { segment: body.part.segment },
+            None => Received::Nothing,
         }
     }
 
@@ -175,7 +280,23 @@ impl Stream {
         if let Some(header) = self.parked.take() {
             return Ok(Received::Header(header));
         }
-        let Some(body) = &mut self.body else { return self.receive_header() };
+        if self.body.is_none() {
+            return self.receive_header();
+        }
+        // SAFETY: passed on from the caller.
+        let received = unsafe { self.receive_body(buffers) }?;
+        if let Received::Message { .. } = received {
+            self.body = None;
+        }
+        Ok(received)
+    }
+
+    /// Receives what is there of the accepted message, which stays accepted when it is complete.
+    ///
+    /// # Safety
+    /// As for [`Inbound::receive`].
+    unsafe fn receive_body(&mut self, buffers: &Buffers<'_>) -> Result<Received, Errno> {
+        let Some(body) = &mut self.body else { return Ok(Received::Nothing) };
         let left = body.part.bytes.len() - body.received;
         if left > 0 && self.input.filled.is_empty() {
             let mut slices = [const { MaybeUninit::<IoSliceMut<'_>>::uninit() }; PIECES];
@@ -192,7 +313,7 @@ impl Stream {
             let slices = unsafe {
                 std::slice::from_raw_parts_mut(slices.as_mut_ptr().cast::<IoSliceMut<'_>>(), used)
             };
-            match self.connection.receiver.receive_vectored(slices) {
+            match self.receiver.receive_vectored(slices) {
                 Ok(0) => return Err(Errno::CONNRESET),
                 Ok(n) => body.received += n,
                 Err(Errno::AGAIN | Errno::INTR) => return Ok(Received::Nothing),
@@ -211,12 +332,10 @@ impl Stream {
                 }
             }
         }
-        if body.received < body.part.bytes.len() {
+        if !body.is_complete() {
             return Ok(Received::Some);
         }
-        let segment = body.part.segment;
-        self.body = None;
-        Ok(Received::Message { segment })
+        Ok(Received::Message { segment: body.part.segment })
     }
 
     /// Says where the message of the header just received goes, and when it comes in the order of
@@ -237,7 +356,7 @@ impl Stream {
             input.bytes.copy_within(input.filled.clone(), 0);
             input.filled = 0..input.filled.len();
             let into = &mut input.bytes[input.filled.end..];
-            match self.connection.receiver.receive(into, RecvFlags::empty()) {
+            match self.receiver.receive(into, RecvFlags::empty()) {
                 Ok(0) => return Err(Errno::CONNRESET),
                 Ok(n) => input.filled.end += n,
                 Err(Errno::AGAIN | Errno::INTR) => return Ok(Received::Nothing),

@@ -136,8 +136,10 @@ class Endpoint:
     def address(self) -> bytes:
         """What the others need to know, to be passed on as it is."""
 
-    def open(self, rank: int, token: bytes, addresses: Sequence[bytes]) -> Group:
-        """Forms the group of the ranks with these addresses, of which this is number `rank`."""
+    def open(self, rank: int, token: bytes, addresses: Sequence[bytes],
+             computing: int | None = None) -> Group:
+        """Forms the group of the ranks with these addresses, of which this is number `rank` and
+        computes with so many threads while calls run."""
 
 class Group:
     """A group of ranks."""

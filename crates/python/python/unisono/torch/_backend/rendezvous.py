@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
@@ -60,7 +61,18 @@ def form(store, rank: int, size: int, timeout: timedelta) -> _native.Group:
         raise FormError(_have_not_come(late, f" within {timeout}"), peer=late[0])
     token = bytes(store.get(_TOKEN))
     addresses = [bytes(store.get(_key_of(r))) for r in range(size)]
-    return endpoint.open(rank, token, addresses)
+    return endpoint.open(rank, token, addresses, _computing(size))
+
+
+def _computing(size: int) -> int | None:
+    """The threads with which this rank computes while calls of a group of so many ranks run.
+
+    The engine divides the cores of a host among those of its ranks that are in the group.  Where others
+    are not, it is told that none is idle.
+    """
+    if dist.is_initialized() and size < dist.get_world_size():
+        return os.cpu_count()
+    return torch.get_num_threads()
 
 
 def _await(
