@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use half::{bf16, f16};
 use unisono_codec::{Codec, Gathered, Memory, Passage, Spans, Summed, Task, Wire};
 
-use super::spans::is_encoded_twice;
+use unisono_codec::is_encoded_twice;
 use super::spans::pieces;
 use super::summed::Narrow;
 use super::timed;

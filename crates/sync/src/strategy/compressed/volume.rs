@@ -6,7 +6,7 @@ use unisono_codec::{Codec, CodecSpec, Passage, Rules, Wire};
 use unisono_collective::{Dtype, Error, Op};
 
 use super::calls::{Calls, Sent};
-use super::spans::is_encoded_twice;
+use unisono_codec::is_encoded_twice;
 use crate::advice::Volume;
 use crate::bucket::{Bucket, Layout};
 use crate::combine::is_all_reduce;
