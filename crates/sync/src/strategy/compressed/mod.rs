@@ -66,9 +66,13 @@ pub struct Compression {
 impl Compression {
     /// One codec for all parameters that are worth it, from the first step on.
     pub fn new(codec: CodecSpec) -> Compression {
-        let rules = Rules::all(codec);
+        Compression { rules: Rules::all(codec), ..Compression::none() }
+    }
+
+    /// Nothing is encoded.
+    pub fn none() -> Compression {
         Compression {
-            rules,
+            rules: Rules::default(),
             auto: false,
             warm_up: 0,
             error_feedback: true,
