@@ -121,12 +121,9 @@ impl Family {
                 "powersgd_settle",
                 "powersgd_normalize",
             ],
-            Family::Scale => &[
-                "scale_measure_rows",
-                "scale_measure_columns",
-                "scale_divide",
-                "scale_multiply",
-            ],
+            Family::Scale => {
+                &["scale_measure_rows", "scale_measure_columns", "scale_divide", "scale_multiply"]
+            }
         }
     }
 }

@@ -103,8 +103,15 @@ impl DeviceScale {
         unsafe {
             let (blocks, of_rows) = (rows.div_ceil(ROWS), call(into, columns));
             self.codecs.launch(stream, Family::Scale, "scale_measure_rows", blocks, of_rows)?;
-            let (blocks, of_columns) = (columns.div_ceil(THREADS), call(into.offset(rows * 4), rows));
-            self.codecs.launch(stream, Family::Scale, "scale_measure_columns", blocks, of_columns)?;
+            let (blocks, of_columns) =
+                (columns.div_ceil(THREADS), call(into.offset(rows * 4), rows));
+            self.codecs.launch(
+                stream,
+                Family::Scale,
+                "scale_measure_columns",
+                blocks,
+                of_columns,
+            )?;
         }
         Ok(())
     }

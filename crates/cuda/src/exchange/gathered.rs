@@ -35,12 +35,8 @@ impl Exchange {
                 if let (Some(residual), false) = (residual, feeds_back) {
                     stream.fill_words(residual, 0, held.elements)?;
                 }
-                let task = unisono_codec::Task {
-                    shape: &held.shape,
-                    parameter: of.parameter,
-                    step,
-                    seed,
-                };
+                let task =
+                    unisono_codec::Task { shape: &held.shape, parameter: of.parameter, step, seed };
                 let coder = held.own.as_mut().expect("a sparse codec is a parameter's own");
                 coder.encode(stream, &task, me, of.pointer, residual, mine.offset(own))?;
                 let length = coder.length(stream)?;
@@ -68,12 +64,8 @@ impl Exchange {
                     (all.offset(at), all_lengths[before])
                 };
                 let held = &mut self.held[of.parameter];
-                let task = unisono_codec::Task {
-                    shape: &held.shape,
-                    parameter: of.parameter,
-                    step,
-                    seed,
-                };
+                let task =
+                    unisono_codec::Task { shape: &held.shape, parameter: of.parameter, step, seed };
                 let coder = held.own.as_mut().expect("a sparse codec is a parameter's own");
                 for shard in 0..world {
                     let (from, length) = place(shard);
@@ -85,7 +77,14 @@ impl Exchange {
                         // Whose it was, tells each by itself.
                         for shard in 0..world {
                             let (from, length) = place(shard);
-                            coder.decode(stream, &task, from, length, of.pointer, Placement::Add)?;
+                            coder.decode(
+                                stream,
+                                &task,
+                                from,
+                                length,
+                                of.pointer,
+                                Placement::Add,
+                            )?;
                             if let Err(CodecError::Encoding(source)) = coder.check(stream) {
                                 return Err(ExchangeError::Encoding { shard, source });
                             }

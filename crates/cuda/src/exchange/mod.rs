@@ -213,7 +213,8 @@ impl Exchange {
             }
             Passage::Summed(summed) => {
                 let mut own = DeviceCodec::new(codecs, &encoded.spec, &held.shape)?;
-                let first = Task { shape: &held.shape, parameter: number, step: 0, seed: self.seed };
+                let first =
+                    Task { shape: &held.shape, parameter: number, step: 0, seed: self.seed };
                 own.remember(stream, &summed.start(&first))?;
                 held.own = Some(own);
             }
@@ -290,7 +291,11 @@ impl Exchange {
     }
 
     /// What is remembered of a parameter. Nothing is under way.
-    pub fn remembered(&self, parameter: usize, stream: &Stream) -> Result<Remembered, ExchangeError> {
+    pub fn remembered(
+        &self,
+        parameter: usize,
+        stream: &Stream,
+    ) -> Result<Remembered, ExchangeError> {
         let held = &self.held[parameter];
         let read = |memory: Option<&DeviceMemory>| -> Result<Vec<f32>, CudaError> {
             let Some(memory) = memory else { return Ok(Vec::new()) };

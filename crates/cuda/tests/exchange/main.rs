@@ -13,11 +13,11 @@ use unisono_sync::shards::Shards;
 use unisono_sync::strategy::{Compressed, Compression, Remembered as OnHost, Strategy};
 use unisono_sync::{Parameter, Settings, Synchronizer};
 
-#[path = "../common/families.rs"]
-mod families;
 #[path = "../window/fake.rs"]
 #[allow(dead_code, reason = "worlds only")]
 mod fake;
+#[path = "../common/families.rs"]
+mod families;
 
 /// One of every kind, with every way to travel.
 const CODECS: [&str; 17] = [
@@ -92,8 +92,7 @@ impl Case {
             "none" => None,
             codec => Some(codec.parse().unwrap()),
         };
-        compression.rules.exceptions =
-            self.rule.iter().map(|rule| rule.parse().unwrap()).collect();
+        compression.rules.exceptions = self.rule.iter().map(|rule| rule.parse().unwrap()).collect();
         let (warm_up, error_feedback) = (self.warm_up, self.error_feedback);
         Compression { warm_up, error_feedback, seed: 7, ..compression }
     }
@@ -223,8 +222,7 @@ impl Worker {
                 })
                 .collect();
             // SAFETY: the memory has as many elements, and is there until the stream has come to the end.
-            let exchanged =
-                unsafe { self.exchange.exchange(step, &gradients, used, &self.stream) };
+            let exchanged = unsafe { self.exchange.exchange(step, &gradients, used, &self.stream) };
             self.stream.synchronize().unwrap();
             for (of, used) in gradients.iter().zip(exchanged?) {
                 if used {
@@ -398,10 +396,7 @@ fn codecs_without_kernels_are_refused() {
     on_ranks(1, |group| {
         let refused = Worker::new(group, Case::of("dgc:1%")).map(|_| ());
         let error = refused.unwrap_err();
-        assert!(
-            matches!(error, ExchangeError::Codec(CodecError::NotOnDevice { .. })),
-            "{error:?}"
-        );
+        assert!(matches!(error, ExchangeError::Codec(CodecError::NotOnDevice { .. })), "{error:?}");
     });
 }
 

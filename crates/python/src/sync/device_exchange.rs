@@ -108,7 +108,7 @@ impl DeviceExchange {
             let group = match engine.beside(make) {
                 Ok(group) => group,
                 Err(error @ FormError::Device { .. }) => {
-                    log::info!("gradients are encoded by the host: {error}");
+                    log::warn!("gradients are encoded by the host: {error}");
                     return Ok(None);
                 }
                 Err(error) => return Err(error.into()),
@@ -156,7 +156,8 @@ impl DeviceExchange {
             }
             bucket.push(DeviceGradient { parameter, pointer: DevicePtr(address as u64) });
         }
-        let bytes = 4 * bucket.iter().map(|of| self.parameters[of.parameter].elements()).sum::<usize>();
+        let bytes =
+            4 * bucket.iter().map(|of| self.parameters[of.parameter].elements()).sum::<usize>();
         let (step, used) = (self.record.steps(), used.map(|used| DevicePtr(used as u64)));
         // SAFETY: the caller's stream is one of the device, and the memory is kept until the step is over.
         let submitted = unsafe { library.submit(step, bucket, used, bytes, stream) };

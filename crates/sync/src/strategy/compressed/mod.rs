@@ -42,7 +42,6 @@ use memory::State;
 pub use memory::{Remembered, spread};
 use momentum::Momentum;
 
-
 /// What is compressed, and from when on.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Compression {
