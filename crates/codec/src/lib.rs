@@ -14,6 +14,8 @@
 //! is added to the next gradient. Whatever is random follows from a [`Task`], so that the same
 //! gradients give the same bytes, on every worker.
 //!
+//! Some codecs get gradients in units of their usual size ([`scale`]).
+//!
 //! A [`Sender`] encodes for one receiver instead, such as a parameter server ([`sender`]).
 //!
 //! A [`CodecSpec`] is a codec's description: what the command line names and reports print.
@@ -32,6 +34,7 @@ pub mod randk;
 mod random;
 mod round_trip;
 pub mod rules;
+pub mod scale;
 pub mod sender;
 pub mod sign;
 mod sparse;
@@ -213,6 +216,12 @@ pub trait Spans: fmt::Debug + Send + Sync {
 
     /// Decodes a run of blocks. Never reads or writes out of bounds, whatever the bytes.
     fn decode(&self, bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding>;
+}
+
+/// Whether the mean of so many shards' [`Spans`] is encoded again. Between two nothing is gained by that: each worker
+/// gets the other's encoding as it is, for as many bytes and without a second loss.
+pub fn is_encoded_twice(shards: usize) -> bool {
+    shards > 2
 }
 
 /// Encodings that are only of use as a whole.

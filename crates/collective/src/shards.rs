@@ -64,9 +64,45 @@ impl Shards {
     }
 }
 
+/// What one of the workers has of so many elements: whole blocks. Workers take turns in being first, so that the first
+/// blocks of many small runs of elements, of which each has another `turn`, do not all meet at one.
+pub fn share(
+    block: usize,
+    turn: usize,
+    elements: usize,
+    worker: usize,
+    workers: usize,
+) -> Range<usize> {
+    let place = (worker + turn) % workers;
+    let blocks = elements.div_ceil(block);
+    let edge = |place: usize| (blocks * place / workers * block).min(elements);
+    edge(place)..edge(place + 1)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn shares_cover_all_elements_in_whole_blocks() {
+        let block = 2048;
+        for elements in [0, 1, block, block + 1, 10 * block - 1, 17 * block] {
+            for workers in 1..6 {
+                for turn in 0..3 {
+                    let of = |worker| share(block, turn, elements, worker, workers);
+                    let mut all: Vec<_> = (0..workers).map(of).collect();
+                    all.sort_by_key(|share| (share.start, share.end));
+                    let mut end = 0;
+                    for share in all {
+                        assert_eq!(share.start, end);
+                        assert!(share.start % block == 0 || share.is_empty());
+                        end = share.end;
+                    }
+                    assert_eq!(end, elements);
+                }
+            }
+        }
+    }
 
     #[test]
     fn ranges_cover_all_shards_evenly() {

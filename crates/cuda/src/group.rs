@@ -40,7 +40,7 @@ use crate::stream::Stream;
 /// # }
 /// ```
 pub struct DeviceGroup {
-    group: Group,
+    group: Arc<Group>,
     device: u32,
 }
 
@@ -57,13 +57,18 @@ pub fn join(
 ) -> Result<DeviceGroup, FormError> {
     let engine = engine(move || Driver::load()?.device(device), device_options);
     let group = Group::with_engine(connector, epoch, rank, world, options, engine)?;
-    Ok(DeviceGroup { group, device })
+    Ok(DeviceGroup::new(group, device))
 }
 
 impl DeviceGroup {
     /// A group that has the [engine](crate::engine()) of this device, such as a sub-group of another one.
-    pub fn new(group: Group, device: u32) -> DeviceGroup {
-        DeviceGroup { group, device }
+    pub fn new(group: impl Into<Arc<Group>>, device: u32) -> DeviceGroup {
+        DeviceGroup { group: group.into(), device }
+    }
+
+    /// The number of its device in this process.
+    pub fn device(&self) -> u32 {
+        self.device
     }
 
     /// The name of the engine that runs its calls on device memory.

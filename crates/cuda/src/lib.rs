@@ -12,6 +12,8 @@
 //!
 //! A [`DeviceCodec`] encodes gradients on the device, with the bytes of the host's [codecs](unisono_codec).
 //!
+//! An [`Exchange`] makes one mean of the gradients of all ranks, encoded on their devices.
+//!
 //! A [`DeviceGroup`] makes collective calls on device memory. Its [engine](DeviceEngine), which all ranks choose together
 //! by what they share, is a [`window`], through device memory or host memory that all ranks of a host reach, [`nccl`], for
 //! ranks of any hosts, or the host's own collectives, from which calls [`bounce`].
@@ -25,6 +27,7 @@ mod device;
 mod driver;
 mod error;
 mod event;
+pub mod exchange;
 pub mod fold;
 mod group;
 mod library;
@@ -37,12 +40,13 @@ pub mod window;
 
 pub use bounce::BounceOptions;
 pub use choice::{DeviceEngine, DeviceOptions, ENGINE_VARIABLE, engine};
-pub use codec::{CodecError, Codecs, DeviceCodec, Placement};
+pub use codec::{CodecError, Codecs, DeviceCodec, DeviceScale, Placement};
 pub use context::{Context, Entered};
 pub use device::{Attribute, Capability, Device, Uuid};
 pub use driver::{DRIVER_VARIABLE, Driver};
 pub use error::CudaError;
 pub use event::{Event, EventHandle, EventKind};
+pub use exchange::{Exchange, ExchangeError};
 pub use fold::{FoldError, FoldPlan, Folds};
 pub use group::{DeviceGroup, join};
 pub use library::DevicePtr;

@@ -141,7 +141,7 @@ impl Call {
             CallKind::Unequal { input, sent, output, received } => {
                 let (input, output) = (*input as *const u8, *output as *mut u8);
                 // SAFETY: passed on from the caller.
-                unsafe { Request::raw_all_to_all_unequal(input, sent, output, received) }?
+                unsafe { Request::raw_all_to_all_unequal(input, sent, output, received, None) }?
             }
             CallKind::Barrier => Request::barrier(),
         };

@@ -26,6 +26,7 @@ import torch.distributed as dist
 import unisono.torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from unisono import _native
 from unisono.torch._gradients import device as staging
 
 # With one that is larger than a chunk, one without elements, and odd lengths.
@@ -138,23 +139,94 @@ def trained(group, buckets, gpu) -> str:
     return digest.hexdigest()
 
 
+# Every passage, with settings of each kind; the last ones go through the host.
+CODECS = (
+    ("none", {}), ("fp16", {}), ("bf16", {}), ("int8", {}), ("int8:stochastic", {"warm_up": 1}), ("int4", {}),
+    ("qsgd:4", {"rules": {"weights.0": "sign"}}), ("sign", {}), ("topk:10%", {}), ("topk:10%+int8", {"error_feedback": False}),
+    ("randk:10%", {}), ("randk:10%+bf16", {}), ("powersgd:2", {}), ("powersgd:4+fp16", {}), ("dgc:5%", {}),
+)  # fmt: skip
+
+
 def check_compress(rank, world, gpu):
-    """DDP's gradients by codecs have the bits of a CPU's."""
+    """DDP's gradients by codecs have the bits of a CPU's, and so has what codecs owe."""
+    cases = [(*case, torch.float32, {}) for case in CODECS]
     for codec in ("none", "int8", "topk:10%", "powersgd:2"):
-        for options in ({}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}):
-            outcomes = []
-            for place in (torch.device("cpu"), gpu):
-                model = Given().to(place)
-                replica = DistributedDataParallel(model, bucket_cap_mb=0.5, broadcast_buffers=False, **options)
-                compression = unisono.torch.compress(replica, codec)
-                for number in range(3):
-                    replica.zero_grad()
-                    # Number 2 is used by all ranks or none, which is what is wanted without the option.
-                    seed = 300 * number + 3 * rank
-                    replica(seed, 4 if options.get("find_unused_parameters") else -1).backward()
-                assert compression.steps == 3
-                outcomes.append(model.results(gradients=True)[:-1])
-            expect_equal(*outcomes, f"{codec} {options}")
+        for options in ({"find_unused_parameters": True}, {"gradient_as_bucket_view": True}):
+            cases += [(codec, {}, torch.float32, options), (codec, {}, torch.bfloat16, options)]
+    for codec, settings, dtype, options in cases:
+        # Beyond the next measurement of the usual size, once.
+        steps = 18 if codec in ("int8", "sign") and not options else 3
+        about = codec, settings, dtype, options
+        outcomes, saved = [], []
+        for place in (torch.device("cpu"), gpu):
+            model, compression = compressed(rank, place, codec, settings, dtype, options, steps)
+            if place == gpu:
+                kind = _native.Synchronizer if codec.startswith("dgc") else _native.DeviceExchange
+                assert isinstance(compression._native, kind), (about, compression._native)
+            outcomes.append(model.results(gradients=True)[:-1])
+            saved.append(compression.state_dict())
+            compression._close(60.0)
+        expect_equal(*outcomes, about)
+        assert saved[0]["tensors"].keys() == saved[1]["tensors"].keys(), about
+        expect_equal(*(list(one["tensors"].values()) for one in saved), (*about, "saved"))
+
+
+def check_compress_goes_on(rank, world, gpu):
+    """What was saved on a CPU goes on on the GPU, and the other way round."""
+    for codec in ("int8", "topk:10%", "randk:10%", "powersgd:2"):
+        outcomes = []
+        for first, then in ((torch.device("cpu"), gpu), (gpu, torch.device("cpu"))):
+            _, compression = compressed(rank, first, codec, {}, torch.float32, {}, 3)
+            state = compression.state_dict()
+            compression._close(60.0)
+            model, compression = compressed(rank, then, codec, {}, torch.float32, {}, 6, state)
+            outcomes.append(model.results(gradients=True)[:-1])
+            compression._close(60.0)
+        expect_equal(*outcomes, codec)
+
+
+def check_compress_order(rank, world, gpu):
+    """Means are those of what the program's stream computes late, and its stream sees them, whatever it does meanwhile."""
+    torch.manual_seed(0)
+    outcomes = []
+    for codec in ("none", "int8"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(6))).to(gpu)
+        with torch.no_grad():
+            for number, layer in enumerate(model):
+                torch.manual_seed(number)
+                layer.weight.copy_(torch.randn(1024, 1024) / 32)
+        replica = DistributedDataParallel(model, bucket_cap_mb=5)
+        compression = unisono.torch.compress(replica, codec)
+        inputs = torch.randn(512, 1024, generator=torch.Generator().manual_seed(rank)).to(gpu)
+        for _ in range(10):
+            replica.zero_grad()
+            replica(inputs).square().mean().backward()
+            sums = torch.stack([layer.weight.grad.sum() for layer in model])
+            junk = torch.full((1 << 22,), torch.nan, device=gpu)  # Takes memory that was freed too early.
+            del junk
+        every = [None] * world
+        dist.all_gather_object(every, sums.tolist())
+        assert every == [every[0]] * world, every
+        outcomes.append(torch.tensor(every[0]))
+        compression._close(60.0)
+    assert (outcomes[0] - outcomes[1]).abs().max() < 0.1 * outcomes[0].abs().max() + 1.0, outcomes
+
+
+def compressed(rank, place, codec, settings, dtype, options, steps, state=None):
+    """A model after so many steps, and what has compressed its gradients."""
+    model = Given(dtype).to(place)
+    replica = DistributedDataParallel(model, bucket_cap_mb=0.5, broadcast_buffers=False, **options)
+    compression = unisono.torch.compress(replica, codec, seed=3, **settings)
+    first = 0
+    if state is not None:
+        compression.load_state_dict(state)
+        first = state["steps"]
+    for number in range(first, steps):
+        replica.zero_grad()
+        # Number 2 is used by all ranks or none, which is what is wanted without the option.
+        replica(300 * number + 3 * rank, 4 if options.get("find_unused_parameters") else -1).backward()
+    assert compression.steps == steps
+    return model, compression
 
 
 def check_local(rank, world, gpu):
@@ -196,11 +268,17 @@ def check_server(rank, world, gpu):
 
 def check_profile(rank, world, gpu):
     """The report has what the device did: it computes most of a step whose kernels are long."""
+    # On the device, and by way of the host.
+    profiled(rank, gpu, "none", False)
+    profiled(rank, gpu, "dgc:10%,momentum=0,clip=none", True)
+
+
+def profiled(rank, gpu, codec, copies):
     torch.manual_seed(0)
     width, batch = 2048, 4096
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(8))).to(gpu)
     replica = DistributedDataParallel(model)
-    unisono.torch.compress(replica, "none")
+    unisono.torch.compress(replica, codec)
     optimizer = torch.optim.SGD(replica.parameters(), lr=1e-3)
     inputs = torch.randn(batch, width, device=gpu)
     with tempfile.TemporaryDirectory() as folder:
@@ -232,7 +310,8 @@ def check_profile(rank, world, gpu):
                     assert 0 < own["compute"] <= whole, own
                     assert own["begin"] <= own["computed"] <= own["reduced"] <= own["end"] + 1e-9, own
                     assert own["buckets"], own
-                    assert own["device"] and own["device"]["copies"] > 0, own
+                    assert own["device"] and own["device"]["communication"] > 0, own
+                    assert own["device"]["copies"] > 0 or not copies, own
                     busy = own["device"]["compute"] + own["device"]["exposed"] + own["device"]["idle"]
                     assert abs(busy - whole) < 0.02 * whole + 1e-4, own
         dist.barrier()

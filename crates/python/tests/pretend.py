@@ -17,6 +17,7 @@ import torch
 _CRATE = pathlib.Path(__file__).resolve().parents[2] / "cuda"
 _DTYPES = ("f32", "f64", "f16", "bf16", "i8", "u8", "i32", "i64")
 _FLOATS = ("f32", "f64", "f16", "bf16")
+_FAMILIES = ("cast", "quantize", "sign", "topk", "randk", "powersgd", "scale")
 
 # Whether tensors of the CPU are taken for tensors of the device.
 _pretending = False
@@ -37,10 +38,55 @@ def driver(folder: str) -> str | None:
         macros = [f"-DNAME={dtype}", f"-DFORMAT={dtype.capitalize()}", f"-DFLOATS={int(dtype in _FLOATS)}"]
         made = os.path.join(folder, f"fold_{dtype}.so")
         subprocess.run([*compiler, *macros, str(kernels), "-o", made, "-ldl"], check=True)
+    # Their threads are contexts, among which they jump.
+    blocks = [*compiler, "-U_FORTIFY_SOURCE", str(_CRATE / "tests/without_device/blocks.cpp")]
+    for family in _FAMILIES:
+        macro = f'-DKERNELS="{_CRATE / "kernels" / f"{family}.cu"}"'
+        subprocess.run([*blocks, macro, "-o", os.path.join(folder, f"{family}.so"), "-ldl"], check=True)
     macro = f'-DKERNELS="{folder}"'
     subprocess.run([*compiler, macro, str(source), "-o", f"{library}.made", "-ldl"], check=True)
     os.rename(f"{library}.made", library)
     return library
+
+
+class Device:
+    """What a model is on, as `unisono.torch._gradients.device.Cuda`: its streams are the driver's."""
+
+    device = torch.device("cpu")
+
+    def holds(self, tensor):
+        return True
+
+    def number(self):
+        return 0
+
+    def current_address(self):
+        return 0
+
+    def seeded(self):
+        return []
+
+
+@contextlib.contextmanager
+def models_on_device(library: str):
+    """Within this, models that are made are on the device. The program waits for it where a stream would."""
+    from unisono.torch._gradients import device as staging
+    from unisono.torch._gradients.member import Member
+
+    os.environ["UNISONO_CUDA_DRIVER"] = library
+    loaded = ctypes.CDLL(library)
+    find, wait = staging.device_of, Member._wait
+
+    def settled(self, call, buffers):
+        outcome = wait(self, call, buffers)
+        assert loaded.cuCtxSynchronize() == 0
+        return outcome
+
+    staging.device_of, Member._wait = lambda tensors: Device(), settled
+    try:
+        yield
+    finally:
+        staging.device_of, Member._wait = find, wait
 
 
 @contextlib.contextmanager

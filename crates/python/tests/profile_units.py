@@ -71,6 +71,8 @@ class Names(unittest.TestCase):
         collective = spans.on_device("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgs)")
         self.assertIs(collective, Kind.COMMUNICATION)
         self.assertIs(spans.on_device("fold_bf16_sum_2"), Kind.COMMUNICATION)
+        self.assertIs(spans.on_device("quantize_encode_int8_owed"), Kind.COMMUNICATION)
+        self.assertIs(spans.on_device("void at::native::sbtopk::gatherTopK<float>"), Kind.KERNEL)
         self.assertIs(spans.on_device("sm90_xmma_gemm_f32f32"), Kind.KERNEL)
         self.assertIs(spans.on_device("Memcpy DtoH (Device -> Pinned)"), Kind.COPY)
         self.assertIs(spans.on_device("Memcpy HtoD (Pageable -> Device)"), Kind.COPY)

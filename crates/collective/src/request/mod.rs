@@ -228,11 +228,28 @@ impl<'a> Request<'a> {
         sent: &[usize],
         output: *mut u8,
         received: &[usize],
+        longest: Option<usize>,
     ) -> Result<Request<'a>, Error> {
         // SAFETY: passed on from the caller.
         let request = unsafe { Request::raw(Op::AllToAll, Dtype::U8, 0, input, output) }?;
-        let unequal = Request::all_to_all_unequal::<u8>(&[], sent, &mut [], received, None).unequal;
-        Ok(Request { unequal, ..request })
+        let sized = Request::all_to_all_unequal::<u8>(&[], sent, &mut [], received, longest);
+        Ok(Request { unequal: sized.unequal, ..request })
+    }
+
+    /// [`Request::all_gather_unequal`] of bytes that no borrow protects, `own` of them this rank's.
+    ///
+    /// # Safety
+    /// As of [`Request::raw`].
+    pub unsafe fn raw_all_gather_unequal(
+        input: *const u8,
+        own: usize,
+        output: *mut u8,
+        counts: &[usize],
+    ) -> Result<Request<'a>, Error> {
+        // SAFETY: passed on from the caller.
+        let request = unsafe { Request::raw(Op::AllGather, Dtype::U8, own, input, output) }?;
+        let sized = Request::all_gather_unequal::<u8>(&[], &mut [], counts);
+        Ok(Request { unequal: sized.unequal, ..request })
     }
 
     /// Reduces in this way; a sum unless this says otherwise.

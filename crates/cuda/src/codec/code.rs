@@ -28,16 +28,19 @@ pub(super) enum Family {
     RandK,
     /// Thin matrices.
     PowerSgd,
+    /// Units of gradients.
+    Scale,
 }
 
 impl Family {
-    const ALL: [Family; 6] = [
+    const ALL: [Family; 7] = [
         Family::Cast,
         Family::Quantize,
         Family::Sign,
         Family::TopK,
         Family::RandK,
         Family::PowerSgd,
+        Family::Scale,
     ];
 
     fn name(self) -> &'static str {
@@ -48,6 +51,7 @@ impl Family {
             Family::TopK => "topk",
             Family::RandK => "randk",
             Family::PowerSgd => "powersgd",
+            Family::Scale => "scale",
         }
     }
 
@@ -64,6 +68,7 @@ impl Family {
             Family::TopK => code!("topk"),
             Family::RandK => code!("randk"),
             Family::PowerSgd => code!("powersgd"),
+            Family::Scale => code!("scale"),
         }
     }
 
@@ -113,6 +118,9 @@ impl Family {
                 "powersgd_settle",
                 "powersgd_normalize",
             ],
+            Family::Scale => {
+                &["scale_measure_rows", "scale_measure_columns", "scale_divide", "scale_multiply"]
+            }
         }
     }
 }

@@ -17,6 +17,8 @@ mod powersgd;
 mod quantize;
 mod randk;
 mod raw;
+mod rounds;
+mod scale;
 mod sign;
 mod topk;
 
@@ -37,6 +39,7 @@ use raw::{Into, Owed, expect_f32};
 use topk::TopK;
 
 pub use code::Codecs;
+pub use scale::{DeviceScale, Run};
 
 /// Why something was not encoded or decoded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

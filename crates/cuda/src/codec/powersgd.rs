@@ -64,7 +64,7 @@ struct Expand {
 /// What becomes of the product of the thin matrices.
 #[derive(Clone, Copy)]
 #[repr(u64)]
-enum How {
+pub(super) enum How {
     Writes = 0,
     Adds = 1,
     Takes = 2,
@@ -125,17 +125,13 @@ impl LowRank {
         if task.elements() == 0 {
             return Ok(());
         }
-        let form = self.form;
         let (left, right) = (self.left.pointer(), self.right.pointer());
-        let remembered = self.remembered.pointer();
         // SAFETY: the thin matrices have the sizes of the form, and are this codec's own; the rest is the
-        // caller's promise. The driver has read host memory when the copy from it returns.
+        // caller's promise.
         unsafe {
             if !self.has_begun {
                 let start = self.host.start(&Task { step: 0, ..*task });
-                stream.copy_to_device(remembered, start.as_ptr().cast(), start.len() * 4)?;
-                stream.synchronize()?;
-                self.has_begun = true;
+                self.remember(stream, &start)?;
             }
             let matrix = match residual {
                 None => gradient,
@@ -144,24 +140,17 @@ impl LowRank {
                     residual
                 }
             };
-            let blocks = (form.rows as usize).div_ceil(THREADS / 32);
-            let call = Product { form, matrix, thin: remembered, into: left };
-            codecs.launch(stream, Family::PowerSgd, "powersgd_times", blocks, call)?;
+            self.times(codecs, stream, matrix, left)?;
             self.send(codecs, stream, left, self.left_elements(), encoding)?;
-            self.settle(codecs, stream)?;
+            self.settle(codecs, stream, left)?;
 
-            let across = (form.columns as usize).div_ceil(32);
-            let blocks = across * (form.rank as usize).div_ceil(RANKS);
-            let call = Product { form, matrix, thin: left, into: right };
-            codecs.launch(stream, Family::PowerSgd, "powersgd_transposed_times", blocks, call)?;
+            self.transposed_times(codecs, stream, matrix, left, right)?;
             let after = encoding.offset(self.left_elements() * self.wire.bytes());
             self.send(codecs, stream, right, self.right_elements(), after)?;
             if residual.is_some() {
-                self.expand(codecs, stream, matrix, How::Takes)?;
+                self.expand(codecs, stream, left, right, matrix, How::Takes)?;
             }
-            let key = task.shared_key().bits();
-            let call = Normalize { from: right, into: remembered, rows: form.columns, key };
-            codecs.launch(stream, Family::PowerSgd, "powersgd_normalize", form.rank as usize, call)
+            self.normalize(codecs, stream, task, right)
         }
     }
 
@@ -188,10 +177,10 @@ impl LowRank {
         unsafe {
             let (left, right) = (self.left.pointer(), self.right.pointer());
             self.receive(codecs, stream, encoding, self.left_elements(), left)?;
-            self.settle(codecs, stream)?;
+            self.settle(codecs, stream, left)?;
             let after = encoding.offset(self.left_elements() * self.wire.bytes());
             self.receive(codecs, stream, after, self.right_elements(), right)?;
-            self.expand(codecs, stream, into, how)
+            self.expand(codecs, stream, left, right, into, how)
         }
     }
 
@@ -217,13 +206,10 @@ impl LowRank {
     ) -> Result<(), CudaError> {
         // SAFETY: the caller's promise.
         unsafe {
-            match float(self.wire) {
-                None => stream.copy_on_device(encoding, round, elements * 4),
-                Some(float) => {
-                    let owed = Owed::new(Some(round), None);
-                    float.encode(codecs, stream, owed, elements, None, encoding)?;
-                    self.receive(codecs, stream, encoding, elements, round)
-                }
+            cast(codecs, stream, self.wire, false, elements, round, encoding)?;
+            match self.wire {
+                Wire::F32 => Ok(()),
+                _ => self.receive(codecs, stream, encoding, elements, round),
             }
         }
     }
@@ -241,38 +227,121 @@ impl LowRank {
         round: DevicePtr,
     ) -> Result<(), CudaError> {
         // SAFETY: the caller's promise.
-        unsafe {
-            match float(self.wire) {
-                None => stream.copy_on_device(round, encoding, elements * 4),
-                Some(float) => {
-                    let into = Into::new(round, Placement::Overwrite);
-                    float.decode(codecs, stream, encoding, elements, None, into)
-                }
-            }
-        }
+        unsafe { cast(codecs, stream, self.wire, true, elements, encoding, round) }
     }
 
-    /// Orthonormalizes the left matrix.
+    /// The elements of a round's thin matrix.
+    pub(super) fn round_elements(&self, round: usize) -> usize {
+        if round == 0 { self.left_elements() } else { self.right_elements() }
+    }
+
+    /// What the next round 0 begins with, once that is there.
+    pub(super) fn remembered(&self) -> Option<&DeviceMemory> {
+        self.has_begun.then_some(&self.remembered)
+    }
+
+    /// Makes this what the next round 0 begins with, when the stream has come that far, which is waited for.
+    ///
+    /// # Panics
+    /// If it has another length.
+    pub(super) fn remember(&mut self, stream: &Stream, values: &[f32]) -> Result<(), CudaError> {
+        assert_eq!(values.len(), self.right_elements(), "as many as the thin matrix has");
+        // SAFETY: the memory has as many elements, and the values are there until they are copied.
+        unsafe {
+            let from = values.as_ptr().cast();
+            stream.copy_to_device(self.remembered.pointer(), from, values.len() * 4)?;
+        }
+        stream.synchronize()?;
+        self.has_begun = true;
+        Ok(())
+    }
+
+    /// left = matrix · remembered
     ///
     /// # Safety
-    /// The stream is one of the context.
-    unsafe fn settle(&self, codecs: &Codecs, stream: &Stream) -> Result<(), CudaError> {
-        let Form { rows, rank: columns, .. } = self.form;
-        let call = Settle { matrix: self.left.pointer(), rows, columns, noise: self.host.noise() };
-        // SAFETY: the kernel takes such a call, and the matrix is of this form.
-        unsafe { codecs.launch(stream, Family::PowerSgd, "powersgd_settle", 1, call) }
-    }
-
-    /// # Safety
-    /// The matrix is valid for all elements of the form, and nothing else touches it.
-    unsafe fn expand(
+    /// Both are matrices of the form, and nothing else touches the left one.
+    pub(super) unsafe fn times(
         &self,
         codecs: &Codecs,
         stream: &Stream,
         matrix: DevicePtr,
+        left: DevicePtr,
+    ) -> Result<(), CudaError> {
+        let blocks = (self.form.rows as usize).div_ceil(THREADS / 32);
+        let thin = self.remembered.pointer();
+        let call = Product { form: self.form, matrix, thin, into: left };
+        // SAFETY: the kernel takes such a call; the rest is the caller's promise.
+        unsafe { codecs.launch(stream, Family::PowerSgd, "powersgd_times", blocks, call) }
+    }
+
+    /// right = matrixᵀ · left
+    ///
+    /// # Safety
+    /// All are matrices of the form, and nothing else touches the right one.
+    pub(super) unsafe fn transposed_times(
+        &self,
+        codecs: &Codecs,
+        stream: &Stream,
+        matrix: DevicePtr,
+        left: DevicePtr,
+        right: DevicePtr,
+    ) -> Result<(), CudaError> {
+        let across = (self.form.columns as usize).div_ceil(32);
+        let blocks = across * (self.form.rank as usize).div_ceil(RANKS);
+        let call = Product { form: self.form, matrix, thin: left, into: right };
+        let name = "powersgd_transposed_times";
+        // SAFETY: the kernel takes such a call; the rest is the caller's promise.
+        unsafe { codecs.launch(stream, Family::PowerSgd, name, blocks, call) }
+    }
+
+    /// Orthonormalizes a left matrix.
+    ///
+    /// # Safety
+    /// It is one of the form, and nothing else touches it.
+    pub(super) unsafe fn settle(
+        &self,
+        codecs: &Codecs,
+        stream: &Stream,
+        left: DevicePtr,
+    ) -> Result<(), CudaError> {
+        let Form { rows, rank: columns, .. } = self.form;
+        let call = Settle { matrix: left, rows, columns, noise: self.host.noise() };
+        // SAFETY: the kernel takes such a call, and the matrix is of this form.
+        unsafe { codecs.launch(stream, Family::PowerSgd, "powersgd_settle", 1, call) }
+    }
+
+    /// Makes a right matrix what the next round 0 begins with, its columns of length 1.
+    ///
+    /// # Safety
+    /// It is one of the form.
+    pub(super) unsafe fn normalize(
+        &self,
+        codecs: &Codecs,
+        stream: &Stream,
+        task: &Task<'_>,
+        right: DevicePtr,
+    ) -> Result<(), CudaError> {
+        let Form { columns: rows, rank, .. } = self.form;
+        let (into, key) = (self.remembered.pointer(), task.shared_key().bits());
+        let call = Normalize { from: right, into, rows, key };
+        // SAFETY: the kernel takes such a call, and what is remembered is of this form.
+        unsafe {
+            codecs.launch(stream, Family::PowerSgd, "powersgd_normalize", rank as usize, call)
+        }
+    }
+
+    /// # Safety
+    /// All are matrices of the form, and nothing else touches the large one.
+    pub(super) unsafe fn expand(
+        &self,
+        codecs: &Codecs,
+        stream: &Stream,
+        left: DevicePtr,
+        right: DevicePtr,
+        matrix: DevicePtr,
         how: How,
     ) -> Result<(), CudaError> {
-        let (left, right, form) = (self.left.pointer(), self.right.pointer(), self.form);
+        let form = self.form;
         let across = (form.columns as usize).div_ceil(THREADS);
         let blocks = across * (form.rows as usize).div_ceil(EXPANDED);
         let call = Expand { form, left, right, matrix, how: how as u64 };
@@ -286,5 +355,34 @@ fn float(wire: Wire) -> Option<Float> {
         Wire::F32 => None,
         Wire::Fp16 => Some(Float::Fp16),
         Wire::Bf16 => Some(Float::Bf16),
+    }
+}
+
+/// Casts f32 to the 16-bit float in which they travel, or back; those that travel as they are, are copied.
+///
+/// # Safety
+/// Both are valid for so many elements until it is done; they do not overlap, and nothing else touches the second or
+/// writes the first meanwhile.
+pub(super) unsafe fn cast(
+    codecs: &Codecs,
+    stream: &Stream,
+    wire: Wire,
+    back: bool,
+    elements: usize,
+    from: DevicePtr,
+    into: DevicePtr,
+) -> Result<(), CudaError> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match (float(wire), back) {
+            (None, _) => stream.copy_on_device(into, from, elements * 4),
+            (Some(float), false) => {
+                float.encode(codecs, stream, Owed::new(Some(from), None), elements, None, into)
+            }
+            (Some(float), true) => {
+                let into = Into::new(into, Placement::Overwrite);
+                float.decode(codecs, stream, from, elements, None, into)
+            }
+        }
     }
 }

@@ -132,6 +132,52 @@ impl RandK {
     }
 }
 
+impl RandK {
+    /// Reads the chosen elements of all values, as f32, whatever they travel as.
+    ///
+    /// # Safety
+    /// As for [`DeviceCodec::encode_round`](super::DeviceCodec::encode_round).
+    pub(super) unsafe fn gather(
+        self,
+        codecs: &Codecs,
+        stream: &Stream,
+        task: &Task<'_>,
+        values: DevicePtr,
+        into: DevicePtr,
+    ) -> Result<(), CudaError> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            RandK { wire: Wire::F32, ..self }.encode(codecs, stream, task, values, None, into)
+        }
+    }
+
+    /// Writes f32 to the chosen elements; the others stay as they are.
+    ///
+    /// # Safety
+    /// As for [`DeviceCodec::decode_rounds`](super::DeviceCodec::decode_rounds).
+    pub(super) unsafe fn scatter(
+        self,
+        codecs: &Codecs,
+        stream: &Stream,
+        task: &Task<'_>,
+        values: DevicePtr,
+        into: DevicePtr,
+    ) -> Result<(), CudaError> {
+        let strata = self.strata(task);
+        let into = Into::new(into, Placement::Overwrite);
+        let wire = RandK { wire: Wire::F32, ..self }.wire();
+        let call = Decode { encoding: values, strata, into, wire };
+        let blocks = (strata.count as usize).div_ceil(THREADS);
+        // SAFETY: the kernel takes such a call; the rest is the caller's promise.
+        unsafe { codecs.launch(stream, Family::RandK, "randk_decode", blocks, call) }
+    }
+
+    /// How many elements are chosen.
+    pub(super) fn chosen(self, elements: usize) -> usize {
+        share(self.rate, elements)
+    }
+}
+
 /// Adds a gradient to its residual.
 ///
 /// # Safety

@@ -1,7 +1,6 @@
 //! Codecs without a device: their kernels, compiled for the host, over a driver whose device is the host.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::OnceLock;
 
 use unisono_codec::CodecSpec;
@@ -9,55 +8,22 @@ use unisono_cuda::{CodecError, Codecs, Context, DeviceCodec, Driver};
 
 #[path = "../common/codecs.rs"]
 mod codecs;
+#[path = "../common/families.rs"]
+mod families;
 use codecs::{Bench, Kind, lengths, with_spans};
-
-const FAMILIES: [&str; 6] = ["cast", "quantize", "sign", "topk", "randk", "powersgd"];
 
 /// The driver's library; compiled once for all tests, and again when a source has changed.
 fn library() -> &'static Path {
     static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
     LIBRARY.get_or_init(|| {
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("host_codecs");
-        std::fs::create_dir_all(&folder).unwrap();
-        let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-        let mut sources: Vec<PathBuf> = ["blocks.cpp", "block.h", "host.h"]
-            .map(|name| root.join("tests/without_device").join(name))
-            .into();
-        for entry in std::fs::read_dir(root.join("kernels")).unwrap() {
-            sources.push(entry.unwrap().path());
-        }
-        std::thread::scope(|scope| {
-            for family in FAMILIES {
-                let (folder, sources) = (&folder, &sources);
-                scope.spawn(move || {
-                    let kernels = root.join(format!("kernels/{family}.cu"));
-                    let kernels = format!("-DKERNELS=\"{}\"", kernels.display());
-                    let library = folder.join(format!("{family}.so"));
-                    compile(&sources[0], sources, &library, &kernels);
-                });
-            }
-        });
+        families::compile_into(&folder);
         let library = folder.join("libcuda.so");
-        let driver = root.join("tests/window/host_device.cpp");
+        let driver = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/window/host_device.cpp");
         let kernels = format!("-DKERNELS=\"{}\"", folder.display());
-        compile(&driver, std::slice::from_ref(&driver), &library, &kernels);
+        families::compile(&driver, std::slice::from_ref(&driver), &library, &kernels);
         library
     })
-}
-
-fn compile(source: &Path, all: &[PathBuf], library: &Path, kernels: &str) {
-    let written = |path: &Path| std::fs::metadata(path).and_then(|it| it.modified()).ok();
-    if written(library) > all.iter().filter_map(|path| written(path)).max() {
-        return;
-    }
-    let made = library.with_extension(format!("{}.made", std::process::id()));
-    let mut compiler = Command::new("c++");
-    compiler.args(["-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-pthread"]);
-    // Jumps from stack to stack are no mistake here.
-    compiler.arg("-U_FORTIFY_SOURCE").arg(kernels).arg(source).arg("-o").arg(&made).arg("-ldl");
-    let status = compiler.status().expect("a C++ compiler, which the kernels' tests need as well");
-    assert!(status.success(), "{} does not compile for the host", source.display());
-    std::fs::rename(&made, library).unwrap();
 }
 
 fn context() -> Context {

@@ -104,7 +104,7 @@ fn blocks_may_differ_in_length_and_lie_apart() {
             // SAFETY: the host's memory is the device's, and as long as the counts say.
             let request = unsafe {
                 let (from, into) = (input.as_ptr(), output.as_mut_ptr());
-                Request::raw_all_to_all_unequal(from, &sent, into, &received)
+                Request::raw_all_to_all_unequal(from, &sent, into, &received, None)
                     .unwrap()
                     .in_memory(memory)
             };

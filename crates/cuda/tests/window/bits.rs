@@ -256,7 +256,7 @@ pub fn exchange_unequal(groups: &[DeviceGroup]) {
         // SAFETY: the host's memory is the device's, and as long as the blocks together.
         let request = unsafe {
             let (input, output) = (input.as_ptr(), output.as_mut_ptr());
-            let request = Request::raw_all_to_all_unequal(input, &sent, output, &received);
+            let request = Request::raw_all_to_all_unequal(input, &sent, output, &received, None);
             request.unwrap().in_memory(Memory::Device(0))
         };
         group.group().run(request).unwrap();

@@ -420,6 +420,34 @@ class Synchronizer(_Replica):
         chosen after this step and why, if one was.
         """
 
+class DeviceExchange(_Replica):
+    """Replaces the gradients of a step by the means of all ranks, on a device."""
+
+    @staticmethod
+    def join(
+        group: Group | None,
+        number: int,
+        parameters: Sequence[tuple[str, Sequence[int]]],
+        codec: _CodecSettings,
+        seconds: float,
+    ) -> DeviceExchange | None:
+        """Joins the replicas of a group with a device of each, by its number; None, on all ranks, where gradients
+        have to go through the host."""
+
+    @property
+    def engine(self) -> str:
+        """The name of the engine that moves encodings."""
+
+    def begin(self) -> None:
+        """Begins a step."""
+
+    def bucket(self, gradients: Sequence[tuple[int, int, int]], used: int | None, stream: int) -> None:
+        """Starts to exchange gradients, each by its number, address and count. `used` is the address of a float for
+        each of them, 0 where this rank has none. The memory is left alone until the step is finished."""
+
+    def finish(self, stream: int, seconds: float) -> list[int]:
+        """Ends the step, and lets a stream wait for the means; the parameters that had a gradient anywhere."""
+
 class Sums:
     """The sums of a worker's own gradients, which it hands over instead of those of every shard."""
 

@@ -1,13 +1,14 @@
 //! Replicas that are kept in step: `unisono-sync`, for Python.
 //!
-//! [`Synchronizer`] takes the gradients of every step, [`LocalSteps`] the weights of workers that
-//! agree now and then. Both have threads and connections of their own, which they give up when they
+//! [`Synchronizer`] takes the gradients of every step, [`DeviceExchange`] those that stay on a device, [`LocalSteps`] the
+//! weights of workers that agree now and then. All have threads and connections of their own, which they give up when they
 //! are closed.
 //!
 //! The library counts on callers that keep to the order of a step, and panics where one does not.
 //! Python is not such a caller: what would panic, or wait for ever, is refused here.
 
 mod buffers;
+mod device_exchange;
 mod local;
 mod member;
 mod record;
@@ -15,6 +16,7 @@ mod saved;
 mod settings;
 mod synchronizer;
 
+pub use device_exchange::DeviceExchange;
 pub use local::LocalSteps;
 pub use synchronizer::{Sums, Synchronizer};
 

@@ -11,8 +11,11 @@ import pretend
 import torch
 import torch.distributed as dist
 from tools import equal
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import unisono
+import unisono.torch
 from unisono import _native
 from unisono.torch._backend.codes import ALL_REDUCE, F32, SUM
 
@@ -35,6 +38,130 @@ def case_pretended_gpu() -> None:
         environment = {**os.environ, "PRETEND_FOLDER": folder}
         ended = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=800)
         assert ended.returncode == 0 and "all passed" in ended.stdout, ended.stdout + ended.stderr
+
+
+def case_pretended_compress() -> None:
+    """Gradients of DDP that are encoded on the device, against the same that are encoded by the host."""
+    _driver()
+    for world in (2, 3):
+        assert harness.run(_compresses_on_device, world) == [0] * world
+
+
+class Given(nn.Module):
+    """A model whose gradients are what its batch says; one of its parameters is used by some ranks in some steps."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(5)
+        shapes = ((40, 70), (70,), (64, 33), (0, 5), (9, 999))
+        self.weights = nn.ParameterList(torch.randn(shape).to(dtype) for shape in shapes)
+
+    def forward(self, step: int, rank: int, some: bool) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        total = torch.zeros(())
+        for number, weights in enumerate(self.weights):
+            given = torch.randn(weights.shape, generator=generator) * (1 + number + step % 3)
+            if not (some and number == 2 and (step % 3 == 1 or (step % 3 == 2 and rank > 0))):
+                total = total + (weights * given.to(weights.dtype)).sum().float()
+        return total
+
+
+def _given(rank, codec, steps, dtype=torch.float32, some=False, state=None, **settings):
+    """The gradients of the last step, and what is remembered then."""
+    model = Given(dtype)
+    options = {"find_unused_parameters": True} if some else {}
+    replica = DistributedDataParallel(model, bucket_cap_mb=0.01, broadcast_buffers=False, **options)
+    compression = unisono.torch.compress(replica, codec, seed=3, **settings)
+    first = 0
+    if state is not None:
+        compression.load_state_dict(state)
+        first = state["steps"]
+    for step in range(first, steps):
+        replica.zero_grad()
+        replica(step, rank, some).backward()
+    assert compression.steps == steps
+    gradients = [weights.grad for weights in model.weights]
+    return [torch.empty(0) if one is None else one for one in gradients], compression
+
+
+def _compresses_on_device(rank, world):
+    library = _driver()
+    for codec, settings in (
+        ("none", {}),
+        ("fp16", {}),
+        ("int8", {"warm_up": 1}),
+        ("qsgd:4", {"rules": {"weights.0": "sign", "weights.4": None}}),
+        ("topk:5%", {"error_feedback": False}),
+        ("topk:5%+int8", {}),
+        ("randk:10%+bf16", {}),
+        ("powersgd:2", {}),
+    ):
+        for dtype, some in ((torch.float32, False), (torch.bfloat16, True)):
+            about = codec, dtype, some
+            here, host = _given(rank, codec, 4, dtype, some, **settings)
+            saved = host.state_dict()
+            with pretend.models_on_device(library):
+                there, encoded = _given(rank, codec, 4, dtype, some, **settings)
+                assert isinstance(encoded._native, _native.DeviceExchange), about
+                own = encoded.state_dict()
+                _same(here, there, about)
+                assert own["steps"] == 4 and own["tensors"].keys() == saved["tensors"].keys(), about
+                for name, tensor in saved["tensors"].items():
+                    _same([tensor], [own["tensors"][name]], (*about, name))
+                # From what the host has saved, and the other way round.
+                there, _ = _given(rank, codec, 6, dtype, some, state=saved, **settings)
+            here, _ = _given(rank, codec, 6, dtype, some, state=own, **settings)
+            _same(here, there, about)
+            if world > 1 and codec == "int8":
+                assert encoded.wire_ratio() > 1.5 and host.wire_ratio() > 1.5, about
+    with pretend.models_on_device(library):
+        for codec in ("dgc:5%", "auto"):
+            # Whose way is through the host, which the pretended device has not.
+            try:
+                _given(rank, codec, 1)
+            except AttributeError as error:
+                assert "pinned" in str(error) or "stream" in str(error), error
+            else:
+                raise AssertionError(f"{codec} on the device")
+
+
+def _same(here, there, about) -> None:
+    for number, (one, other) in enumerate(zip(here, there, strict=True)):
+        assert one.dtype == other.dtype and one.shape == other.shape, (about, number)
+        assert torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8)), (
+            about, number, (one.float() - other.float()).abs().max(),
+        )  # fmt: skip
+
+
+def case_pretended_compress_loses_a_rank() -> None:
+    """Where a rank leaves in the middle of a run, the others' backward raises, and names it."""
+    _driver()
+    assert harness.run(_loses_a_rank, 3) == [0, 0, 0]
+
+
+def _loses_a_rank(rank, world):
+    model = Given(torch.float32)
+    replica = DistributedDataParallel(model, bucket_cap_mb=0.01, broadcast_buffers=False)
+    with pretend.models_on_device(_driver()):
+        compression = unisono.torch.compress(replica, "int8")
+        replica(0, rank, False).backward()
+        if rank == 1:
+            os._exit(0)
+        try:
+            for step in range(1, 20):
+                replica(step, rank, False).backward()
+        except unisono.Error as error:
+            assert "rank 1" in str(error), error
+        else:
+            raise AssertionError("went on without rank 1")
+        try:
+            replica(20, rank, False).backward()
+        except unisono.InvalidCall as error:
+            assert "checkpoint" in str(error), error
+        else:
+            raise AssertionError("went on after a failed step")
+        del compression
+    os._exit(0)  # DDP's own group has lost a rank too.
 
 
 def case_no_cuda_before_cuda_tensors() -> None:

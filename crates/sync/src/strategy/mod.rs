@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 pub use all_reduce::AllReduce;
 pub use alone::{Alone, NoGroup};
-pub use compressed::{Compressed, Compression, spread};
+pub use compressed::{Compressed, Compression, Remembered, spread};
 pub use local::{Agreed, Due, LocalSteps, Round, Schedule};
 pub use queue::Queue;
 pub use spec::{BadStrategy, Diloco, Local, LocalStepsSpec, StrategySpec};

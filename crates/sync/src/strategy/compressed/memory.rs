@@ -6,12 +6,13 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 
-use unisono_codec::{Codec, Memory, Passage};
+use unisono_codec::scale::Scale;
+use unisono_codec::{Codec, Memory, Passage, is_encoded_twice};
 use unisono_collective::{Group, Reduction};
 
 use super::momentum::Momentum;
-use super::scale::Scale;
-use super::spans::{is_encoded_twice, share};
+
+use super::spans::share;
 use super::{Compressed, Find, Save};
 use crate::error::SyncError;
 
@@ -28,6 +29,19 @@ pub struct State {
     pub velocity: Vec<f32>,
     /// How large its gradient usually is, if that matters.
     pub scale: Option<Scale>,
+}
+
+/// What a worker with one shard remembers of a parameter, for someone else to encode; empty where there is none.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Remembered {
+    /// What the encodings of its shard have left out.
+    pub residual: Vec<f32>,
+    /// What the encodings of the mean have left out, of this worker's share of the elements.
+    pub mean: Vec<f32>,
+    /// What all workers remember alike.
+    pub common: Vec<f32>,
+    /// What is known of the usual size.
+    pub scale: Vec<f32>,
 }
 
 /// Something that is saved.
@@ -71,6 +85,38 @@ impl Compressed {
         let memory = Memory { residual: zeros(has_residual), velocity: zeros(has_velocity) };
         state.shards = vec![memory; self.own.len()];
         state
+    }
+
+    /// What is remembered of a parameter, of a worker with one shard.
+    pub fn remembered(&self, parameter: usize) -> Remembered {
+        let state = &self.states[parameter];
+        Remembered {
+            residual: state.shards.first().map_or_else(Vec::new, |own| own.residual.clone()),
+            mean: state.mean.clone(),
+            common: state.common.clone(),
+            scale: state.scale.as_ref().map_or_else(Vec::new, Scale::known),
+        }
+    }
+
+    /// Remembers this of a parameter, as if it had been encoded here. What is of another length is of another
+    /// parameter, or another codec.
+    ///
+    /// # Panics
+    /// If it has another length.
+    pub fn remember(&mut self, parameter: usize, remembered: Remembered) {
+        let Remembered { residual, mean, common, scale } = remembered;
+        let state = &mut self.states[parameter];
+        if let Some(own) = state.shards.first_mut() {
+            assert_eq!(own.residual.len(), residual.len(), "as much as is owed");
+            own.residual = residual;
+        }
+        assert_eq!(state.mean.len(), mean.len(), "as much as is owed of means");
+        state.mean = mean;
+        assert_eq!(state.common.len(), common.len(), "as much as is common");
+        state.common = common;
+        if let Some(known) = &mut state.scale {
+            known.restore(&scale);
+        }
     }
 
     /// Whether no codec carries anything from one step to the next.

@@ -17,7 +17,6 @@ mod machine;
 mod memory;
 mod momentum;
 mod probe;
-mod scale;
 mod spans;
 mod summed;
 mod volume;
@@ -26,6 +25,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use unisono_codec::scale::Scale;
 use unisono_codec::{Codec, CodecSpec, Passage, Rules, Task};
 use unisono_collective::Group;
 
@@ -39,9 +39,8 @@ use crate::synchronizer::Parameter;
 use crate::times::StepTimes;
 use auto::{Choice, Observer};
 use memory::State;
-pub use memory::spread;
+pub use memory::{Remembered, spread};
 use momentum::Momentum;
-use scale::Scale;
 
 /// What is compressed, and from when on.
 #[derive(Clone, Debug, PartialEq)]
@@ -66,9 +65,13 @@ pub struct Compression {
 impl Compression {
     /// One codec for all parameters that are worth it, from the first step on.
     pub fn new(codec: CodecSpec) -> Compression {
-        let rules = Rules::all(codec);
+        Compression { rules: Rules::all(codec), ..Compression::none() }
+    }
+
+    /// Nothing is encoded.
+    pub fn none() -> Compression {
         Compression {
-            rules,
+            rules: Rules::default(),
             auto: false,
             warm_up: 0,
             error_feedback: true,
@@ -184,6 +187,15 @@ impl Compressed {
             }));
         }
         self.states = (0..self.parameters.len()).map(|parameter| self.state(parameter)).collect();
+    }
+
+    /// How a parameter is encoded, if it is: the codec, whether its residuals are kept, and whether it gets
+    /// gradients in units of their usual size.
+    pub fn encoding(&self, parameter: usize) -> Option<(&CodecSpec, bool, bool)> {
+        let codec = &*self.codecs[self.chosen[parameter]?];
+        let Parameter { name, shape } = &self.parameters[parameter];
+        let spec = self.compression.rules.codec(name, shape)?;
+        Some((spec, self.feeds_back(codec), self.compression.is_relative(codec)))
     }
 
     fn task(&self, parameter: usize, step: u64) -> Task<'_> {

@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 use half::{bf16, f16};
 use unisono_codec::{Codec, Gathered, Memory, Passage, Spans, Summed, Task, Wire};
 
-use super::spans::is_encoded_twice;
 use super::spans::pieces;
 use super::summed::Narrow;
 use super::timed;
 use super::volume::World;
 use crate::synchronizer::Parameter;
+use unisono_codec::is_encoded_twice;
 
 /// Elements of a sample, at most: 8 MiB, about a bucket. More: the choice takes longer. Fewer: the
 /// sample stays in the caches, which a model does not.

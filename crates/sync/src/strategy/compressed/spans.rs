@@ -11,25 +11,18 @@
 
 use std::ops::Range;
 
-use unisono_codec::{Key, Spans};
+use unisono_codec::{Key, Spans, is_encoded_twice};
 
 use super::{Compressed, timed};
 use crate::accumulate::Accumulation;
 use crate::combine::all_to_all;
 use crate::error::SyncError;
+use crate::shards;
 use crate::strategy::Gradients;
 
 /// Elements that are worked on at once, about: few enough for the first cache, with all that belongs
 /// to them.
 const AT_ONCE: usize = 2048;
-
-/// The most shards whose encodings all workers get.
-const GATHERED: usize = 2;
-
-/// Whether the mean of so many shards is encoded again.
-pub fn is_encoded_twice(shards: usize) -> bool {
-    shards > GATHERED
-}
 
 impl Compressed {
     pub(super) fn exchange_spans(
@@ -244,8 +237,7 @@ fn encode(
     }
 }
 
-/// The elements of a parameter that a rank averages: whole blocks. Ranks take turns in being first,
-/// so that small parameters do not all meet at one.
+/// The elements of a parameter that a rank averages.
 pub fn share(
     spans: &dyn Spans,
     parameter: usize,
@@ -253,41 +245,11 @@ pub fn share(
     rank: usize,
     workers: usize,
 ) -> Range<usize> {
-    let (block, turn) = (spans.block(), (rank + parameter) % workers);
-    let blocks = elements.div_ceil(block);
-    let edge = |turn: usize| (blocks * turn / workers * block).min(elements);
-    edge(turn)..edge(turn + 1)
+    shards::share(spans.block(), parameter, elements, rank, workers)
 }
 
 /// Cuts a run of blocks into pieces of whole blocks.
 pub(super) fn pieces(spans: &dyn Spans, elements: usize) -> impl Iterator<Item = Range<usize>> {
     let piece = AT_ONCE.next_multiple_of(spans.block());
     (0..elements).step_by(piece).map(move |start| start..(start + piece).min(elements))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use unisono_codec::sign::Sign;
-
-    #[test]
-    fn shares_cover_a_parameter_in_whole_blocks() {
-        let block = Sign.block();
-        for elements in [0, 1, block, block + 1, 10 * block - 1, 17 * block] {
-            for workers in 1..6 {
-                for parameter in 0..3 {
-                    let of = |rank| share(&Sign, parameter, elements, rank, workers);
-                    let mut all: Vec<_> = (0..workers).map(of).collect();
-                    all.sort_by_key(|span| (span.start, span.end));
-                    let mut end = 0;
-                    for span in all {
-                        assert_eq!(span.start, end);
-                        assert!(span.start % block == 0 || span.is_empty());
-                        end = span.end;
-                    }
-                    assert_eq!(end, elements);
-                }
-            }
-        }
-    }
 }

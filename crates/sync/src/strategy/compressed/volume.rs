@@ -6,12 +6,12 @@ use unisono_codec::{Codec, CodecSpec, Passage, Rules, Wire};
 use unisono_collective::{Dtype, Error, Op};
 
 use super::calls::{Calls, Sent};
-use super::spans::is_encoded_twice;
 use crate::advice::Volume;
 use crate::bucket::{Bucket, Layout};
 use crate::combine::is_all_reduce;
 use crate::shards::Shards;
 use crate::synchronizer::Parameter;
+use unisono_codec::is_encoded_twice;
 
 /// The codecs that rules give to the parameters of a model.
 pub struct Assignment {

@@ -19,10 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unisono import _native
 from unisono.errors import InvalidCall
-from unisono.torch._gradients.codec import codec_of
-from unisono.torch._gradients.engine import engine_of
+from unisono.torch._gradients import device
+from unisono.torch._gradients.codec import CodecSettings, codec_of
+from unisono.torch._gradients.engine import EngineGroup, engine_of
 from unisono.torch._gradients.member import Member
-from unisono.torch._gradients.route import route_for
+from unisono.torch._gradients.route import DeviceRoute, EncodedRoute, HostRoute, route_for
 
 _LOG = logging.getLogger("unisono")
 
@@ -59,7 +60,8 @@ def compress(
     All ranks call this, with the same arguments, after making the model and before the first step.
     It works with `no_sync`, `find_unused_parameters`, `static_graph` and `gradient_as_bucket_view`,
     and with any backend: where that is not Unisono, the ranks connect for themselves.  A model may be on a
-    CUDA device, from which gradients are copied while backward goes on, and encoded by this machine.  Gradients of every type travel as 32-bit floats, or by the codec: those in float64
+    CUDA device: gradients are encoded, exchanged and decoded there, with the same bits; with ``dgc`` and
+    ``"auto"`` they are copied to this machine while backward goes on.  Gradients of every type travel as 32-bit floats, or by the codec: those in float64
     are rounded, and what is beyond the largest of 32 bits becomes infinite.
     """
     if not isinstance(model, DistributedDataParallel):
@@ -97,10 +99,7 @@ class Compression(Member):
             codec, rules, named, warm_up=warm_up, error_feedback=error_feedback, seed=seed
         )
         shapes = [(name, list(parameter.shape)) for name, parameter in named.items()]
-        native = _native.Synchronizer(
-            engine.group, shapes, engine.size, settings, None, engine.seconds
-        )
-        self._route = route_for(native, list(named.values()))
+        native, self._route = _way_of(list(named.values()), engine, shapes, settings)
         self._world = engine.size
         self._elements = sum(parameter.numel() for parameter in named.values())
         # Tensors compare by their elements, so they are found by what they are.
@@ -150,6 +149,7 @@ class Compression(Member):
             index = self._indices[id(parameter)]
             self._gradients[index] = gradient
             self._route.gradient(index, gradient, self._may_be_unused)
+        self._route.end_bucket()
         buffer = bucket.buffer()
         devices = [] if buffer.is_cpu else [buffer.device]
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
@@ -179,6 +179,25 @@ class Compression(Member):
         cost = f"{self._undecided} steps without a codec, and {more} bytes to measure the network"
         self._choice = codec, f"{reason}; to find out took {cost}"
         _LOG.info("auto chose %s: %s", *self._choice)
+
+
+def _way_of(
+    parameters: list[torch.Tensor],
+    engine: EngineGroup,
+    shapes: list[tuple[str, list[int]]],
+    settings: CodecSettings,
+) -> tuple[_native.Synchronizer | _native.DeviceExchange, HostRoute | DeviceRoute | EncodedRoute]:
+    """What synchronizes the gradients of these parameters, and how they get there: they stay on their device if the
+    engine can encode them there, on all ranks."""
+    found = device.device_of(parameters)
+    if found is not None and found.number() is not None and all(map(found.holds, parameters)):
+        on_device = _native.DeviceExchange.join(
+            engine.group, found.number(), shapes, settings, engine.seconds
+        )
+        if on_device is not None:
+            return on_device, EncodedRoute(on_device, found)
+    native = _native.Synchronizer(engine.group, shapes, engine.size, settings, None, engine.seconds)
+    return native, route_for(native, parameters)
 
 
 def _take(

@@ -51,6 +51,14 @@ class Cuda:
         """Whether the tensor is in memory of this device."""
         return tensor.device == self.device
 
+    def number(self) -> int | None:
+        """Its number in this process, by which the engine uses its memory; None if the engine cannot."""
+        return torch.cuda.current_device() if self.device.index is None else self.device.index
+
+    def current_address(self) -> int:
+        """The driver's name of the stream on which the calling thread computes."""
+        return torch._C._cuda_getCurrentRawStream(self.number())
+
     def stream(self) -> torch.cuda.Stream:
         """A stream of our own."""
         return torch.cuda.Stream(self.device)
@@ -80,7 +88,7 @@ class Cuda:
 
     def seeded(self) -> list[int]:
         """The devices whose random numbers belong to the model."""
-        return [torch.cuda.current_device() if self.device.index is None else self.device.index]
+        return [self.number()]
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> Cuda | None:

@@ -13,11 +13,11 @@ from unisono.torch import _exit
 class Member:
     """A rank among those that it synchronizes with, until the end of the program."""
 
-    _native: _native.Synchronizer | _native.LocalSteps
+    _native: _native.Synchronizer | _native.DeviceExchange | _native.LocalSteps
     #: How long a call may take.
     _seconds: float
 
-    def _join(self, native: _native.Synchronizer | _native.LocalSteps, seconds: float) -> None:
+    def _join(self, native: _native.Synchronizer | _native.DeviceExchange | _native.LocalSteps, seconds: float) -> None:
         self._native, self._seconds = native, seconds
         _exit.watch(self)
 
@@ -55,7 +55,7 @@ class Member:
         data = {name: t.to(torch.float32).numpy().tobytes() for name, t in tensors.items()}
         self._native.restore(steps, data, self._seconds)
 
-    def _wait(self, call: Callable[..., Any], buffers: list[tuple[int, int]]) -> Any:
+    def _wait(self, call: Callable[..., Any], buffers: Any) -> Any:
         """Makes a call that waits for the others. A profile looks at it."""
         return call(buffers, self._seconds)
 

@@ -10,6 +10,9 @@ as soon as no later shard is added to it: with one shard per worker, or with a c
 shards apart, that is during each backward pass, and otherwise during the last.
 
 All calls of the engine are made by the thread that delivers, in the order in which the program would have made them.
+
+Gradients of DDP whose codecs have kernels stay on their device: the engine encodes, exchanges and decodes each of DDP's
+buckets there, and the means come to where the gradients were.
 """
 
 import ctypes
@@ -74,6 +77,9 @@ class HostRoute:
         outcome = wait(self._native.finish, places.buffers)
         places.write_back()
         return outcome
+
+    def end_bucket(self) -> None:
+        """All gradients of a bucket of DDP were handed over."""
 
     def abandon(self) -> None:
         """The step has failed."""
@@ -178,6 +184,9 @@ class DeviceRoute:
             outcome = wait(self._sums.finish, lambda index, *mean: back.put(means[index], *mean))
         return outcome
 
+    def end_bucket(self) -> None:
+        pass
+
     def abandon(self) -> None:
         self._staging.abandon()
         self._begun = len(self._leaves)
@@ -232,6 +241,63 @@ class DeviceRoute:
             self._staging.then(lambda: deliver(0, numbers.data_ptr(), numbers.numel()))
             if done is not None:
                 self._staging.then(done)
+
+
+class EncodedRoute:
+    """Gradients are encoded and exchanged on their device, a bucket of DDP at a time."""
+
+    def __init__(self, native: _native.DeviceExchange, on: Any):
+        self._native = native
+        self._device = on
+        # Of the bucket under way: numbers of parameters, their gradients, and whether each has numbers other than zero.
+        self._bucket: list[tuple[int, torch.Tensor]] = []
+        self._flags: list[torch.Tensor] = []
+        # Until the end of the step: the engine reads and writes this memory on a stream that torch does not know.
+        self._kept: list[torch.Tensor] = []
+        # Gradients that were converted, by the number of their parameter.
+        self._converted: dict[int, torch.Tensor] = {}
+
+    def begin_shard(self) -> int:
+        self._native.begin()
+        self._bucket, self._flags, self._kept, self._converted = [], [], [], {}
+        return 0
+
+    def begin_backward(self, loss: torch.Tensor | float) -> None:
+        pass
+
+    def gradient(self, index: int, gradient: torch.Tensor, may_be_unused: bool = False) -> None:
+        if gradient.numel() == 0:
+            return
+        numbers = device.numbers_of(gradient)
+        if numbers.data_ptr() != gradient.data_ptr():
+            self._converted[index] = numbers
+        if may_be_unused:
+            self._flags.append(numbers.any())
+        self._bucket.append((index, numbers))
+
+    def end_bucket(self) -> None:
+        used = None
+        if self._flags:
+            flags = torch.stack(self._flags).to(torch.float32)
+            self._kept.append(flags)
+            used = flags.data_ptr()
+        self._kept += [numbers for _, numbers in self._bucket]
+        if self._bucket:
+            listed = [(index, numbers.data_ptr(), numbers.numel()) for index, numbers in self._bucket]
+            self._native.bucket(listed, used, self._device.current_address())
+        self._bucket, self._flags = [], []
+
+    def end_shard(self) -> None:
+        pass
+
+    def finish(self, wait: Callable[..., Any], means: Sequence[torch.Tensor]) -> Outcome:
+        used = wait(self._native.finish, self._device.current_address())
+        with torch.no_grad():
+            for index in used:
+                if index in self._converted:
+                    means[index].copy_(self._converted[index].view(means[index].shape))
+        self._kept, self._converted = [], {}
+        return 0.0, used, None
 
 
 def _number_of(loss: torch.Tensor | float) -> float:

@@ -72,8 +72,11 @@ _CALL = re.compile(
     re.IGNORECASE,
 )
 _DATA = "enumerate(DataLoader)"
-# Kernels of libraries, and our own reductions: "fold_f32_sum_2".
-_DEVICE_CALLS = re.compile(r"(nccl|rccl|oneccl)|(fold_[a-z]*\d+_[a-z]+_(\d+|any)|list_inputs)\b", re.IGNORECASE)
+# Kernels of libraries, our own reductions and our codecs: "fold_f32_sum_2", "quantize_encode_int8".  Those of PyTorch
+# have names of C++, or of its compiler.
+_FOLDS = r"fold_[a-z]*\d+_[a-z]+_(?:\d+|any)|list_inputs"
+_CODECS = r"(?:cast|quantize|sign|topk|randk|powersgd|scale)_[a-z0-9_]+"
+_DEVICE_CALLS = re.compile(rf"nccl|rccl|oneccl|(?:{_FOLDS}|{_CODECS})\b", re.IGNORECASE)
 # "Memcpy DtoH (Device -> Pinned)".  A copy within a device is work as any other.
 _COPIES = re.compile(r"memcpy (dtoh|htod)", re.IGNORECASE)
 

@@ -50,7 +50,18 @@ impl Scale {
         step / INTERVAL >= self.next
     }
 
+    /// Rows and columns of the matrix that a parameter is taken for.
+    pub fn form(&self) -> (usize, usize) {
+        (self.rows, self.columns)
+    }
+
+    /// What the elements of each row, and then of each column, are divided by: an element by the product of both.
+    pub fn units(&self) -> &[f32] {
+        &self.units
+    }
+
     /// Numbers of a measurement.
+    #[expect(clippy::len_without_is_empty, reason = "a parameter has a row at least")]
     pub fn len(&self) -> usize {
         self.rows + self.columns
     }
