@@ -80,7 +80,7 @@ fn a_rank_without_its_device_is_named_by_all() {
 #[test]
 fn ranks_that_share_a_device_are_told_what_to_do() {
     for (number, remedy) in [(22_809, "NCCL_HOSTID"), (23_007, "NCCL_MULTI_RANK_GPU_ENABLE=1")] {
-        let refuses = nccl(Kind { version: number, refuses: true });
+        let refuses = nccl(Kind { version: number, refuses: true, ..NCCL });
         for (_, reason) in refusals([refuses.clone(), refuses.clone(), refuses], [0; 3]) {
             assert!(reason.contains(remedy) && reason.contains("ranks 0 and 1"), "{reason}");
             assert!(reason.contains("Duplicate GPU detected"), "{reason}");
