@@ -94,8 +94,8 @@ pub(crate) struct Hierarchy {
 
 /// The engine that reaches all ranks alike.
 enum Flat {
-    Nccl(NcclEngine),
-    Bounce(Bounce),
+    Nccl(Box<NcclEngine>),
+    Bounce(Box<Bounce>),
 }
 
 /// How counterparts reach each other.
@@ -103,7 +103,7 @@ enum Between {
     /// Through the flat engine's NCCL.
     Flat(NcclCosts),
     /// Through an NCCL of their own.
-    Nccl(nccl::Lane, NcclCosts),
+    Nccl(Box<nccl::Lane>, NcclCosts),
     /// Through the hosts.
     Host(Mirror),
 }
@@ -118,8 +118,8 @@ struct Levels {
 impl Flat {
     fn engine(&mut self) -> &mut dyn Engine {
         match self {
-            Flat::Nccl(engine) => engine,
-            Flat::Bounce(engine) => engine,
+            Flat::Nccl(engine) => &mut **engine,
+            Flat::Bounce(engine) => &mut **engine,
         }
     }
 }
@@ -282,7 +282,8 @@ impl Engine for Hierarchy {
             return self.flat.engine().explain(request);
         }
         let chosen = self.plan(request)?.algorithm;
-        let engine = match (self.planned(request)?, &self.between, &self.flat) {
+        let planned = self.planned(request)?;
+        let engine = match (planned, &self.between, &self.flat) {
             (Some(_), Between::Host(_), _) => "hierarchical, through the hosts between them",
             (Some(_), ..) => "hierarchical, nccl between hosts",
             (None, _, Flat::Nccl(_)) => "hierarchical, flat by nccl",
@@ -296,12 +297,15 @@ impl Engine for Hierarchy {
         };
         let (mut candidates, mut others) =
             flat.map_or_else(Default::default, |flat| (flat.candidates, flat.others));
+        // The host's engine has a hierarchy as well. The one that runs is priced, or the better one.
+        if planned.is_some() {
+            candidates.retain(|candidate| candidate.algorithm != Algorithm::Hierarchical);
+        }
         candidates.extend(priced.map(|priced| Prediction {
             algorithm: Algorithm::Hierarchical,
             seconds: priced.seconds,
         }));
         candidates.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
-        // The host's engine has a hierarchy as well; the better one counts.
         let mut seen = Vec::new();
         candidates.retain(|candidate| {
             let is_first = !seen.contains(&candidate.algorithm);

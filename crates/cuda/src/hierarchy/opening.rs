@@ -48,7 +48,7 @@ pub fn prepare(
         if let Some(mut connected) = unless_refused("nccl between all ranks", connected)? {
             let costs = nccl::price(host, &mut connected.lane, &options.nccl, &counterparts)?;
             return Ok(Box::new(move |host| {
-                let flat = Flat::Nccl(NcclEngine::new(host, connected));
+                let flat = Flat::Nccl(Box::new(NcclEngine::new(host, connected)));
                 Box::new(Hierarchy::new(window, Between::Flat(costs), flat))
             }));
         }
@@ -62,11 +62,11 @@ pub fn prepare(
         false => None,
     };
     let between = match connected {
-        Some(connected) => Between::Nccl(connected.lane, connected.costs),
+        Some(connected) => Between::Nccl(Box::new(connected.lane), connected.costs),
         None => Between::Host(mirror(host, context, options)?),
     };
     Ok(Box::new(move |host| {
-        let flat = Flat::Bounce(Bounce::new(host, flat));
+        let flat = Flat::Bounce(Box::new(Bounce::new(host, flat)));
         Box::new(Hierarchy::new(window, between, flat))
     }))
 }
