@@ -53,7 +53,7 @@ pub enum Node {
 pub struct Tree {
     nodes: Vec<Node>,
     inputs: usize,
-    /// Whether this is the canonical tree over as many leaves as inputs.
+    /// Whether this has the shape of the canonical tree over as many leaves as inputs.
     canonical: bool,
 }
 
@@ -90,7 +90,8 @@ impl Tree {
         }
         let first = covers.first().map_or(0, |c| c.start);
         let singles = covers.iter().enumerate().all(|(i, c)| *c == (first + i..first + i + 1));
-        Some(Tree { nodes, inputs: covers.len(), canonical: singles })
+        let canonical = singles || nodes == Tree::canonical(covers.len()).nodes;
+        Some(Tree { nodes, inputs: covers.len(), canonical })
     }
 
     /// The tree that combines input 0 and input 1, in this order.
@@ -108,7 +109,7 @@ impl Tree {
         self.inputs
     }
 
-    /// Whether this is the canonical tree over as many single leaves as inputs, in order.
+    /// Whether this combines its inputs as the canonical tree combines as many single leaves, in order.
     pub fn is_canonical(&self) -> bool {
         self.canonical
     }
@@ -130,6 +131,16 @@ mod tests {
         assert_eq!(maximal_subtrees(6, 3..6), [3..4, 4..6]);
         assert_eq!(maximal_subtrees(8, 4..8).len(), 1);
         assert_eq!(maximal_subtrees(5, 0..5).len(), 1);
+    }
+
+    #[test]
+    fn subtrees_of_equal_size_combine_like_leaves() {
+        let is_canonical =
+            |world, covers: &[_]| Tree::over(0..world, covers).unwrap().is_canonical();
+        assert!(is_canonical(4, &[0..2, 2..4]) && is_canonical(6, &[0..2, 2..4, 4..6]));
+        assert!(is_canonical(3, &[0..2, 2..3]) && is_canonical(2, &[0..1, 1..2]));
+        assert!(!is_canonical(4, &[0..2, 2..3, 3..4]));
+        assert!(!is_canonical(4, &[2..4, 0..2]));
     }
 
     #[test]

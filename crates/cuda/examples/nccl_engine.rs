@@ -19,16 +19,19 @@ use std::time::{Duration, Instant};
 
 use libloading::Library;
 use unisono_collective::fabric::Connector;
-use unisono_collective::{Dtype, Epoch, Group, Op, Options, Reduction, Request};
+use unisono_collective::{Dtype, Epoch, Group, Op, Options, Reduction};
 use unisono_cuda::nccl::version;
 use unisono_cuda::{
     Context, DeviceGroup, DeviceMemory, DevicePtr, Driver, NcclOptions, Stream, nccl_engine,
 };
 
+#[path = "shared/bits.rs"]
+mod bits;
 #[path = "../tests/common/processes.rs"]
 mod processes;
 #[path = "shared/ranks.rs"]
 mod ranks;
+use bits::check_everything;
 use processes::{Place, Ranks, place, say};
 use ranks::{call_until_lost, patterns};
 
@@ -215,8 +218,8 @@ fn measure_all(rank: &mut Rank) -> Outcome<()> {
     let begun = Instant::now();
     let group = rank.form(NcclOptions::default())?;
     rank.tell(&format!("group formed in {:.0} ms", begun.elapsed().as_secs_f64() * 1e3))?;
-    let checked = check_everything(rank, &group)?;
-    rank.tell(&format!("{checked} calls have the bits of the host"))?;
+    let checked = check_everything(&group, &rank.stream, rank.most, CHECKING)?;
+    rank.tell(&checked)?;
 
     let (input, output) = (
         DeviceMemory::new(&rank.context, rank.most)?,
@@ -244,89 +247,6 @@ fn measure_all(rank: &mut Rank) -> Outcome<()> {
         rank.tell(&format!("scratch of {:3} MiB: {line}", scratch >> 20))?;
     }
     if slow.is_empty() { Ok(()) } else { Err(slow.join(", ").into()) }
-}
-
-/// Runs every operation on the device and on the host; the number of calls whose bits are equal.
-fn check_everything(rank: &Rank, group: &DeviceGroup) -> Outcome<usize> {
-    let root = rank.world - 1;
-    let operations = [
-        Op::AllReduce,
-        Op::ReduceScatter,
-        Op::AllGather,
-        Op::Broadcast { root },
-        Op::Reduce { root },
-        Op::Gather { root },
-        Op::Scatter { root },
-        Op::AllToAll,
-    ];
-    let largest = (rank.most / 16).min(300_001);
-    let bytes = largest * rank.world * 8;
-    let (input, output) =
-        (DeviceMemory::new(&rank.context, bytes)?, DeviceMemory::new(&rank.context, bytes)?);
-    let (begun, mut checked) = (Instant::now(), 0);
-    for dtype in Dtype::ALL {
-        for op in operations {
-            let reductions: &[Reduction] = match op.reduces() {
-                true => &[Reduction::Sum, Reduction::Mean, Reduction::Max],
-                false => &[Reduction::Sum],
-            };
-            for &reduction in reductions {
-                for count in [1, 1000, largest] {
-                    check(rank, group, (op, dtype, reduction), count, &input, &output)?;
-                    checked += 1;
-                }
-            }
-        }
-        let mut late = [i32::from(begun.elapsed() > CHECKING)];
-        group.group().all_reduce(&mut late, Reduction::Max)?;
-        if late[0] > 0 {
-            rank.tell(&format!("only types up to {dtype} were compared, for lack of time"))?;
-            break;
-        }
-    }
-    Ok(checked)
-}
-
-/// Compares the results of one call on the device and on the host.
-fn check(
-    rank: &Rank,
-    group: &DeviceGroup,
-    (op, dtype, reduction): (Op, Dtype, Reduction),
-    count: usize,
-    input: &DeviceMemory,
-    output: &DeviceMemory,
-) -> Outcome<()> {
-    let each = count * dtype.size();
-    let all = each * rank.world;
-    let is_root = op.root() == Some(rank.rank);
-    let (reads, writes) = match op {
-        Op::AllReduce | Op::Broadcast { .. } => (each, each),
-        Op::Reduce { .. } => (each, if is_root { each } else { 0 }),
-        Op::ReduceScatter => (all, each),
-        Op::AllGather => (each, all),
-        Op::Gather { .. } => (each, if is_root { all } else { 0 }),
-        Op::Scatter { .. } => (all, each),
-        Op::AllToAll => (all, all),
-    };
-    let from = patterns(rank.rank, dtype, reads);
-    let mut expected = vec![0u64; writes.div_ceil(8) + 1];
-    let mut found = expected.clone();
-    let (at, into) = (input.pointer(), output.pointer());
-    // SAFETY: all have as many bytes, and the last copy is waited for.
-    unsafe {
-        let host = Request::raw(op, dtype, count, from.as_ptr(), expected.as_mut_ptr())?;
-        group.group().run(host.with_reduction(reduction))?;
-        rank.stream.copy_to_device(at, from.as_ptr().cast(), reads)?;
-        rank.stream.fill(into, 0x55, writes.max(1))?;
-        let request = group.request(op, dtype, count, at, into, Some(&rank.stream))?;
-        group.group().run(request.with_reduction(reduction))?;
-        rank.stream.copy_to_host(found.as_mut_ptr().cast(), into, writes)?;
-    }
-    rank.stream.synchronize()?;
-    if found == expected {
-        return Ok(());
-    }
-    Err(format!("{op:?} of {count} {dtype} by {reduction} differs on rank {}", rank.rank).into())
 }
 
 /// Times all-reduces of one size, ours and NCCL's own in turns; a line for rank 0 to print, and the ratio.

@@ -11,6 +11,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use unisono_collective::engine::{Engine, HostEngine, MakeEngine};
+use unisono_collective::schedule::Topology;
 use unisono_collective::{BadSetting, FormError, Rank};
 
 use crate::agreement::{self, Reason};
@@ -18,6 +19,7 @@ use crate::bounce::{self, Bounce, BounceOptions};
 use crate::context::Context;
 use crate::device::{Device, Uuid};
 use crate::error::CudaError;
+use crate::hierarchy::{self, Chances, Hierarchy};
 use crate::nccl::{self, NcclEngine, NcclOptions};
 use crate::window::{self, DeviceWindow, Place, WindowOptions};
 
@@ -30,6 +32,8 @@ pub const ENGINE_VARIABLE: &str = "UNISONO_DEVICE_ENGINE";
 pub enum DeviceEngine {
     /// Through device memory that all ranks of a host reach.
     Window,
+    /// Through device memory that the ranks of each host reach, and between the hosts by NCCL or through the hosts.
+    Hierarchical,
     /// Through NCCL, on any hosts.
     Nccl,
     /// Through host memory that all ranks of a host reach.
@@ -40,13 +44,19 @@ pub enum DeviceEngine {
 
 impl DeviceEngine {
     /// All of them, the best first where all can be had.
-    pub const ALL: [DeviceEngine; 4] =
-        [DeviceEngine::Window, DeviceEngine::Nccl, DeviceEngine::HostWindow, DeviceEngine::Bounce];
+    pub const ALL: [DeviceEngine; 5] = [
+        DeviceEngine::Window,
+        DeviceEngine::Hierarchical,
+        DeviceEngine::Nccl,
+        DeviceEngine::HostWindow,
+        DeviceEngine::Bounce,
+    ];
 
     /// The name used in settings.
     pub const fn name(self) -> &'static str {
         match self {
             DeviceEngine::Window => "window",
+            DeviceEngine::Hierarchical => Hierarchy::NAME,
             DeviceEngine::Nccl => NcclEngine::NAME,
             DeviceEngine::HostWindow => "host",
             DeviceEngine::Bounce => Bounce::NAME,
@@ -132,12 +142,26 @@ pub fn engine(
 /// What the ranks of a group have in common, as far as they know before they try anything.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Ground {
-    /// Whether all ranks can share memory of the host.
-    one_host: bool,
+    /// Which ranks can share memory of a host.
+    topology: Topology,
     /// The device of every rank.
     devices: Vec<Uuid>,
     /// Whether NCCL was told to take several ranks of one GPU.
     nccl_shares: bool,
+}
+
+impl Ground {
+    /// Whom NCCL may take: it refuses ranks that share a GPU, unless it was told otherwise.
+    fn chances(&self) -> Chances {
+        let Ground { topology, devices, nccl_shares } = self;
+        let apart = |ranks: &[usize]| {
+            let distinct: BTreeSet<&Uuid> = ranks.iter().map(|rank| &devices[*rank]).collect();
+            *nccl_shares || distinct.len() == ranks.len()
+        };
+        let all: Vec<usize> = (0..devices.len()).collect();
+        let counterparts = all.iter().all(|rank| apart(&topology.counterparts(*rank)));
+        Chances { all: apart(&all), counterparts }
+    }
 }
 
 /// The engines to try, in this order, and why each is one.
@@ -145,10 +169,10 @@ struct Ground {
 /// Memory that is there already is quicker than any library, and asks for nothing; NCCL knows wires that the host's
 /// collectives do not. It refuses ranks that share a GPU, unless it was told otherwise, which takes it seconds: it is not asked.
 fn candidates(ground: &Ground) -> Vec<(DeviceEngine, &'static str)> {
-    let Ground { one_host, devices, nccl_shares } = ground;
+    let Ground { topology, devices, .. } = ground;
     let distinct: BTreeSet<&Uuid> = devices.iter().collect();
     let mut candidates = Vec::new();
-    if *one_host {
+    if topology.is_one_host() {
         let why = match (devices.len(), distinct.len()) {
             (1, _) => "the rank is alone",
             (_, 1) => "all ranks share a GPU",
@@ -156,11 +180,15 @@ fn candidates(ground: &Ground) -> Vec<(DeviceEngine, &'static str)> {
         };
         candidates.push((DeviceEngine::Window, why));
     }
-    if distinct.len() == devices.len() || *nccl_shares {
+    if hierarchy::suits(topology) {
+        let why = "the ranks of each host reach each other's memory";
+        candidates.push((DeviceEngine::Hierarchical, why));
+    }
+    if ground.chances().all {
         candidates
             .push((DeviceEngine::Nccl, "the ranks do not reach each other's GPUs but by NCCL"));
     }
-    if *one_host {
+    if topology.is_one_host() {
         let why = "all ranks are on one host, and reach its memory";
         candidates.push((DeviceEngine::HostWindow, why));
     }
@@ -189,7 +217,7 @@ fn open(
     };
     let mut refusal = None;
     for (engine, why) in to_try {
-        let error = match prepare(engine, &mut host, &context, options) {
+        let error = match prepare(engine, &mut host, &context, options, &ground) {
             Ok(complete) => {
                 let (rank, number) = (host.state().job_rank(), context.device().number());
                 log::info!("rank {rank}, device {number}: the engine {engine}, for {why}");
@@ -206,7 +234,7 @@ fn open(
 }
 
 /// Makes an engine that has opened on all ranks, of the host's that it needs as well.
-type Complete = Box<dyn FnOnce(HostEngine) -> Box<dyn Engine>>;
+pub(crate) type Complete = Box<dyn FnOnce(HostEngine) -> Box<dyn Engine>>;
 
 /// Opens an engine, on all ranks or on none. The host's stays with the caller, for the next if this one does not open.
 fn prepare(
@@ -214,6 +242,7 @@ fn prepare(
     host: &mut HostEngine,
     context: &Context,
     options: &DeviceOptions,
+    ground: &Ground,
 ) -> Result<Complete, FormError> {
     let window = |host: &mut HostEngine, place| -> Result<Complete, FormError> {
         let parts = window::prepare(host, context, place, &options.window)?;
@@ -222,6 +251,7 @@ fn prepare(
     match engine {
         DeviceEngine::Window => window(host, Place::Device),
         DeviceEngine::HostWindow => window(host, Place::Host),
+        DeviceEngine::Hierarchical => hierarchy::prepare(host, context, options, ground.chances()),
         DeviceEngine::Nccl => {
             let device = || Ok(context.device().clone());
             let connected = nccl::connect(host, &device, &options.nccl)?;
@@ -263,7 +293,7 @@ fn find_ground(
     }
     let devices = said.iter().map(|said| said.device).collect();
     let nccl_shares = said.iter().all(|said| said.nccl_shares);
-    let ground = Ground { one_host: host.topology().is_one_host(), devices, nccl_shares };
+    let ground = Ground { topology: host.topology().clone(), devices, nccl_shares };
     Ok((context.expect("all ranks have a device"), ground))
 }
 
@@ -305,23 +335,43 @@ impl Said {
 mod tests {
     use super::*;
 
-    fn engines(one_host: bool, devices: &[u8], nccl_shares: bool) -> Vec<DeviceEngine> {
+    fn ground(hosts: &[u32], devices: &[u8], nccl_shares: bool) -> Ground {
         let devices = devices.iter().map(|number| Uuid([*number; 16])).collect();
-        let ground = Ground { one_host, devices, nccl_shares };
+        Ground { topology: Topology::new(hosts), devices, nccl_shares }
+    }
+
+    fn engines(hosts: &[u32], devices: &[u8], nccl_shares: bool) -> Vec<DeviceEngine> {
+        let ground = ground(hosts, devices, nccl_shares);
         candidates(&ground).into_iter().map(|(engine, _)| engine).collect()
     }
 
     #[test]
     fn what_ranks_share_decides() {
-        use DeviceEngine::{Bounce, HostWindow, Nccl, Window};
-        assert_eq!(engines(true, &[1], false), [Window, Nccl, HostWindow, Bounce]);
-        assert_eq!(engines(true, &[1, 1, 1], false), [Window, HostWindow, Bounce]);
-        assert_eq!(engines(true, &[1, 2], false), [Window, Nccl, HostWindow, Bounce]);
-        assert_eq!(engines(true, &[1, 2, 1], false), [Window, HostWindow, Bounce]);
-        assert_eq!(engines(true, &[1, 1], true), [Window, Nccl, HostWindow, Bounce]);
-        assert_eq!(engines(false, &[1, 2], false), [Nccl, Bounce]);
-        assert_eq!(engines(false, &[1, 1], false), [Bounce]);
-        assert_eq!(engines(false, &[1, 1], true), [Nccl, Bounce]);
+        use DeviceEngine::{Bounce, Hierarchical, HostWindow, Nccl, Window};
+        assert_eq!(engines(&[0], &[1], false), [Window, Nccl, HostWindow, Bounce]);
+        assert_eq!(engines(&[0; 3], &[1, 1, 1], false), [Window, HostWindow, Bounce]);
+        assert_eq!(engines(&[0; 2], &[1, 2], false), [Window, Nccl, HostWindow, Bounce]);
+        assert_eq!(engines(&[0; 3], &[1, 2, 1], false), [Window, HostWindow, Bounce]);
+        assert_eq!(engines(&[0; 2], &[1, 1], true), [Window, Nccl, HostWindow, Bounce]);
+        assert_eq!(engines(&[0, 1], &[1, 2], false), [Nccl, Bounce]);
+        assert_eq!(engines(&[0, 1], &[1, 1], false), [Bounce]);
+        assert_eq!(engines(&[0, 1], &[1, 1], true), [Nccl, Bounce]);
+        let two_by_two = &[0, 0, 1, 1];
+        assert_eq!(engines(two_by_two, &[1, 2, 3, 4], false), [Hierarchical, Nccl, Bounce]);
+        assert_eq!(engines(two_by_two, &[1, 1, 2, 2], false), [Hierarchical, Bounce]);
+        assert_eq!(engines(&[0, 0, 0, 1], &[1, 2, 3, 4], false), [Nccl, Bounce]);
+    }
+
+    #[test]
+    fn counterparts_may_have_nccl_where_all_ranks_have_not() {
+        let chances = |hosts, devices, shares| {
+            let Chances { all, counterparts } = ground(hosts, devices, shares).chances();
+            (all, counterparts)
+        };
+        assert_eq!(chances(&[0, 0, 1, 1], &[1, 2, 3, 4], false), (true, true));
+        assert_eq!(chances(&[0, 0, 1, 1], &[1, 1, 2, 2], false), (false, true));
+        assert_eq!(chances(&[0, 0, 1, 1], &[1, 1, 1, 1], false), (false, false));
+        assert_eq!(chances(&[0, 0, 1, 1], &[1, 1, 1, 1], true), (true, true));
     }
 
     #[test]

@@ -16,7 +16,8 @@
 //!
 //! A [`DeviceGroup`] makes collective calls on device memory. Its [engine](DeviceEngine), which all ranks choose together
 //! by what they share, is a [`window`], through device memory or host memory that all ranks of a host reach, [`nccl`], for
-//! ranks of any hosts, or the host's own collectives, from which calls [`bounce`].
+//! ranks of any hosts, or the host's own collectives, from which calls [`bounce`]. Between hosts of several ranks, a
+//! hierarchy has windows inside the hosts and one of the others between them.
 
 mod agreement;
 pub mod bounce;
@@ -30,6 +31,7 @@ mod event;
 pub mod exchange;
 pub mod fold;
 mod group;
+mod hierarchy;
 mod library;
 mod memory;
 mod module;

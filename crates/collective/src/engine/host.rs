@@ -15,7 +15,7 @@ use crate::link::{Links, Run};
 use crate::options::Options;
 use crate::registered::{Allocation, Allocations, Lent};
 use crate::request::{Checked, Request};
-use crate::schedule::{self, Algorithm, Op, Phase, Problem, Schedule, Topology};
+use crate::schedule::{self, Algorithm, Op, Phase, Problem, Rounds, Schedule, Topology};
 use crate::state::GroupState;
 use crate::window::WindowMemory;
 use crate::window::clocks::Clocks;
@@ -84,7 +84,7 @@ impl HostEngine {
     }
 
     /// The measured costs.
-    pub(crate) fn costs(&self) -> &Costs {
+    pub fn costs(&self) -> &Costs {
         &self.costs
     }
 
@@ -114,11 +114,10 @@ impl HostEngine {
         &self.state
     }
 
-    /// Clocks that all ranks see, for an engine that is made from this one; `None` where not all ranks
-    /// share memory. There is one such clock for each rank.
+    /// Clocks that the ranks of this host see, for an engine that is made from this one; `None` for a rank that
+    /// shares memory with no other. There is one such clock for each of them.
     pub fn clocks(&self) -> Option<Clocks> {
-        let window = self.window.as_ref().filter(|_| self.topology.is_one_host());
-        window.map(WindowMemory::clocks_for_engine)
+        self.window.as_ref().map(WindowMemory::clocks_for_engine)
     }
 
     /// Makes memory of so many bytes for ranks of this host to [take](HostEngine::take_memory), until this rank
@@ -198,6 +197,27 @@ impl HostEngine {
             unsafe { self.run_phase(phase, call, &buffers, 0..segments, None) }?;
         }
         Ok(())
+    }
+
+    /// Runs the rounds of a call whose other phases are an engine's that is made from this one. Messages carry the
+    /// call, so that ranks which exchange some find out whether they make the same one.
+    ///
+    /// # Safety
+    /// The buffers, and their scratch, are host memory, valid for their layouts and so many segments; no other thread uses
+    /// them meanwhile.
+    pub unsafe fn run_rounds(
+        &mut self,
+        call: &Call,
+        schedule: &Rounds,
+        buffers: &Buffers<'_>,
+        segments: usize,
+    ) -> Result<(), Error> {
+        let (divisor, rank, state) = (self.topology.world() as u32, self.rank, &*self.state);
+        let segments = 0..segments;
+        let run = Run { call, schedule, buffers, segments, divisor, rank, state };
+        self.helpers.engage(buffers.shape.segments() * buffers.column_bytes());
+        // SAFETY: passed on from the caller.
+        unsafe { self.links.run(&run, &mut self.helpers) }
     }
 
     /// Measures the group, from which on calls are priced by its own costs.

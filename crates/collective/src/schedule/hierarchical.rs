@@ -134,7 +134,7 @@ impl<'a> Hierarchy<'a> {
         })
     }
 
-    /// The rank of leader `l` on host `g`.
+    /// The rank of leader `l` on host `g`; they are [counterparts](Topology::counterparts).
     fn leader_of(&self, l: usize, g: usize) -> usize {
         self.topology.members(g)[l]
     }

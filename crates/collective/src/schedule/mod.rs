@@ -292,6 +292,28 @@ impl Area {
     }
 }
 
+impl Rounds {
+    /// The same among ranks of other numbers.
+    pub fn rename(&mut self, name: impl Fn(usize) -> usize) {
+        for round in &mut self.rounds {
+            round.sends.iter_mut().for_each(|send| send.to = name(send.to));
+            round.recvs.iter_mut().for_each(|recv| recv.from = name(recv.from));
+        }
+    }
+}
+
+impl Window {
+    /// The same among ranks of other numbers.
+    pub fn rename(&mut self, name: impl Fn(usize) -> usize) {
+        for input in self.folds.iter_mut().flat_map(|fold| &mut fold.inputs) {
+            if let Source::Staged { rank, .. } = input {
+                *rank = name(*rank);
+            }
+        }
+        self.collects.iter_mut().for_each(|collect| collect.rank = name(collect.rank));
+    }
+}
+
 impl Schedule {
     /// A schedule of rounds alone.
     fn of_rounds(rounds: Vec<Round>, parts: usize, cells: usize) -> Schedule {

@@ -62,6 +62,14 @@ impl Topology {
         self.members.iter().map(Vec::len).min().unwrap_or(0)
     }
 
+    /// The ranks of all hosts among which a hierarchy exchanges what the hosts have folded, this one and those of its place
+    /// on the other hosts; none if some host has no rank in that place.
+    pub fn counterparts(&self, rank: usize) -> Vec<usize> {
+        let place = self.members[self.host(rank)].iter().position(|member| *member == rank);
+        let place = place.filter(|place| *place < self.smallest_host());
+        place.map_or(Vec::new(), |place| self.members.iter().map(|host| host[place]).collect())
+    }
+
     /// Whether two ranks share a host.
     pub fn together(&self, a: usize, b: usize) -> bool {
         self.hosts[a] == self.hosts[b]
@@ -90,5 +98,7 @@ mod tests {
         assert_eq!(topology.host(3), 2);
         assert!(topology.together(0, 2) && !topology.together(0, 1));
         assert_eq!(topology.smallest_host(), 1);
+        assert_eq!(topology.counterparts(1), [0, 1, 3]);
+        assert_eq!(topology.counterparts(2), []);
     }
 }

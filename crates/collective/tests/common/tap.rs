@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use socket2::{Domain, Socket, Type};
 use unisono_collective::call::MessageHeader;
 use unisono_collective::fabric::{
-    Arrival, Arrivals, Connector, Fabric, GroupSetup, Network, Opening, Use,
+    Arrival, Arrivals, Connector, Cores, Fabric, GroupSetup, Network, Opening, Use,
 };
 use unisono_collective::schedule::Topology;
 use unisono_collective::{
@@ -223,7 +223,7 @@ impl Connector for Tap {
             topology: Topology::all_apart(2),
             control: vec![(1 - setup.me, control)],
             regions: Vec::new(),
-            crowd: 1.0,
+            cores: Cores::of(1, 1),
             network: Arc::new(TapNetwork { me: setup.me, tap: self }),
         })
     }

@@ -117,27 +117,27 @@ impl Parts {
         (at(chunk % DEPTH), at(DEPTH + chunk % DEPTH))
     }
 
-    /// Waits for the device, and for no other rank.
-    fn wait(&self, event: &Event, call: &Call, state: &GroupState) -> Result<(), Error> {
-        let mut turn = 0;
-        while !event.query().map_err(failed)? {
-            if state.is_over() {
-                return Err(state.error(Some(*call)));
-            }
-            if turn < EAGER {
-                std::hint::spin_loop();
-            } else {
-                std::thread::sleep(NAP);
-            }
-            turn += 1;
-        }
-        Ok(())
-    }
-
     fn settle(&self) -> Result<(), CudaError> {
         self.down.synchronize()?;
         self.up.synchronize()
     }
+}
+
+/// Waits for the device, and for no other rank.
+pub(crate) fn wait(event: &Event, call: &Call, state: &GroupState) -> Result<(), Error> {
+    let mut turn = 0;
+    while !event.query().map_err(failed)? {
+        if state.is_over() {
+            return Err(state.error(Some(*call)));
+        }
+        if turn < EAGER {
+            std::hint::spin_loop();
+        } else {
+            std::thread::sleep(NAP);
+        }
+        turn += 1;
+    }
+    Ok(())
 }
 
 /// The pieces of one call.
@@ -233,8 +233,8 @@ impl Bounce {
                 unsafe { self.copy_down(pieces, chunk + 1)? };
             }
             let (parts, place) = (&self.parts, chunk % DEPTH);
-            parts.wait(&parts.arrived[place], call, self.host.state())?;
-            parts.wait(&parts.returned[place], call, self.host.state())?;
+            wait(&parts.arrived[place], call, self.host.state())?;
+            wait(&parts.returned[place], call, self.host.state())?;
             let (input, output) = parts.places(chunk);
             // SAFETY: the buffers have room for a chunk of all blocks, and no copy uses them now.
             let request = unsafe {

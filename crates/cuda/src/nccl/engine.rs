@@ -44,10 +44,11 @@ type Key = (Op, usize, Dtype, bool, Option<Algorithm>);
 
 /// Runs calls on the memory of one device through NCCL, and gives those on host memory to the host's engine.
 pub struct NcclEngine {
+    /// Dropped before the host's engine.
+    lane: Lane,
     host: HostEngine,
     costs: NcclCosts,
     device: u32,
-    lane: Lane,
     order: Order,
     schedules: BTreeMap<(Op, Algorithm), Arc<Schedule>>,
     plans: BTreeMap<Key, CallPlan>,
@@ -55,9 +56,9 @@ pub struct NcclEngine {
 
 /// What the engine is made of beside the host's.
 pub(crate) struct Connected {
-    lane: Lane,
+    pub lane: Lane,
     order: Order,
-    costs: NcclCosts,
+    pub costs: NcclCosts,
 }
 
 /// Connects the ranks of a group through NCCL. All are, or all get the reason of one that is not.
@@ -66,22 +67,44 @@ pub(crate) fn connect(
     device: &dyn Fn() -> Result<Device, CudaError>,
     options: &NcclOptions,
 ) -> Result<Connected, FormError> {
+    let all: Vec<usize> = (0..host.topology().world()).collect();
+    connect_with(host, device, options, &all)
+}
+
+/// The same, of each rank with the `members` of its communicator only, if it has one.
+pub(crate) fn connect_with(
+    host: &mut HostEngine,
+    device: &dyn Fn() -> Result<Device, CudaError>,
+    options: &NcclOptions,
+    members: &[usize],
+) -> Result<Connected, FormError> {
     let world = host.topology().world();
     let library = options.library.as_ref().map(|path| path.as_os_str());
     // A cell for every rank and segment in flight has at least a line.
     let rounds = 2 * world.next_power_of_two().trailing_zeros() as usize + 2;
     let scratch = options.scratch.max(STRIDE * rounds * world * LINE);
-    let (mut lane, order) = opening::open(host, device, library, scratch)?;
-    let costs = match options.costs {
-        Some(costs) => costs,
-        None if world == 1 => NcclCosts::default(),
+    let (mut lane, order) = opening::open(host, device, library, scratch, members)?;
+    let numbers: Vec<usize> = (0..members.len()).collect();
+    let costs = price(host, &mut lane, options, &numbers)?;
+    Ok(Connected { lane, order, costs })
+}
+
+/// What messages cost between ranks of these numbers in the lane, of which this is one unless there are none.
+pub(crate) fn price(
+    host: &mut HostEngine,
+    lane: &mut Lane,
+    options: &NcclOptions,
+    peers: &[usize],
+) -> Result<NcclCosts, FormError> {
+    match options.costs {
+        Some(costs) => Ok(costs),
+        None if host.topology().world() == 1 => Ok(NcclCosts::default()),
         None => {
             let context = lane.context().clone();
             let _entered = context.enter().map_err(failed)?;
-            measure::costs(host, &mut lane)?
+            measure::costs(host, lane, peers)
         }
-    };
-    Ok(Connected { lane, order, costs })
+    }
 }
 
 impl NcclEngine {
@@ -102,7 +125,17 @@ impl NcclEngine {
     pub(crate) fn new(host: HostEngine, Connected { lane, order, costs }: Connected) -> NcclEngine {
         let device = lane.context().device().number();
         let (schedules, plans) = Default::default();
-        NcclEngine { host, costs, device, lane, order, schedules, plans }
+        NcclEngine { lane, host, costs, device, order, schedules, plans }
+    }
+
+    /// Its way to the other ranks.
+    pub(crate) fn lane(&self) -> &Lane {
+        &self.lane
+    }
+
+    /// The same, to be used.
+    pub(crate) fn lane_mut(&mut self) -> &mut Lane {
+        &mut self.lane
     }
 
     fn schedule(&mut self, op: Op, algorithm: Algorithm) -> Result<Arc<Schedule>, Error> {
@@ -283,32 +316,12 @@ impl Engine for NcclEngine {
         let schedule = self.schedule(request.op(), call.algorithm)?;
         let in_flight = NcclEngine::in_flight(&schedule);
         let (buffers, segments) = request.cut(&schedule, call.column as usize, in_flight);
+        let gathers = self.gathers(call.op);
         // SAFETY: as above.
         unsafe {
-            self.lane.run(
-                call,
-                &schedule,
-                buffers,
-                segments,
-                self.gathers(call.op),
-                self.host.state(),
-            )
+            let (lane, state) = (&mut self.lane, self.host.state());
+            lane.run(call, rounds(&schedule), buffers, 0..segments, gathers, state)
         }
-    }
-}
-
-impl Drop for NcclEngine {
-    fn drop(&mut self) {
-        let context = self.lane.context().clone();
-        let entered = match context.enter() {
-            // The communicator is the parent's, which goes on.
-            Err(CudaError::Forked { .. }) => return,
-            Err(error) => return log::debug!("device {}: {error}", self.device),
-            Ok(entered) => entered,
-        };
-        // No call is under way: each has ended on the device before it returned.
-        self.lane.leave(self.host.state());
-        drop(entered);
     }
 }
 

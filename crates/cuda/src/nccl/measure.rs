@@ -7,7 +7,7 @@
 use std::time::Instant;
 
 use unisono_collective::engine::HostEngine;
-use unisono_collective::schedule::{self, Problem};
+use unisono_collective::schedule::{self, Phase, Problem, Topology};
 use unisono_collective::{
     Algorithm, Call, Dtype, Error, FormError, InvalidCall, Op, Reduction, Request, Unit,
 };
@@ -25,50 +25,67 @@ const CALLS: usize = 5;
 const SMALL: usize = 256;
 const LARGE: usize = 4 << 20;
 
-/// The costs of messages, which all ranks of the group agree on.
-pub fn costs(host: &mut HostEngine, lane: &mut Lane) -> Result<NcclCosts, FormError> {
-    let world = host.topology().world();
-    let memory = DeviceMemory::new(lane.context(), LARGE * world).map_err(failed)?;
+/// The costs of messages between a rank and those that the lane knows by the numbers of `peers`, of which it is one itself
+/// unless there are none. All ranks of the group agree on them.
+pub fn costs(
+    host: &mut HostEngine,
+    lane: &mut Lane,
+    peers: &[usize],
+) -> Result<NcclCosts, FormError> {
+    let typical = NcclCosts::default();
+    let mut found = if peers.len() > 1 { times(host, lane, peers)? } else { [0.0; 3] };
+    host.run_unnumbered(Request::all_reduce(&mut found, Reduction::Max))?;
+    let [group, byte, gathered] = found;
+    let [byte, gathered] = [byte, gathered].map(|byte| byte.max(typical.byte / 10.0));
+    Ok(NcclCosts { group, byte, gathered, ..typical })
+}
+
+/// What a group of messages takes, and a byte of one, and of an all-gather of NCCL's own.
+fn times(host: &HostEngine, lane: &mut Lane, peers: &[usize]) -> Result<[f64; 3], FormError> {
+    let memory = DeviceMemory::new(lane.context(), LARGE * peers.len()).map_err(failed)?;
     // The first call makes connections, and loads what it needs.
-    all_gather(host, lane, &memory, SMALL, false)?;
-    all_gather(host, lane, &memory, SMALL, true)?;
+    all_gather(host, lane, peers, &memory, SMALL, false)?;
+    all_gather(host, lane, peers, &memory, SMALL, true)?;
     let mut median = |bytes, by_nccl| {
         let mut times = [0.0; CALLS];
         for time in &mut times {
             let start = Instant::now();
-            all_gather(host, lane, &memory, bytes, by_nccl)?;
+            all_gather(host, lane, peers, &memory, bytes, by_nccl)?;
             *time = start.elapsed().as_secs_f64();
         }
         times.sort_by(f64::total_cmp);
         Ok::<f64, FormError>(times[CALLS / 2])
     };
-    let mut times = [median(SMALL, false)?, median(LARGE, false)?, median(LARGE, true)?];
-    host.run_unnumbered(Request::all_reduce(&mut times, Reduction::Max))?;
-    let [group, large, gathered] = times;
-    let typical = NcclCosts::default();
-    let byte = |time: f64| ((time - group) / ((world - 1) * LARGE) as f64).max(typical.byte / 10.0);
-    Ok(NcclCosts { group, byte: byte(large), gathered: byte(gathered), ..typical })
+    let (group, large) = (median(SMALL, false)?, median(LARGE, false)?);
+    let gathered = median(LARGE, true)?;
+    let byte = |time: f64| (time - group) / ((peers.len() - 1) * LARGE) as f64;
+    Ok([group, byte(large), byte(gathered)])
 }
 
-/// Runs an all-gather of so many bytes of each rank, in place, by messages or by NCCL's own.
+/// Runs an all-gather of so many bytes of each of these ranks, in place, as if they were a group of their own: by
+/// messages, or by NCCL's own if they are all that its communicator has.
 fn all_gather(
     host: &HostEngine,
     lane: &mut Lane,
+    peers: &[usize],
     memory: &DeviceMemory,
     bytes: usize,
     by_nccl: bool,
 ) -> Result<(), Error> {
-    let (rank, world) = (host.rank(), host.topology().world());
+    let world = peers.len();
+    let rank = peers.iter().position(|peer| *peer == lane.place());
+    let rank = rank.expect("a rank is one of its peers");
+    let topology = &Topology::all_apart(world);
     let (op, algorithm) = (Op::AllGather, Algorithm::Pairwise);
     let problem = Problem { op, rank, world };
-    let schedule = schedule::build(algorithm, &problem, host.topology())
+    let mut schedule = schedule::build(algorithm, &problem, topology)
         .ok_or(InvalidCall::UnsupportedAlgorithm { algorithm, op: op.name() })?;
     let output = memory.pointer();
     let input = output.offset(rank * bytes);
     // SAFETY: the memory has room for the blocks of all ranks, and nothing else uses it.
     let request =
         unsafe { Request::raw(op, Dtype::U8, bytes, input.0 as *const u8, output.0 as *mut u8)? };
-    let request = request.check(rank, host.topology())?;
+    let request = request.check(rank, topology)?;
     let call = Call {
         seq: Call::MEASURING,
         op,
@@ -82,6 +99,10 @@ fn all_gather(
         column: bytes as u32,
     };
     let (buffers, segments) = request.cut(&schedule, bytes, 1);
+    let [Phase::Rounds(rounds)] = &mut schedule.phases[..] else {
+        unreachable!("algorithms without windows have rounds alone");
+    };
+    rounds.rename(|rank| peers[rank]);
     // SAFETY: the memory is the device's, and the call is over when this returns.
-    unsafe { lane.run(&call, &schedule, buffers, segments, by_nccl, host.state()) }
+    unsafe { lane.run(&call, &rounds.rounds, buffers, 0..segments, by_nccl, host.state()) }
 }

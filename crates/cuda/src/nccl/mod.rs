@@ -45,9 +45,10 @@ use crate::error::CudaError;
 
 pub use cost::NcclCosts;
 pub use engine::NcclEngine;
-pub(crate) use engine::connect;
+pub(crate) use engine::{connect, connect_with, price};
 pub use error::{Looked, NcclError, NcclVersion};
 pub use places::NCCL_VARIABLE;
+pub(crate) use run::Lane;
 
 /// How the engine works. Equal on all ranks of a group, but for the library.
 #[derive(Clone, Debug, PartialEq)]

@@ -1,7 +1,7 @@
 //! How the ranks of a group come to have a communicator.
 //!
 //! Every rank prepares what it needs of its own device, loads NCCL, and *offers* what the others must know of it;
-//! rank 0 also offers the name under which NCCL finds the others. Then all form the communicator, and tell
+//! the first one also offers the name under which NCCL finds the others. Then all form the communicator, and tell
 //! each other how that went. A rank that cannot, in either step, says why, and all ranks end with its
 //! reason.
 
@@ -44,15 +44,17 @@ struct Offer {
     id: UniqueId,
 }
 
-/// Connects the ranks. Where one cannot take part, all ranks fail.
+/// Connects this rank with the other `members` of its communicator, all ranks or some. A rank that has none has no members.
+/// Where one of the group cannot take part, all ranks fail.
 pub fn open(
     host: &mut HostEngine,
     device: &dyn Fn() -> Result<Device, CudaError>,
     library: Option<&OsStr>,
     scratch: usize,
+    members: &[usize],
 ) -> Result<(Lane, Order), FormError> {
-    let (rank, world) = (host.rank(), host.topology().world());
-    let prepared = prepare(host, device, library, scratch);
+    let rank = host.rank();
+    let prepared = prepare(host, device, library, scratch, members);
     let (offer, kept) = match prepared {
         Ok((offer, kept)) => (Ok(offer.to_bytes()), Some(kept)),
         Err(reason) => (Err(reason), None),
@@ -60,10 +62,12 @@ pub fn open(
     let offers = agreement::tell(host, offer)?.map_err(FormError::from)?;
     let offers: Vec<Offer> = offers.iter().map(Offer::from_bytes).collect();
     let (context, nccl, parts, order) = kept.expect("all ranks have an offer");
-    let Some(nccl) = nccl else { return Ok((Lane::new(parts, None, host), order)) };
 
-    let (first, own) = (&offers[0], nccl.version());
-    if let Some(other) = offers.iter().find(|offer| offer.version != first.version) {
+    let mut loaded = offers.iter().filter(|offer| offer.version != 0);
+    let Some(first) = loaded.next() else {
+        return Ok((Lane::new(parts, None, host, members), order));
+    };
+    if let Some(other) = loaded.find(|offer| offer.version != first.version) {
         let [one, two] = [first, other].map(|offer| NcclVersion::of_code(offer.version as i32));
         let reason = format!("it has NCCL {two}, and rank {} has {one}", first.rank);
         return Err(FormError::Device { rank: other.rank, reason });
@@ -75,18 +79,23 @@ pub fn open(
         let stop = Instant::now() > deadline || state.is_over();
         if stop { Err(NcclError::Slow { seconds }) } else { Ok(()) }
     };
-    let entered = context.enter().map_err(Reason::from);
-    let formed = entered.and_then(|_entered| {
-        Communicator::form(&nccl, first.id, rank, world, go_on)
-            .map_err(|error| refusal(error, own, &offers))
-    });
-    let (outcome, communicator) = match formed {
-        Ok(communicator) => (Ok([0; 0]), Some(communicator)),
+    let form = |nccl: &Nccl| {
+        let _entered = context.enter()?;
+        let place = members.iter().position(|member| *member == rank);
+        let place = place.expect("a rank is a member of its own communicator");
+        let offers: Vec<Offer> = members.iter().map(|member| offers[*member]).collect();
+        Communicator::form(nccl, offers[0].id, place, members.len(), go_on)
+            .map_err(|error| refusal(error, nccl.version(), &offers))
+    };
+    let (outcome, communicator) = match nccl.as_ref().map(form).transpose() {
+        Ok(communicator) => (Ok([0; 0]), communicator),
         Err(reason) => (Err(reason), None),
     };
     agreement::tell(host, outcome)?.map_err(FormError::from)?;
-    log::debug!("rank {rank}: NCCL {own} of {}", nccl.library());
-    Ok((Lane::new(parts, communicator, host), order))
+    if let Some(nccl) = nccl {
+        log::debug!("rank {rank}: NCCL {} of {}", nccl.version(), nccl.library());
+    }
+    Ok((Lane::new(parts, communicator, host, members), order))
 }
 
 type Kept = (Context, Option<Nccl>, Parts, Order);
@@ -97,14 +106,14 @@ fn prepare(
     device: &dyn Fn() -> Result<Device, CudaError>,
     library: Option<&OsStr>,
     scratch: usize,
+    members: &[usize],
 ) -> Result<(Offer, Kept), Reason> {
-    let is_alone = host.topology().world() == 1;
     let context = Context::new(&device()?)?;
-    let nccl = if is_alone { None } else { Some(Nccl::load(library)?) };
-    let parts = Parts::new(&context, if is_alone { 0 } else { scratch })?;
+    let nccl = if members.len() > 1 { Some(Nccl::load(library)?) } else { None };
+    let parts = Parts::new(&context, if host.topology().world() > 1 { scratch } else { 0 })?;
     let order = Order::new(&context)?;
     let id = match &nccl {
-        Some(nccl) if host.rank() == 0 => {
+        Some(nccl) if host.rank() == members[0] => {
             let _entered = context.enter()?;
             Communicator::unique_id(nccl)?
         }

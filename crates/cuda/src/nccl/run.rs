@@ -13,10 +13,12 @@
 //! A segment uses its scratch cells from step `s` to step `s + 2R − 2`, whose folds are over before
 //! step `s + 2R`: with `2R` segments in flight none takes the cells of another that is under way.
 
+use std::ops::Range;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use unisono_collective::engine::{Buffers, GroupState, HostEngine};
-use unisono_collective::schedule::{Fold, Phase, Round, Schedule};
+use unisono_collective::schedule::{Fold, Round};
 use unisono_collective::{Call, Error, Reduction};
 
 use super::communicator::{Communicator, Gather, Message, Way, own_reduction};
@@ -66,9 +68,14 @@ pub struct Lane {
     messages: Vec<Message>,
     /// Inputs of the fold under way; kept to allocate nothing per call.
     inputs: Vec<DevicePtr>,
-    rank: usize,
-    /// Which ranks are on the same host.
+    /// The ranks of the communicator, as the group numbers them. Messages name them by their places here.
+    members: Vec<usize>,
+    /// Which of them are on the same host.
     near: Vec<bool>,
+    /// This rank, and the number of all ranks of the group.
+    rank: usize,
+    world: usize,
+    state: Arc<GroupState>,
 }
 
 /// What a lane is made of before the ranks know each other.
@@ -123,10 +130,15 @@ impl<E: Into<FoldError>> From<E> for Stop {
 }
 
 impl Lane {
-    pub fn new(parts: Parts, communicator: Option<Communicator>, host: &HostEngine) -> Lane {
+    pub fn new(
+        parts: Parts,
+        communicator: Option<Communicator>,
+        host: &HostEngine,
+        members: &[usize],
+    ) -> Lane {
         let Parts { moving, folding, moved, folded, begun, done, folds, scratch } = parts;
         let (rank, topology) = (host.rank(), host.topology());
-        let near = (0..topology.world()).map(|other| topology.together(rank, other)).collect();
+        let near = members.iter().map(|other| topology.together(rank, *other)).collect();
         let (messages, inputs) = Default::default();
         Lane {
             communicator,
@@ -140,8 +152,11 @@ impl Lane {
             scratch,
             messages,
             inputs,
-            rank,
+            members: members.to_vec(),
             near,
+            rank,
+            world: topology.world(),
+            state: host.state().clone(),
         }
     }
 
@@ -149,34 +164,40 @@ impl Lane {
         self.moving.context()
     }
 
+    /// This rank's number in the communicator, 0 if there is none.
+    pub fn place(&self) -> usize {
+        self.members.iter().position(|member| *member == self.rank).unwrap_or(0)
+    }
+
     /// Bytes of scratch memory.
     pub fn scratch(&self) -> usize {
         self.scratch.as_ref().map_or(0, DeviceMemory::bytes)
     }
 
-    /// Runs a call to its end on the device. Nothing of it is under way when this returns, also with an error. With
-    /// `gathers`, messages that are a [gather](Gather) are left to NCCL; to be asked for by all ranks, and where the ranks'
-    /// bytes lie alike in the memory of all of them.
+    /// Where it is.
+    pub fn scratch_pointer(&self) -> DevicePtr {
+        self.scratch.as_ref().map_or(DevicePtr::default(), DeviceMemory::pointer)
+    }
+
+    /// Runs some segments of a call to their end on the device. Nothing of them is under way when this returns, also with
+    /// an error. With `gathers`, messages that are a [gather](Gather) are left to NCCL; to be asked for by all ranks, and
+    /// where the ranks' bytes lie alike in the memory of all of them.
     ///
     /// # Safety
     /// The buffers are device memory, valid for the call's layouts, and nothing else uses them meanwhile.
     pub unsafe fn run(
         &mut self,
         call: &Call,
-        schedule: &Schedule,
+        rounds: &[Round],
         mut buffers: Buffers<'_>,
-        segments: usize,
+        segments: Range<usize>,
         gathers: bool,
         state: &GroupState,
     ) -> Result<(), Error> {
-        let [Phase::Rounds(rounds)] = &schedule.phases[..] else {
-            unreachable!("algorithms without windows have rounds alone");
-        };
         assert!(buffers.scratch_bytes() <= self.scratch(), "cells fit the scratch memory");
-        buffers.scratch = self.scratch.as_ref().map_or(0, |scratch| scratch.pointer().0) as *mut u8;
+        buffers.scratch = self.scratch_pointer().0 as *mut u8;
         // SAFETY: passed on from the caller.
-        let submitted =
-            unsafe { self.submit(call, &rounds.rounds, &buffers, segments, gathers, state) };
+        let submitted = unsafe { self.submit(call, rounds, &buffers, segments, gathers, state) };
         self.conclude(submitted, call, state)
     }
 
@@ -244,25 +265,25 @@ impl Lane {
         call: &Call,
         rounds: &[Round],
         buffers: &Buffers<'_>,
-        segments: usize,
+        segments: Range<usize>,
         gathers: bool,
         state: &GroupState,
     ) -> Result<(), Stop> {
         self.moving.record(&self.begun)?;
-        let divisor = (call.reduction == Reduction::Mean).then_some(self.near.len() as u32);
-        let steps = segments + STRIDE * (rounds.len() - 1);
+        let divisor = (call.reduction == Reduction::Mean).then_some(self.world as u32);
+        let steps = segments.len() + STRIDE * (rounds.len() - 1);
         for step in 0..steps {
             let slot = step % STRIDE;
             let due = (0..rounds.len()).filter_map(|round| {
-                let segment = step.checked_sub(STRIDE * round)?;
-                (segment < segments).then_some((segment, &rounds[round]))
+                let segment = segments.start + step.checked_sub(STRIDE * round)?;
+                (segment < segments.end).then_some((segment, &rounds[round]))
             });
             self.list_messages(due.clone(), buffers, state);
             if !self.messages.is_empty() {
                 // What is sent was folded an even number of steps ago, and so were the cells that are filled.
                 self.moving.wait(&self.folded[slot])?;
                 let communicator = self.communicator.as_ref().expect("several ranks have one");
-                let gather = Gather::of(&self.messages, self.rank, self.near.len());
+                let gather = Gather::of(&self.messages, self.place(), self.members.len());
                 match gather.filter(|_| gathers) {
                     // SAFETY: as below.
                     Some(gather) => unsafe { communicator.gather(gather, &self.moving)? },
@@ -321,7 +342,7 @@ impl Lane {
     }
 
     fn list(&mut self, way: Way, peer: usize, at: *mut u8, bytes: usize) {
-        debug_assert_ne!(peer, self.rank, "no rank writes to itself");
+        debug_assert_ne!(self.members[peer], self.rank, "no rank writes to itself");
         if bytes > 0 {
             self.messages.push(Message { way, peer, at: DevicePtr(at as u64), bytes });
         }
@@ -402,7 +423,8 @@ impl Lane {
                 // Before, the call waits for what its own caller asked of the device.
                 if watch.is_some() || self.begun.query()? {
                     let watch = watch.get_or_insert_with(|| state.watch(call));
-                    watch.tick(|| (0..self.near.len()).filter(|it| *it != self.rank).collect());
+                    let others = self.members.iter().copied().filter(|it| *it != self.rank);
+                    watch.tick(|| others.collect());
                 }
             }
         }
@@ -421,11 +443,21 @@ impl Lane {
         }
         Ok(())
     }
+}
 
-    /// Parts from the other ranks.
-    pub fn leave(&mut self, state: &GroupState) {
-        if let Some(communicator) = &mut self.communicator {
-            communicator.leave(|| state.is_over());
+impl Drop for Lane {
+    /// Parts from the other ranks. No call is under way: each has ended on the device before it returned.
+    fn drop(&mut self) {
+        let context = self.context().clone();
+        match context.enter() {
+            // The communicator is the parent's, which goes on.
+            Err(CudaError::Forked { .. }) => {}
+            Err(error) => log::debug!("device {}: {error}", context.device().number()),
+            Ok(_entered) => {
+                if let Some(communicator) = &mut self.communicator {
+                    communicator.leave(|| self.state.is_over());
+                }
+            }
         }
     }
 }

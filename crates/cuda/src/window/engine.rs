@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use unisono_collective::cost::Prediction;
-use unisono_collective::engine::{CallPlan, Engine, HostEngine, Memory};
+use unisono_collective::engine::{CallPlan, Engine, GroupState, HostEngine, Memory};
 use unisono_collective::schedule::{self, Phase, Problem, Schedule};
 use unisono_collective::{
     Algorithm, Call, Checked, Error, Explanation, FormError, InvalidCall, Op, Rank, Request,
@@ -21,6 +21,7 @@ use crate::context::Context;
 use crate::error::CudaError;
 use crate::fold::Folds;
 use crate::order::{Order, failed};
+use crate::stream::Stream;
 
 /// How long a rank that leaves waits for the others to close its memory. The driver keeps memory that
 /// another process has open, but does not promise to. Longer: a rank whose peers keep the group leaves later.
@@ -37,8 +38,9 @@ const REMEMBERED: usize = 4096;
 
 /// Runs calls on the memory of one device, and gives those on host memory to the host's engine.
 pub struct DeviceWindow {
-    host: HostEngine,
+    /// Dropped before the host's engine.
     parts: Parts,
+    host: HostEngine,
     schedules: BTreeMap<(Op, Algorithm), Arc<Schedule>>,
     plans: BTreeMap<Key, Planned>,
 }
@@ -55,12 +57,13 @@ struct Planned {
 
 /// What a window is made of beside the host's engine.
 pub struct Parts {
-    lane: Lane,
-    order: Order,
-    costs: DeviceCosts,
-    device: u32,
+    pub lane: Lane,
+    pub order: Order,
+    pub costs: DeviceCosts,
+    pub device: u32,
     /// The ways that calls may go.
     ways: Vec<Way>,
+    state: Arc<GroupState>,
 }
 
 /// Where the ranks of a window stage.
@@ -70,6 +73,8 @@ pub enum Place {
     Device,
     /// On the host only.
     Host,
+    /// On their devices, where ranks of several hosts have a window on each host.
+    EachHost,
 }
 
 /// Shares staging memory with the other ranks. All have it, or all get the reason of one that has not.
@@ -80,7 +85,8 @@ pub fn prepare(
     options: &WindowOptions,
 ) -> Result<Parts, FormError> {
     let topology = host.topology().clone();
-    if !topology.is_one_host() {
+    let members = topology.members(topology.host(host.rank()));
+    if !topology.is_one_host() && place != Place::EachHost {
         let apart = |rank: &usize| !topology.together(0, *rank);
         let rank = (0..topology.world()).find(apart).unwrap_or(0);
         let reason = "it is on another host, or its transport is tcp".to_owned();
@@ -90,6 +96,7 @@ pub fn prepare(
     let least = 64 * (2 * topology.world() + 1);
     let round_up = |buffer: usize| buffer.max(least).next_multiple_of(4096);
     let through_host = topology.world() > 1
+        && place != Place::EachHost
         && (place == Place::Host || options.way.is_none_or(Way::is_through_host));
     let prepared = (|| {
         let made =
@@ -109,10 +116,11 @@ pub fn prepare(
 
     let shared = match place {
         Place::Host => None,
-        Place::Device => {
-            let usual = || WindowOptions::usual_buffer(memory, topology.world());
+        Place::Device | Place::EachHost => {
+            let most = (0..topology.hosts()).map(|host| topology.members(host).len()).max();
+            let usual = || WindowOptions::usual_buffer(memory, most.unwrap_or(1));
             let buffer = round_up(options.buffer.unwrap_or_else(usual));
-            let shared = opening::share(host, context, BUFFERS * buffer)?;
+            let shared = opening::share(host, context, BUFFERS * buffer, members)?;
             Some((shared.map_err(FormError::from)?, buffer))
         }
     };
@@ -145,22 +153,22 @@ pub fn prepare(
             ways = vec![way];
         }
     }
-    let mut lane = Lane::new(lines, folds, shared, staged, options.copies_by_kernel, host);
+    let mut lane = Lane::new(lines, folds, shared, staged, options.copies_by_kernel, members, host);
     let costs = match options.costs {
         Some(costs) => costs,
         None if topology.world() == 1 => DeviceCosts::default(),
-        None => measure::costs(host, &mut lane)?,
+        None => measure::costs(host, &mut lane, members)?,
     };
     log::debug!("device {}: {costs:?}", context.device().number());
     let device = context.device().number();
-    Ok(Parts { lane, order, costs, device, ways })
+    Ok(Parts { lane, order, costs, device, ways, state: host.state().clone() })
 }
 
 impl DeviceWindow {
     /// The engine of what was prepared.
     pub fn new(host: HostEngine, parts: Parts) -> DeviceWindow {
         let (schedules, plans) = Default::default();
-        DeviceWindow { host, parts, schedules, plans }
+        DeviceWindow { parts, host, schedules, plans }
     }
 
     fn schedule(&mut self, op: Op, algorithm: Algorithm) -> Result<Arc<Schedule>, Error> {
@@ -334,19 +342,25 @@ impl Engine for DeviceWindow {
         let outcome =
             unsafe { lane.run(call, &schedule, &buffers, segments, passage, self.host.state()) };
         // Also after an error: what was submitted may still use the caller's memory.
-        let ended = lane.lines.join().and_then(|end| order.end(caller.as_ref(), end));
-        let handed_over = match ended {
-            Ok(true) => Ok(()),
-            Ok(false) => lane.settle().map_err(failed),
-            Err(error) => Err(failed(error)),
-        };
-        outcome.and(handed_over)
+        outcome.and(self.parts.end(caller.as_ref()))
     }
 }
 
-impl Drop for DeviceWindow {
+impl Parts {
+    /// Puts the end of a call into the order of the caller's stream, or waits for it, if there is none.
+    pub fn end(&self, caller: Option<&Stream>) -> Result<(), Error> {
+        let ended = self.lane.lines.join().and_then(|end| self.order.end(caller, end));
+        match ended {
+            Ok(true) => Ok(()),
+            Ok(false) => self.lane.settle().map_err(failed),
+            Err(error) => Err(failed(error)),
+        }
+    }
+}
+
+impl Drop for Parts {
     fn drop(&mut self) {
-        let Parts { lane, device, .. } = &mut self.parts;
+        let Parts { lane, device, .. } = self;
         match lane.settle() {
             // Memory and clocks are the parent's, which goes on.
             Err(CudaError::Forked { .. }) => return,
@@ -354,7 +368,7 @@ impl Drop for DeviceWindow {
             Ok(()) => {}
         }
         lane.close();
-        let over = self.host.state().is_over();
+        let over = self.state.is_over();
         let deadline = Instant::now() + if over { LINGER_AFTER_FAILURE } else { LINGER };
         while !lane.all_closed() {
             if Instant::now() > deadline {

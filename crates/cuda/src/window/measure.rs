@@ -6,12 +6,13 @@
 use std::time::Instant;
 
 use unisono_collective::engine::HostEngine;
-use unisono_collective::schedule::{self, Problem};
+use unisono_collective::schedule::{self, Problem, Topology};
 use unisono_collective::{
     Algorithm, Call, Dtype, Error, FormError, InvalidCall, Op, Reduction, Request, Unit,
 };
 
 use super::cost::{DeviceCosts, Rounds};
+use super::opening;
 use super::run::{Lane, Passage};
 use super::way::Way;
 use crate::device::Attribute;
@@ -32,8 +33,12 @@ const BUS_TRIAL: usize = 8 << 20;
 /// Of the rate that memory has by its clock, what copies reach.
 const ATTAINABLE: f64 = 0.85;
 
-/// The costs of a group, equal on all its ranks.
-pub fn costs(host: &mut HostEngine, lane: &mut Lane) -> Result<DeviceCosts, FormError> {
+/// The costs of a group, equal on all its ranks, of which these share a window.
+pub fn costs(
+    host: &mut HostEngine,
+    lane: &mut Lane,
+    members: &[usize],
+) -> Result<DeviceCosts, FormError> {
     let usual = DeviceCosts::default();
     let context = lane.context().clone();
     // As during a call.
@@ -41,12 +46,13 @@ pub fn costs(host: &mut HostEngine, lane: &mut Lane) -> Result<DeviceCosts, Form
     let mut measured = [0.0; 11];
     let (through_device, through_host) =
         (lane.buffer(Way::Device).is_some(), lane.buffer(Way::Copied).is_some());
-    if through_device {
-        rounds(host, lane, Way::Device, true)?.put(&mut measured[..3]);
+    // A rank that is alone goes by what the others find.
+    if through_device && members.len() > 1 {
+        rounds(host, lane, members, Way::Device, true)?.put(&mut measured[..3]);
     }
     if through_host {
-        rounds(host, lane, Way::Copied, false)?.put(&mut measured[3..6]);
-        rounds(host, lane, Way::Folded, true)?.put(&mut measured[6..9]);
+        rounds(host, lane, members, Way::Copied, false)?.put(&mut measured[3..6]);
+        rounds(host, lane, members, Way::Folded, true)?.put(&mut measured[6..9]);
         host.run_unnumbered(Request::barrier())?;
         measured[9] = lane.try_bus(BUS_TRIAL).map_err(failed)?;
     }
@@ -89,17 +95,20 @@ fn memory_byte(lane: &Lane) -> Result<Option<f64>, CudaError> {
 fn rounds(
     host: &mut HostEngine,
     lane: &mut Lane,
+    members: &[usize],
     way: Way,
     in_place: bool,
 ) -> Result<Rounds, FormError> {
-    let (rank, world) = (host.rank(), host.topology().world());
+    // As if they were a group of their own.
+    let (rank, world) = (opening::place(host, members), members.len());
+    let topology = &Topology::one_host(world);
     let count = COUNT * SEGMENTS;
     let memory = DeviceMemory::new(lane.context(), count * (world + 1)).map_err(failed)?;
     let output = memory.pointer().offset(count);
     let input = if in_place { output.offset(rank * count) } else { memory.pointer() };
     let (op, algorithm) = (Op::AllGather, Algorithm::Window);
     let problem = Problem { op, rank, world };
-    let schedule = schedule::build(algorithm, &problem, host.topology())
+    let schedule = schedule::build(algorithm, &problem, topology)
         .ok_or(Error::from(InvalidCall::UnsupportedAlgorithm { algorithm, op: op.name() }))?;
     let mut median = |calls: usize, segments: usize| -> Result<f64, FormError> {
         let column = count / segments;
@@ -118,7 +127,7 @@ fn rounds(
         let (from, into) = (input.0 as *const u8, output.0 as *mut u8);
         // SAFETY: the memory has room for one block and for those of all ranks, and nothing else uses it.
         let request = unsafe { Request::raw(op, Dtype::U8, count, from, into)? };
-        let request = request.check(rank, host.topology())?;
+        let request = request.check(rank, topology)?;
         let (buffers, segments) = request.cut(&schedule, column, 1);
         let mut times = Vec::with_capacity(CALLS);
         for _ in 0..CALLS {

@@ -41,7 +41,8 @@ mod way;
 mod words;
 
 pub use cost::{DeviceCosts, Rounds};
-pub(crate) use engine::{DeviceWindow, Place, prepare};
+pub(crate) use engine::{DeviceWindow, Parts, Place, prepare};
+pub(crate) use run::Passage;
 pub use way::Way;
 
 /// Staging buffers of a rank: with four, a rank may be a segment ahead of another before it waits. Fewer do

@@ -24,7 +24,7 @@ const OFFER: usize = 8 + 16 + 8 + 8 + 64 + 16;
 /// The driver gives away memory in pieces of this size, and handles are of whole pieces.
 const PIECE: usize = 2 << 20;
 
-/// The staging memory of all ranks.
+/// The staging memory of all members.
 pub struct Shared {
     /// Where the others' is in this process; this rank's own in its place.
     pub addresses: Vec<DevicePtr>,
@@ -51,13 +51,14 @@ struct Process {
     namespace: [u8; 16],
 }
 
-/// Shares `bytes` of staging memory for each rank; all ranks have it, or none has.
+/// Shares `bytes` of staging memory for each rank with the `members` of its window; all ranks of the group have it, or
+/// none has.
 pub fn share(
     host: &mut HostEngine,
     context: &Context,
     bytes: usize,
+    members: &[usize],
 ) -> Result<Result<Shared, Refused>, Error> {
-    let (me, world) = (host.rank(), host.topology().world());
     let offer = |own: &DeviceMemory| {
         Ok::<_, Reason>(Offer {
             rank: host.state().job_rank(),
@@ -65,7 +66,7 @@ pub fn share(
             device: context.device().uuid()?,
             address: own.pointer(),
             // Alone there is no rank to open it, and not every device has handles.
-            handle: if world > 1 { own.handle()? } else { MemoryHandle([0; 64]) },
+            handle: if members.len() > 1 { own.handle()? } else { MemoryHandle([0; 64]) },
         })
     };
     let own = DeviceMemory::new(context, bytes.next_multiple_of(PIECE)).map_err(Reason::from);
@@ -77,7 +78,8 @@ pub fn share(
         Ok(offers) => offers,
         Err(refused) => return Ok(Err(refused)),
     };
-    let offers: Vec<Offer> = offers.iter().map(Offer::from_bytes).collect();
+    let offers: Vec<Offer> = members.iter().map(|&rank| Offer::from_bytes(&offers[rank])).collect();
+    let me = place(host, members);
     let own = own.expect("all ranks have an offer");
 
     let (addresses, opened, outcome) = open(context, me, &offers);
@@ -91,6 +93,12 @@ pub fn share(
             Ok(Err(refused))
         }
     }
+}
+
+/// This rank's number among the members of its window.
+pub fn place(host: &HostEngine, members: &[usize]) -> usize {
+    let place = members.iter().position(|&member| member == host.rank());
+    place.expect("a rank is a member of its own window")
 }
 
 impl Shared {

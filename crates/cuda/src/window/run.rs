@@ -1,17 +1,18 @@
 //! A call in progress: the streams of a rank, the staging of all, and the clocks between them.
 
 use std::cell::RefCell;
+use std::ops::Range;
 use std::time::Instant;
 
 use unisono_collective::engine::clock::{Interrupted, Pipeline};
 use unisono_collective::engine::{Buffers, Clocks, GroupState, HostEngine};
-use unisono_collective::schedule::{Area, Phase, Schedule};
+use unisono_collective::schedule::{Area, Phase, Schedule, Window};
 use unisono_collective::{Call, Error, Reduction};
 
 use super::BUFFERS;
 use super::hosting::HostStaging;
 use super::lines::{Line, Lines, Submitting};
-use super::opening::Shared;
+use super::opening::{self, Shared};
 use super::steps::{Copies, DeviceSteps, Staging};
 use super::way::Way;
 use super::words::{DeviceWords, Waiting, pause};
@@ -21,7 +22,7 @@ use crate::event::Event;
 use crate::fold::Folds;
 use crate::library::DevicePtr;
 
-/// A rank's streams, with the staging memory of all ranks.
+/// A rank's streams, with the staging memory of all members of its window.
 pub struct Lane {
     pub lines: Lines,
     folds: Folds,
@@ -32,7 +33,9 @@ pub struct Lane {
     /// `None` for a rank that is alone.
     clocks: Option<Clocks>,
     pipeline: Pipeline,
+    /// This rank's number among the members of the window, as schedules name it here.
     rank: usize,
+    /// The ranks of the group, by which a mean is divided.
     world: usize,
     /// Inputs of the fold under way; kept to allocate nothing per call.
     inputs: Vec<DevicePtr>,
@@ -58,9 +61,10 @@ impl Lane {
         device: Option<(Shared, usize)>,
         staged: Option<HostStaging>,
         by_kernel: bool,
+        members: &[usize],
         host: &HostEngine,
     ) -> Lane {
-        let (rank, world) = (host.rank(), host.topology().world());
+        let (rank, world) = (opening::place(host, members), host.topology().world());
         assert!(device.as_ref().is_none_or(|(shared, buffer)| BUFFERS * buffer <= shared.bytes()));
         let waiting = Waiting::with_capacity(super::lines::TICKS);
         Lane {
@@ -70,11 +74,11 @@ impl Lane {
             host: staged,
             by_kernel,
             clocks: host.clocks(),
-            pipeline: Pipeline::new(world, BUFFERS),
+            pipeline: Pipeline::new(members.len(), BUFFERS),
             rank,
             world,
-            inputs: Vec::with_capacity(world),
-            pointers: Vec::with_capacity(world),
+            inputs: Vec::with_capacity(members.len()),
+            pointers: Vec::with_capacity(members.len()),
             waiting,
         }
     }
@@ -105,18 +109,43 @@ impl Lane {
         passage: Passage<'_>,
         state: &GroupState,
     ) -> Result<(), Error> {
-        let Passage { way, begin } = passage;
         self.lines.begin();
-        let split = way.is_through_host();
-        let device = Submitting::new(&self.lines, &self.folds, split, begin);
-        let window = match &schedule.phases[..] {
-            [Phase::Window(window)] => window,
+        match &schedule.phases[..] {
+            [Phase::Window(window)] => {
+                // SAFETY: passed on from the caller.
+                unsafe { self.run_window(call, window, buffers, 0..segments, passage, state) }
+            }
             _ => {
+                let split = passage.way.is_through_host();
+                let device = Submitting::new(&self.lines, &self.folds, split, passage.begin);
                 // SAFETY: passed on from the caller.
                 unsafe { copy_alone(&device, schedule, buffers, segments) };
-                return device.outcome();
+                device.outcome()
             }
-        };
+        }
+    }
+
+    /// Submits some segments of a call's window, in which the members are numbered among themselves.
+    ///
+    /// # Safety
+    /// As of [`Lane::run`]; what the window has in scratch cells is device memory too.
+    pub unsafe fn run_window(
+        &mut self,
+        call: &Call,
+        window: &Window,
+        buffers: &Buffers<'_>,
+        segments: Range<usize>,
+        passage: Passage<'_>,
+        state: &GroupState,
+    ) -> Result<(), Error> {
+        let Passage { way, begin } = passage;
+        let split = way.is_through_host();
+        let device = Submitting::new(&self.lines, &self.folds, split, begin);
+        if window.cells == 0 {
+            // SAFETY: passed on from the caller.
+            unsafe { copy_own(&device, window, buffers, segments) };
+            return device.outcome();
+        }
         let cell_bytes = buffers.column_bytes().next_multiple_of(64);
         let staging = match (way, &self.device, &self.host) {
             (Way::Device, Some((shared, buffer)), _) => Staging {
@@ -153,7 +182,7 @@ impl Lane {
             cell_bytes,
             window,
             buffers,
-            segments,
+            segments: segments.clone(),
             call,
             divisor: (call.reduction == Reduction::Mean).then_some(self.world as u32),
             by_kernel: self.by_kernel,
@@ -163,7 +192,7 @@ impl Lane {
             interrupted: false,
             staged: 0,
         };
-        let ran = self.pipeline.run(&words, segments, window.publishes, &mut steps);
+        let ran = self.pipeline.run(&words, segments.len(), window.publishes, &mut steps);
         let (disagreement, staged) = (steps.disagreement.take(), steps.staged);
         let ran = if steps.interrupted { Err(Interrupted) } else { ran };
         let ran = ran.and_then(|()| words.flush(state));
@@ -218,6 +247,28 @@ impl Lane {
     pub fn all_closed(&self) -> bool {
         self.clocks.as_ref().is_none_or(Clocks::all_closed)
     }
+}
+
+/// Makes the copies of a window in which nothing is shared, and no rank waits.
+///
+/// # Safety
+/// As of [`Lane::run`].
+unsafe fn copy_own(
+    device: &Submitting<'_>,
+    window: &Window,
+    buffers: &Buffers<'_>,
+    segments: Range<usize>,
+) {
+    assert!(window.folds.is_empty(), "there is nothing to fold where nothing is staged");
+    let mut copies = Copies::new(device, Line::Main, false);
+    for segment in segments {
+        for copy in &window.copies {
+            // SAFETY: passed on from the caller.
+            unsafe { copies.add_fold(copy, buffers, segment) };
+        }
+    }
+    // SAFETY: passed on from the caller.
+    unsafe { copies.submit() };
 }
 
 /// Copies the blocks of a rank that is alone: its input is its output.

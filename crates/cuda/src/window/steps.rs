@@ -10,9 +10,11 @@
 //!
 //! Nothing is written to the caller's memory before what is staged of it has left it, for input and output may be one.
 
+use std::ops::Range;
+
 use unisono_collective::engine::clock::{Interrupted, Steps};
 use unisono_collective::engine::{Buffers, GroupState};
-use unisono_collective::schedule::{Area, Source, Window, WindowFold};
+use unisono_collective::schedule::{Area, Fold, Source, Window, WindowFold};
 use unisono_collective::{Call, Error, kernel};
 
 use super::hosting::SLOTS;
@@ -44,7 +46,8 @@ pub struct DeviceSteps<'a> {
     pub cell_bytes: usize,
     pub window: &'a Window,
     pub buffers: &'a Buffers<'a>,
-    pub segments: usize,
+    /// Those of the call that go through the window now.
+    pub segments: Range<usize>,
     pub call: &'a Call,
     pub divisor: Option<u32>,
     pub by_kernel: bool,
@@ -123,7 +126,6 @@ impl DeviceSteps<'_> {
                 let (output, also) = match (fold.into, publish) {
                     // Only the others want it.
                     (Area::Scratch(_), Some(publish)) => (publish, None),
-                    (Area::Scratch(_), None) => unreachable!("a result that no rank wants"),
                     _ => (address(into), publish),
                 };
                 if publish.is_some() {
@@ -209,7 +211,7 @@ impl DeviceSteps<'_> {
             self.interrupted = true;
             return;
         }
-        if segment + 1 == self.segments {
+        if segment + 1 == self.segments.end {
             self.device.lines.is_done(Line::Down);
         }
         let mut results = self.window.cells;
@@ -294,6 +296,7 @@ impl DeviceSteps<'_> {
 
 impl Steps for DeviceSteps<'_> {
     fn stage(&mut self, segment: usize, buffer: usize) {
+        let segment = self.segments.start + segment;
         let mut staged = 0;
         // What the processor folded here last may be on its way up.
         self.device.follow(Line::Down, Line::Up, &self.device.lines.marks.returned[buffer]);
@@ -338,17 +341,14 @@ impl Steps for DeviceSteps<'_> {
     }
 
     fn fold(&mut self, segment: usize, buffer: usize) {
+        let segment = self.segments.start + segment;
         if !self.window.copies.is_empty() {
             self.after_staging(Line::Main, buffer);
         }
         let mut copies = self.copies(Line::Main);
         for copy in &self.window.copies {
-            for (i, block) in copy.blocks.clone().enumerate() {
-                let (from, count) = self.buffers.block(copy.inputs[0], segment, block, i as u32);
-                let (into, _) = self.buffers.block(copy.into, segment, block, i as u32);
-                // SAFETY: both places lie in the caller's memory.
-                unsafe { copies.add(from, into, count * self.size()) };
-            }
+            // SAFETY: both places lie in the caller's memory.
+            unsafe { copies.add_fold(copy, self.buffers, segment) };
         }
         // SAFETY: as above.
         unsafe { copies.submit() };
@@ -371,6 +371,7 @@ impl Steps for DeviceSteps<'_> {
     }
 
     fn collect(&mut self, segment: usize, buffer: usize) {
+        let segment = self.segments.start + segment;
         if self.window.collects.is_empty() {
             return;
         }
@@ -431,6 +432,19 @@ impl<'a> Copies<'a> {
             (self.from, self.into) = (from, into);
         }
         self.bytes += bytes;
+    }
+
+    /// Makes the copy that a fold of one input is.
+    ///
+    /// # Safety
+    /// As of [`Copies::add`], for its blocks.
+    pub unsafe fn add_fold(&mut self, copy: &Fold, buffers: &Buffers<'_>, segment: usize) {
+        for (i, block) in copy.blocks.clone().enumerate() {
+            let (from, count) = buffers.block(copy.inputs[0], segment, block, i as u32);
+            let (into, _) = buffers.block(copy.into, segment, block, i as u32);
+            // SAFETY: passed on from the caller.
+            unsafe { self.add(from, into, count * buffers.dtype.size()) };
+        }
     }
 
     /// Submits what is left.

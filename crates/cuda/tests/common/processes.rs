@@ -20,6 +20,9 @@ const RANK: &str = "DEVICE_TEST_RANK";
 const WORLD: &str = "DEVICE_TEST_WORLD";
 const TOKEN: &str = "DEVICE_TEST_TOKEN";
 
+/// Names the host of every rank by a number, as if they were on several: `0,0,1,1`.
+pub const HOSTS: &str = "DEVICE_TEST_HOSTS";
+
 /// What lines of ranks begin with.
 const MARK: &str = "rank says: ";
 
@@ -127,8 +130,16 @@ pub fn place() -> Outcome<Option<Place>> {
     say(&serde_json::to_string(endpoint.address())?.replace(' ', ""))?;
     let mut line = String::new();
     std::io::stdin().read_line(&mut line)?;
-    let roster = line.split_whitespace().map(serde_json::from_str);
-    let roster: Vec<Address> = roster.collect::<Result<_, _>>()?;
+    let hosts = std::env::var(HOSTS).unwrap_or_default();
+    let mut hosts = hosts.split(',').filter(|host| !host.is_empty());
+    let roster = line.split_whitespace().map(|address| {
+        let mut address: serde_json::Value = serde_json::from_str(address)?;
+        if let Some(host) = hosts.next() {
+            address["host"] = [host.parse::<u8>()?; 16].into_iter().collect();
+        }
+        Ok(serde_json::from_value(address)?)
+    });
+    let roster: Vec<Address> = roster.collect::<Outcome<_>>()?;
     Ok(Some(Place { connector: endpoint.open(rank, token, roster)?, rank, world }))
 }
 

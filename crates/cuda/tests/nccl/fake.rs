@@ -12,22 +12,24 @@ use unisono_cuda::{DeviceCosts, DeviceGroup, Driver, NcclOptions, nccl_engine};
 
 pub use crate::driver::{ONE_ROUND, TWO_ROUNDS, library, on_all};
 
-/// What an NCCL claims to be, and whether it refuses two ranks on one device.
+/// What an NCCL claims to be, whether it refuses two ranks on one device, and how many ranks it takes.
 #[derive(Clone, Copy, Debug)]
 pub struct Kind {
     pub version: u32,
     pub refuses: bool,
+    pub most: u32,
 }
 
 /// The usual one.
-pub const NCCL: Kind = Kind { version: 22_809, refuses: false };
+pub const NCCL: Kind = Kind { version: 22_809, refuses: false, most: 8 };
 
 /// The library; compiled when it is first asked for, and when its source has changed.
 pub fn nccl(kind: Kind) -> PathBuf {
     static COMPILING: Mutex<()> = Mutex::new(());
     let _one_at_a_time = COMPILING.lock().unwrap();
     let driver = library();
-    let name = format!("libnccl-{}-{}.so", kind.version, u8::from(kind.refuses));
+    let Kind { version, refuses, most } = kind;
+    let name = format!("libnccl-{version}-{}-{most}.so", u8::from(refuses));
     let library = driver.with_file_name(name);
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/nccl/host_nccl.cpp");
     let written = |path: &Path| std::fs::metadata(path).and_then(|it| it.modified()).ok();
@@ -37,9 +39,9 @@ pub fn nccl(kind: Kind) -> PathBuf {
     let made = library.with_extension(format!("{}.made", std::process::id()));
     let mut compiler = Command::new("c++");
     compiler.args(["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-pthread"]);
-    compiler.arg(format!("-DVERSION={}", kind.version));
+    compiler.arg(format!("-DVERSION={version}")).arg(format!("-DMOST={most}"));
     compiler.arg(format!("-DDRIVER=\"{}\"", driver.display()));
-    compiler.args(kind.refuses.then_some("-DREFUSES"));
+    compiler.args(refuses.then_some("-DREFUSES"));
     compiler.arg(&source).arg("-o").arg(&made).args(["-ldl", "-lrt"]);
     let status = compiler.status().expect("a C++ compiler, which the kernels' tests need as well");
     assert!(status.success(), "{} does not compile", source.display());

@@ -1,5 +1,5 @@
 // An NCCL for the driver whose device is the host. DRIVER is that driver's library, VERSION the version that it
-// claims to be; with REFUSES it refuses two ranks of one host on one device, as NCCL does.
+// claims to be; with REFUSES it refuses two ranks of one host on one device, as NCCL does. It refuses more ranks than MOST.
 //
 // Ranks are threads or processes: what they send goes through memory that they share, a ring of bytes for each pair.
 // A group of messages is work of a stream, which waits there for the other ranks, and for ever if they are gone, unless
@@ -31,7 +31,7 @@ namespace {
 enum { SUCCESS, CUDA_ERROR, SYSTEM_ERROR, INTERNAL_ERROR, INVALID_ARGUMENT, INVALID_USAGE, REMOTE_ERROR, IN_PROGRESS };
 enum { FLOAT32 = 7, FLOAT64 = 8, SUM = 0, AVERAGE = 4 };
 
-constexpr int MOST = 8;
+constexpr int RANKS = 8;
 constexpr uint64_t RING = 16 << 10;
 
 struct Mailbox {
@@ -41,8 +41,8 @@ struct Mailbox {
 
 struct Shared {
     std::atomic<int> arrived;
-    uint64_t hosts[MOST];
-    Mailbox boxes[MOST][MOST];
+    uint64_t hosts[RANKS];
+    Mailbox boxes[RANKS][RANKS];
 };
 
 std::atomic<int> living{0};
@@ -72,6 +72,11 @@ struct Comm {
         if (formed || shared->arrived.load() < ranks)
             return;
         formed = true;
+        if (ranks > MOST) {
+            snprintf(last_error, sizeof last_error, "%d ranks are too many", ranks);
+            status = INVALID_USAGE;
+            return;
+        }
 #ifdef REFUSES
         for (int other = 0; other < ranks; ++other)
             if (other != rank && shared->hosts[other] == shared->hosts[rank]) {
@@ -124,7 +129,7 @@ bool progress(Comm &comm, Message &message) {
 // All messages of a group at once, those between two ranks one after the other.
 void exchange(Comm &comm, std::vector<Message> &messages) {
     for (int idle = 0;;) {
-        bool moved = false, is_done = true, busy[2][MOST] = {};
+        bool moved = false, is_done = true, busy[2][RANKS] = {};
         for (Message &message : messages) {
             if (message.done == message.bytes)
                 continue;
@@ -257,7 +262,7 @@ int ncclGetUniqueId(UniqueId *id) {
 
 int ncclCommInitRankConfig(Handle *made, int ranks, UniqueId id, int rank, Config *config) {
     *made = nullptr;
-    if (config->size < 20 || config->magic != 0xcafebeef || config->version < 21400 || (config->blocking | 1) != 1 || ranks > MOST)
+    if (config->size < 20 || config->magic != 0xcafebeef || config->version < 21400 || (config->blocking | 1) != 1 || ranks > RANKS)
         return INVALID_ARGUMENT;
     const int file = shm_open(id.internal, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
     if (file < 0 || ftruncate(file, sizeof(Shared)))

@@ -12,6 +12,8 @@ mod own;
 mod behaviour;
 #[path = "../window/bits.rs"]
 mod bits;
+#[path = "../common/calls.rs"]
+mod calls;
 #[path = "../common/mod.rs"]
 #[allow(dead_code, reason = "only the elements are used here")]
 mod common;

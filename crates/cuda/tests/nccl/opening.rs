@@ -2,7 +2,8 @@
 
 use std::path::PathBuf;
 
-use unisono_collective::{Algorithm, Dtype, FormError, Op, Options, Rank, Reduction};
+use unisono_collective::engine::Memory;
+use unisono_collective::{Algorithm, Dtype, FormError, Op, Options, Rank, Reduction, Request};
 use unisono_cuda::nccl::version;
 use unisono_cuda::{
     CudaError, DeviceEngine, DeviceGroup, DeviceOptions, DevicePtr, Driver, NcclError, NcclOptions,
@@ -80,7 +81,7 @@ fn a_rank_without_its_device_is_named_by_all() {
 #[test]
 fn ranks_that_share_a_device_are_told_what_to_do() {
     for (number, remedy) in [(22_809, "NCCL_HOSTID"), (23_007, "NCCL_MULTI_RANK_GPU_ENABLE=1")] {
-        let refuses = nccl(Kind { version: number, refuses: true });
+        let refuses = nccl(Kind { version: number, refuses: true, ..NCCL });
         for (_, reason) in refusals([refuses.clone(), refuses.clone(), refuses], [0; 3]) {
             assert!(reason.contains(remedy) && reason.contains("ranks 0 and 1"), "{reason}");
             assert!(reason.contains("Duplicate GPU detected"), "{reason}");
@@ -157,5 +158,11 @@ fn nccl_is_one_of_the_engines() {
 fn ranks_that_share_a_gpu_do_not_ask_nccl() {
     let groups = on_two_hosts(None, NCCL).into_iter();
     let groups: Vec<DeviceGroup> = groups.map(Result::unwrap).collect();
-    on_all(&groups, |group| assert_eq!(group.engine().unwrap(), "bounce"));
+    on_all(&groups, |group| {
+        let request = Request::sized(Op::AllToAll, Dtype::F32, 1);
+        // SAFETY: a call that is only explained has no memory.
+        let request = unsafe { request.in_memory(Memory::Device(0)) };
+        let explained = group.group().explain(request).unwrap();
+        assert_eq!(explained.engine, "hierarchical, flat by bounce");
+    });
 }

@@ -61,15 +61,20 @@ fn windows_of_different_hosts_are_refused() {
 
 #[test]
 fn ranks_of_different_hosts_go_through_their_hosts() {
-    let groups = start(&[0, 0, 1], &[None], None).into_iter();
-    let groups: Vec<DeviceGroup> =
-        groups.map(|group| DeviceGroup::new(group.unwrap(), 0)).collect();
-    on_all(&groups, |group| {
-        assert_eq!(group.engine().unwrap(), "bounce");
-        let mut buffer = [1.5; 1000];
-        all_reduce(group, &mut buffer).unwrap();
-        assert_eq!(buffer, [4.5; 1000]);
-    });
+    // Those of one host share its GPU in the first placement; in the others there is nothing that they could fold there.
+    for (hosts, engine) in
+        [([0, 0, 1], "hierarchical"), ([0, 1, 2], "bounce"), ([0, 1, 0], "bounce")]
+    {
+        let groups = start(&hosts, &[None], None).into_iter();
+        let groups: Vec<DeviceGroup> =
+            groups.map(|group| DeviceGroup::new(group.unwrap(), 0)).collect();
+        on_all(&groups, |group| {
+            assert_eq!(group.engine().unwrap(), engine);
+            let mut buffer = [1.5; 1000];
+            all_reduce(group, &mut buffer).unwrap();
+            assert_eq!(buffer, [4.5; 1000]);
+        });
+    }
 }
 
 #[test]

@@ -4,7 +4,7 @@ use unisono_cuda::{
     BounceOptions, DeviceCosts, DeviceEngine, DeviceGroup, DeviceOptions, Way, WindowOptions,
 };
 
-use crate::bits::{BUFFER, COUNTS, WORLDS, check, check_long, exchange_unequal, follow_streams};
+use crate::calls::{BUFFER, COUNTS, WORLDS, check, check_long, exchange_unequal, follow_streams};
 use crate::fake::{ONE_ROUND, TWO_ROUNDS, window, world_on, world_with};
 
 /// Staging on the host, and nothing on the device.

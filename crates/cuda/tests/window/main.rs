@@ -9,6 +9,8 @@ mod host;
 
 #[path = "../common/behaviour.rs"]
 mod behaviour;
+#[path = "../common/calls.rs"]
+mod calls;
 #[path = "../common/mod.rs"]
 #[allow(dead_code, reason = "only the elements are used here")]
 mod common;

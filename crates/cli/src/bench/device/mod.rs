@@ -95,6 +95,9 @@ impl EngineArgs {
             _ if self.device_engine.is_some() => "it was asked for",
             _ if engine.starts_with("window") && sharing.devices == 1 => "all ranks share a GPU",
             _ if engine.starts_with("window") => "the GPUs of all ranks reach each other's memory",
+            _ if engine.starts_with("hierarchical") => {
+                "the ranks of each host reach each other's GPUs"
+            }
             _ => "no better one opens on all ranks; UNISONO_LOG=info tells of each that was tried",
         }
     }
