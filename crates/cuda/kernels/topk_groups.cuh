@@ -26,8 +26,8 @@
 // element of a hundred million is sent. A longer stretch leaves fewer trails, and takes longer to follow.
 constexpr u32 STRETCH = 12288, WINDOW = 16384, ENTRIES = WINDOW - STRETCH;
 constexpr u32 WORDS = WINDOW / 64;
-// Likely widths, one for each warp, and how many of them are below that of the mean gap.
-constexpr u32 WIDTHS = THREADS / WARP, WIDTHS_BELOW = 4;
+// Likely widths: none at all, which whole rows have, and those around that of the mean gap, some of them below.
+constexpr u32 WIDTHS = 9, WIDTHS_BELOW = 4;
 // Groups of likely widths after which a trail may have another one. With fewer, more wrong trails are followed; with
 // more, fewer right ones where some elements are much more often sent than others.
 constexpr u32 LIKELY = 3;
@@ -166,17 +166,23 @@ struct Header {
 struct Window {
     // With a word of zeros behind them.
     u64 *words;
-    // By width, the nodes, and how many there are before each word.
+    // By slots for likely widths, the nodes, and how many there are before each word.
     u64 (*nodes)[WORDS];
     u16 (*before)[WORDS];
+    // The width of the second slot.
     u32 least;
+
+    __device__ u32 width_of(u32 slot) const { return slot ? least + slot - 1 : 0; }
+
+    // `WIDTHS` or more of a width that is not likely.
+    __device__ u32 slot_of(u32 width) const { return !width ? 0 : width >= least ? width - least + 1 : WIDTHS; }
 
     __device__ u32 width_at(u32 place) const {
         const u64 word = words[place / 64] >> (place % 64), next = place % 64 ? words[place / 64 + 1] : 0;
         return static_cast<u32>(word | next << (63 - place % 64) << 1) & 31;
     }
 
-    __device__ bool is_likely(u32 width) const { return width - least < WIDTHS; }
+    __device__ bool is_likely(u32 width) const { return slot_of(width) < WIDTHS; }
 
     // Where the gap after the one at a place begins.
     __device__ u32 after_gap(u32 place, u32 width) const {
@@ -204,7 +210,7 @@ struct Window {
                     return same;
                 }
                 fresh |= bit;
-                place = after_gap(place, least + slot);
+                place = after_gap(place, width_of(slot));
             }
             nodes[slot][number] = fresh;
         }
@@ -245,7 +251,7 @@ struct Window {
 
     // Where the gap that many after the one at a place begins.
     __device__ u32 after_gaps(u32 width, u32 place, u32 gaps) const {
-        const u32 slot = width - least;
+        const u32 slot = slot_of(width);
         for (; gaps && place < WINDOW; --gaps, place = after_gap(place, width)) {
             if (slot >= WIDTHS)
                 continue;
@@ -330,7 +336,7 @@ __device__ inline void find_trails(Search &search, const Groups &call, const Hea
     const u64 base = blockIdx.x * u64(STRETCH);
     Stretch &stretch = call.stretches[blockIdx.x];
     const u32 mean = header.mean_width(call.elements);
-    const Window window = {search.words, search.nodes, search.before, mean > WIDTHS_BELOW ? mean - WIDTHS_BELOW : 0};
+    const Window window = {search.words, search.nodes, search.before, mean > WIDTHS_BELOW ? mean - WIDTHS_BELOW : 1};
     // The first group begins with the first bit. Elsewhere, twice the bits of a usual group have two or three.
     const u32 usual = 2 * GROUP * (mean + 2), most = usual < ENTRIES ? usual : ENTRIES;
     load_words(search.words, header.bits, base);
@@ -339,7 +345,13 @@ __device__ inline void find_trails(Search &search, const Groups &call, const Hea
         kept = 0;
     }
     wait_for_block();
-    window.set_nodes(threadIdx.x / WARP);
+    // Small widths have most nodes: the warps that have those have only these.
+    constexpr u32 WARPS = THREADS / WARP;
+    static_assert(WIDTHS >= WARPS && WIDTHS <= 2 * WARPS, "one or two for each warp");
+    const u32 warp = threadIdx.x / WARP;
+    window.set_nodes(warp);
+    if (2 * WARPS - 1 - warp < WIDTHS)
+        window.set_nodes(2 * WARPS - 1 - warp);
     for (u32 entry = threadIdx.x; entry < (base ? most : 1); entry += THREADS)
         if (!base || (base + entry < 8 * header.bits.count && window.is_likely(window.width_at(entry))))
             entries[atomic_add(&count, 1)] = static_cast<u16>(entry);

@@ -33,7 +33,7 @@ struct Walked {
 // The trails of a chunk. Other blocks have written them, before the last of them was done.
 __device__ inline void load_trails(Walked &walked, const Groups &call, u64 first) {
     constexpr u32 EACH = CHUNK * TRAILS / THREADS;
-#pragma unroll
+#pragma unroll 4
     for (u32 i = 0; i < EACH; ++i) {
         const u32 number = i * THREADS + threadIdx.x, own = number / TRAILS, trail = number % TRAILS;
         const bool there = first + own < call.blocks;
@@ -214,7 +214,8 @@ __device__ inline void write_zeros(const Into &into, u64 elements, u64 part) {
         put_f32(into.values, i, 0.0f);
 }
 
-KERNEL(topk_groups, Groups, THREADS) {
+// Registers for so many blocks at a time: all stretches are looked at together, where there are some hundreds.
+KERNEL_OF(topk_groups, Groups, THREADS, 4) {
     if (blockIdx.x >= call.blocks) {
         write_zeros(call.into, call.elements, blockIdx.x - call.blocks);
         return;
