@@ -32,7 +32,8 @@ constexpr u32 WIDTHS = 9, WIDTHS_BELOW = 4;
 // more, fewer right ones where some elements are much more often sent than others.
 constexpr u32 LIKELY = 3;
 // Trails that are kept of a stretch, and groups of a trail: one has 133 bits at least. Random gaps leave two to
-// fourteen trails; each that has no room may be the true one, and then its groups are read one after the other.
+// twenty trails, rarely more; each that has no room may be the true one, and then its groups are read one after
+// the other.
 constexpr u32 TRAILS = 24, MOST_GROUPS = STRETCH / (WIDTH_BITS + GROUP) + 1;
 constexpr u32 STARTS = (MOST_GROUPS + 1) / 2 * 2;
 
