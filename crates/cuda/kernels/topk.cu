@@ -18,8 +18,8 @@
 //    (`topk_widths`); where each group begins is the sum of the lengths before it (`topk_pack`). `topk_finish`
 //    puts count, indices and values together.
 //
-// To decode, `topk_groups` finds where groups begin (topk_groups.cuh), and writes zeros. Then groups are unpacked
-// each by a thread of its own (`topk_unpack`), and the values go to their places (`topk_scatter`).
+// To decode, `topk_groups` finds where groups begin (topk_groups.cuh, topk_walk.cuh), and writes zeros. Then groups
+// are unpacked each by a thread of its own (`topk_unpack`), and the values go to their places (`topk_scatter`).
 
 #include "topk_encode.cuh"
 #include "topk_decode.cuh"

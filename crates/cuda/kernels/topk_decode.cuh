@@ -3,7 +3,7 @@
 #ifndef UNISONO_TOPK_DECODE
 #define UNISONO_TOPK_DECODE
 
-#include "topk_groups.cuh"
+#include "topk_walk.cuh"
 
 // Groups that a block unpacks, each by one thread: fewer are spread over more of the device.
 constexpr u32 UNPACKED = 32;

@@ -11,8 +11,9 @@
 // width, after a few gaps one is at a node: then the rest is counting nodes.
 //
 // The block that is done last goes from stretch to stretch. Where a trail begins at the bit at which the last
-// one ended, it is taken; what it says is so, however it was found. Elsewhere the walk goes gap by gap: through a
-// group of unlikely width, the last one, and whatever no encoder wrote.
+// one ended, it is taken; what it says is so, however it was found. Which trail goes on with which is found for
+// many stretches at once, so that a step of the walk is one word of shared memory. Elsewhere the walk goes gap
+// by gap, in a window of its own: through a group of unlikely width, the last one, and whatever no encoder wrote.
 //
 // Blocks without a stretch write zeros meanwhile, where the values will go: the walk is short beside that.
 
@@ -25,29 +26,34 @@
 // element of a hundred million is sent. A longer stretch leaves fewer trails, and takes longer to follow.
 constexpr u32 STRETCH = 12288, WINDOW = 16384, ENTRIES = WINDOW - STRETCH;
 constexpr u32 WORDS = WINDOW / 64;
-// Likely widths, one for each warp, and how many of them are below that of the mean gap.
-constexpr u32 WIDTHS = THREADS / WARP, WIDTHS_BELOW = 4;
+// Likely widths: none at all, which whole rows have, and those around that of the mean gap, some of them below.
+constexpr u32 WIDTHS = 9, WIDTHS_BELOW = 4;
 // Groups of likely widths after which a trail may have another one. With fewer, more wrong trails are followed; with
 // more, fewer right ones where some elements are much more often sent than others.
 constexpr u32 LIKELY = 3;
-// Trails that are kept of a stretch, and groups of a trail: one has 133 bits at least.
-constexpr u32 TRAILS = 4, MOST_GROUPS = STRETCH / (WIDTH_BITS + GROUP) + 1;
+// Trails that are kept of a stretch, and groups of a trail: one has 133 bits at least. Random gaps leave two to
+// twenty trails, rarely more; each that has no room may be the true one, and then its groups are read one after
+// the other.
+constexpr u32 TRAILS = 24, MOST_GROUPS = STRETCH / (WIDTH_BITS + GROUP) + 1;
+constexpr u32 STARTS = (MOST_GROUPS + 1) / 2 * 2;
 
-// Groups that follow each other, if one begins at `entry`; bits are counted from the beginning of the stretch.
+// Groups that follow each other, at least one, if one begins at `entry`; bits are counted from the beginning of
+// the stretch.
 struct Trail {
     u16 entry;
     u16 groups;
     // Where the next one begins.
     u32 end;
-    u16 starts[(MOST_GROUPS + 1) / 2 * 2];
 };
+// What `entry` is where there is no trail.
+constexpr u32 NO_ENTRY = 0xffff;
 
+// First the trails that there are.
 struct Stretch {
-    u32 trails;
-    u32 unused;
-    Trail trail[TRAILS];
+    Trail trails[TRAILS];
+    u16 starts[TRAILS][STARTS];
 };
-static_assert(sizeof(Stretch) == 8 + TRAILS * (8 + 188), "as the launcher has it");
+static_assert(sizeof(Stretch) == TRAILS * (8 + 188), "as the launcher has it");
 
 struct Groups {
     State *state;
@@ -161,17 +167,23 @@ struct Header {
 struct Window {
     // With a word of zeros behind them.
     u64 *words;
-    // By width, the nodes, and how many there are before each word.
+    // By slots for likely widths, the nodes, and how many there are before each word.
     u64 (*nodes)[WORDS];
     u16 (*before)[WORDS];
+    // The width of the second slot.
     u32 least;
+
+    __device__ u32 width_of(u32 slot) const { return slot ? least + slot - 1 : 0; }
+
+    // `WIDTHS` or more of a width that is not likely.
+    __device__ u32 slot_of(u32 width) const { return !width ? 0 : width >= least ? width - least + 1 : WIDTHS; }
 
     __device__ u32 width_at(u32 place) const {
         const u64 word = words[place / 64] >> (place % 64), next = place % 64 ? words[place / 64 + 1] : 0;
         return static_cast<u32>(word | next << (63 - place % 64) << 1) & 31;
     }
 
-    __device__ bool is_likely(u32 width) const { return width - least < WIDTHS; }
+    __device__ bool is_likely(u32 width) const { return slot_of(width) < WIDTHS; }
 
     // Where the gap after the one at a place begins.
     __device__ u32 after_gap(u32 place, u32 width) const {
@@ -199,7 +211,7 @@ struct Window {
                     return same;
                 }
                 fresh |= bit;
-                place = after_gap(place, least + slot);
+                place = after_gap(place, width_of(slot));
             }
             nodes[slot][number] = fresh;
         }
@@ -240,7 +252,7 @@ struct Window {
 
     // Where the gap that many after the one at a place begins.
     __device__ u32 after_gaps(u32 width, u32 place, u32 gaps) const {
-        const u32 slot = width - least;
+        const u32 slot = slot_of(width);
         for (; gaps && place < WINDOW; --gaps, place = after_gap(place, width)) {
             if (slot >= WIDTHS)
                 continue;
@@ -264,7 +276,8 @@ struct Window {
 };
 
 // Follows a trail; whether it is one.
-__device__ inline bool follow(Trail &trail, const Window &window, const Header &header, u64 base, u32 entry) {
+__device__ inline bool follow(Trail &trail, u16 (&starts)[STARTS], const Window &window, const Header &header,
+                              u64 base, u32 entry) {
     const u64 bytes = header.bits.count;
     u32 place = entry, groups = 0, likely = base ? 0 : MOST_GROUPS * LIKELY;
     while (place < STRETCH && (base + place + 7) / 8 != bytes) {
@@ -284,13 +297,22 @@ __device__ inline bool follow(Trail &trail, const Window &window, const Header &
                 return false;
             break;
         }
-        trail.starts[groups++] = static_cast<u16>(place);
+        starts[groups++] = static_cast<u16>(place);
         place = next;
     }
     trail.entry = static_cast<u16>(entry);
     trail.groups = static_cast<u16>(groups);
     trail.end = place;
-    return true;
+    return groups > 0;
+}
+
+// The words of a window that begins with a bit, by all threads of a block.
+__device__ inline void load_words(u64 (&words)[WORDS + 1], const Bits &bits, u64 base) {
+    static_assert(WORDS == THREADS, "a word for each thread");
+    const u64 at = base + threadIdx.x * 64;
+    words[threadIdx.x] = (bits.peek(at + 32) << 32) | static_cast<u32>(bits.peek(at));
+    if (threadIdx.x == 0)
+        words[WORDS] = 0;
 }
 
 // What a block needs to find trails.
@@ -302,214 +324,53 @@ struct Search {
     u32 count, kept;
 };
 
+// Says that a stretch has only so many trails.
+__device__ inline void leave_out(Stretch &stretch, u32 trails) {
+    if (threadIdx.x < TRAILS && threadIdx.x >= trails)
+        stretch.trails[threadIdx.x] = {NO_ENTRY, 0, 0};
+}
+
 // Finds the trails of a stretch.
 __device__ inline void find_trails(Search &search, const Groups &call, const Header &header) {
-    u64 *words = search.words;
     u16 *entries = search.entries;
     u32 &count = search.count, &kept = search.kept;
     const u64 base = blockIdx.x * u64(STRETCH);
     Stretch &stretch = call.stretches[blockIdx.x];
     const u32 mean = header.mean_width(call.elements);
-    const Window window = {words, search.nodes, search.before, mean > WIDTHS_BELOW ? mean - WIDTHS_BELOW : 0};
+    const Window window = {search.words, search.nodes, search.before, mean > WIDTHS_BELOW ? mean - WIDTHS_BELOW : 1};
     // The first group begins with the first bit. Elsewhere, twice the bits of a usual group have two or three.
     const u32 usual = 2 * GROUP * (mean + 2), most = usual < ENTRIES ? usual : ENTRIES;
-    static_assert(WORDS == THREADS, "a word for each thread");
-    const u64 at = base + threadIdx.x * 64;
-    words[threadIdx.x] = (header.bits.peek(at + 32) << 32) | static_cast<u32>(header.bits.peek(at));
+    load_words(search.words, header.bits, base);
     if (threadIdx.x == 0) {
-        words[WORDS] = 0;
         count = 0;
         kept = 0;
     }
     wait_for_block();
-    window.set_nodes(threadIdx.x / WARP);
+    // Small widths have most nodes: the warps that have those have only these.
+    constexpr u32 WARPS = THREADS / WARP;
+    static_assert(WIDTHS >= WARPS && WIDTHS <= 2 * WARPS, "one or two for each warp");
+    const u32 warp = threadIdx.x / WARP;
+    window.set_nodes(warp);
+    if (2 * WARPS - 1 - warp < WIDTHS)
+        window.set_nodes(2 * WARPS - 1 - warp);
     for (u32 entry = threadIdx.x; entry < (base ? most : 1); entry += THREADS)
         if (!base || (base + entry < 8 * header.bits.count && window.is_likely(window.width_at(entry))))
             entries[atomic_add(&count, 1)] = static_cast<u16>(entry);
     wait_for_block();
     for (u32 i = threadIdx.x; i < count; i += THREADS) {
         Trail trail;
-        if (!follow(trail, window, header, base, entries[i]))
+        u16 starts[STARTS];
+        if (!follow(trail, starts, window, header, base, entries[i]))
             continue;
         const u32 place = atomic_add(&kept, 1);
         if (place >= TRAILS)
             continue;
-        Trail &into = stretch.trail[place];
-        into.entry = trail.entry;
-        into.groups = trail.groups;
-        into.end = trail.end;
+        stretch.trails[place] = trail;
         for (u32 group = 0; group < trail.groups; ++group)
-            into.starts[group] = trail.starts[group];
+            stretch.starts[place][group] = starts[group];
     }
     wait_for_block();
-    if (threadIdx.x == 0)
-        stretch.trails = kept < TRAILS ? kept : TRAILS;
-}
-
-// What the walk has to know of as many stretches as there are threads, and what it found: which trail was
-// taken, the number of its first group, and how many were.
-struct Walked {
-    u32 entries[THREADS][TRAILS];
-    u32 ends[THREADS][TRAILS];
-    u32 taken[THREADS];
-    u32 groups[THREADS];
-    u64 first[THREADS];
-};
-
-__device__ inline void load_trails(Walked &walked, const Groups &call, u64 first) {
-    const u32 me = threadIdx.x;
-    walked.groups[me] = 0;
-    const Stretch *stretch = call.stretches + first + me;
-    const u32 trails = first + me < call.blocks ? fresh(&stretch->trails) : 0;
-#pragma unroll
-    for (u32 i = 0; i < TRAILS; ++i) {
-        // The entry, and above it the groups; a stretch has no bit of this number.
-        const u32 *trail = reinterpret_cast<const u32 *>(&stretch->trail[i]);
-        walked.entries[me][i] = i < trails ? fresh(trail) : 0xffff;
-        walked.ends[me][i] = i < trails ? fresh(trail + 1) : 0;
-    }
-}
-
-// Where the groups of the trails that were taken begin.
-__device__ inline void write_starts(const Walked &walked, const Groups &call, u64 first) {
-    const u32 me = threadIdx.x, groups = walked.groups[me];
-    if (!groups)
-        return;
-    const Trail &trail = call.stretches[first + me].trail[walked.taken[me]];
-    const u32 *pairs = reinterpret_cast<const u32 *>(trail.starts);
-    u64 *starts = call.starts + walked.first[me];
-    const u64 base = (first + me) * STRETCH;
-#pragma unroll 4
-    for (u32 i = 0; i < groups; i += 2) {
-        const u32 pair = fresh(pairs + i / 2);
-        starts[i] = base + (pair & 0xffff);
-        if (i + 1 < groups)
-            starts[i + 1] = base + (pair >> 16);
-    }
-}
-
-// Goes over all groups, by one block of threads, which all do the same.
-__device__ inline void walk(Walked &walked, const Groups &call, const Header &header) {
-    const u32 me = threadIdx.x;
-    const Bits bits = header.bits;
-    const u64 groups = header.damage ? 0 : (u64(header.count) + GROUP - 1) / GROUP, whole = header.count / GROUP;
-    u32 damage = header.damage;
-    u64 found = header.found, loaded = ~u64(0), used = ~u64(0);
-    // The next group, and where it begins: in a stretch, at a bit.
-    u64 group = 0, stretch = 0;
-    u32 place = 0;
-    while (group < groups) {
-        if (stretch < call.blocks && place < ENTRIES && stretch != used) {
-            const u32 own = static_cast<u32>(stretch % THREADS);
-            if (stretch - own != loaded) {
-                wait_for_block();
-                if (loaded != ~u64(0))
-                    write_starts(walked, call, loaded);
-                loaded = stretch - own;
-                load_trails(walked, call, loaded);
-                wait_for_block();
-            }
-            u32 taken = TRAILS, trail = 0, end = 0;
-#pragma unroll
-            for (u32 i = 0; i < TRAILS; ++i)
-                if ((walked.entries[own][i] & 0xffff) == place) {
-                    taken = i;
-                    trail = walked.entries[own][i];
-                    end = walked.ends[own][i];
-                }
-            // With more groups than there are, bytes are damaged, or those of the last one look like more of them.
-            const u32 run = trail >> 16;
-            if (taken < TRAILS && run && group + run <= whole) {
-                used = stretch;
-                if (me == 0) {
-                    walked.taken[own] = taken;
-                    walked.groups[own] = run;
-                    walked.first[own] = group;
-                }
-                group += run;
-                place = end;
-                while (place >= STRETCH) {
-                    place -= STRETCH;
-                    ++stretch;
-                }
-                continue;
-            }
-        }
-        // Gap by gap.
-        u64 at = stretch * STRETCH + place;
-        if (me == 0)
-            call.starts[group] = at;
-        const u32 width = static_cast<u32>(bits.peek(at)) & 31;
-        at += WIDTH_BITS;
-        const u64 size = group < whole ? GROUP : header.count % GROUP;
-        for (u64 i = 0; i < size; ++i) {
-            const u64 high = bits.take_high(at);
-            if (high > call.elements) {
-                damage = high == ~u64(0) ? WRONG_LENGTH : WRONG_INDEX;
-                found = high == ~u64(0) ? 4 + bits.count + 1 + header.values : high << width;
-                break;
-            }
-            at += width;
-        }
-        ++group;
-        if (damage)
-            break;
-        stretch = at / STRETCH;
-        place = static_cast<u32>(at % STRETCH);
-    }
-    wait_for_block();
-    if (loaded != ~u64(0))
-        write_starts(walked, call, loaded);
-    const u64 end = stretch * STRETCH + place;
-    if (!damage && (end + 7) / 8 != bits.count) {
-        damage = WRONG_LENGTH;
-        found = 4 + (end + 7) / 8 + header.values;
-    }
-    if (!damage && static_cast<u32>(bits.peek(end))) {
-        damage = WRONG_PADDING;
-        found = bits.peek(end);
-    }
-    if (me == 0) {
-        State &state = *call.state;
-        state.count = damage ? 0 : header.count;
-        state.bits = end;
-        say_damage(state, damage, found);
-    }
-}
-
-// Zeros that a block writes at most.
-constexpr u32 ZEROS = 16 * THREADS * 4;
-
-__device__ inline void write_zeros(const Into &into, u64 elements, u64 part) {
-    const u64 first = part * ZEROS;
-    if (into.aligned && first + ZEROS <= elements) {
-        const u32 zeros[4] = {0, 0, 0, 0};
-#pragma unroll
-        for (u32 i = 0; i < ZEROS / THREADS / 4; ++i)
-            store(into.values + (first + (i * THREADS + threadIdx.x) * 4) * 4, zeros);
-        return;
-    }
-    for (u64 i = first + threadIdx.x; i < first + ZEROS && i < elements; i += THREADS)
-        put_f32(into.values, i, 0.0f);
-}
-
-KERNEL(topk_groups, Groups, THREADS) {
-    if (blockIdx.x >= call.blocks) {
-        write_zeros(call.into, call.elements, blockIdx.x - call.blocks);
-        return;
-    }
-    // The less a block takes, the more of them write zeros.
-    SHARED union {
-        Search search;
-        Walked walked;
-    } shared;
-    const Header header(call);
-    if (blockIdx.x * u64(STRETCH) < 8 * header.bits.count)
-        find_trails(shared.search, call, header);
-    else if (threadIdx.x == 0)
-        call.stretches[blockIdx.x].trails = 0;
-    if (is_last(*call.state, static_cast<u32>(call.blocks)))
-        walk(shared.walked, call, header);
+    leave_out(stretch, kept);
 }
 
 #endif

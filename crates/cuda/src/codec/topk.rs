@@ -26,7 +26,7 @@ const SPAN: usize = 16;
 const GROUP: usize = 128;
 /// Bits that a block of the decoder looks for groups in, and bytes of what it finds.
 const STRETCH: usize = 12288;
-const STRETCH_BYTES: usize = 8 + 4 * (8 + 188);
+const STRETCH_BYTES: usize = 24 * (8 + 188);
 /// Groups that a block unpacks, elements that it puts in their places, and zeros that it writes.
 const UNPACKED: usize = 32;
 const SCATTERED: usize = 1024;

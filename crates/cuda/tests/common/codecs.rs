@@ -1,6 +1,7 @@
 //! Codecs on any device, against the host's, byte by byte.
 
 use unisono_codec::sender::{Origin, Scratch};
+use unisono_codec::spec::Values;
 use unisono_codec::{BadEncoding, CodecSpec, Key, Passage, Sender, Spans, sender};
 use unisono_cuda::{CodecError, Codecs, Context, DeviceCodec, DeviceMemory, Placement, Stream};
 
@@ -101,7 +102,9 @@ impl Bench {
             let length = codec.length(&self.stream).unwrap();
             let found = self.read(&encoding);
             assert_eq!(length, expected.len(), "the length of {what}, step {step}");
-            assert_bytes(&found[..length], &expected, &format!("{what}, step {step}"));
+            let (found, as_expected) = (&found[..length], &expected[..]);
+            let [found, as_expected] = [found, as_expected].map(|bytes| with_one_nan(spec, bytes));
+            assert_bytes(&found, &as_expected, &format!("{what}, step {step}"));
             assert_floats(&self.read_floats(&on_device), &gradient, &what);
             if feedback {
                 let owed = self.read_floats(&residual);
@@ -218,10 +221,15 @@ impl Bench {
                 (0..400_000).map(|i| if pattern(i) { value(i) } else { 0.0 }).collect();
             self.check_decode(&"topk:40%,exact".parse().unwrap(), name, &gradient);
         }
-        for text in ["topk:0.1%", "topk:1%", "topk:10%", "topk:30%,exact"] {
+        // The last one has more stretches than the walk knows at a time.
+        for (text, n) in [
+            ("topk:0.1%", 1_000_001),
+            ("topk:1%", 1_000_001),
+            ("topk:10%", 1_000_001),
+            ("topk:30%,exact", 2_000_001),
+        ] {
             let spec = text.parse().unwrap();
-            let mut gradient: Vec<f32> =
-                (0..1_000_001).map(|i| Kind::Normal.element(0, i)).collect();
+            let mut gradient: Vec<f32> = (0..n).map(|i| Kind::Normal.element(0, i)).collect();
             self.check_decode(&spec, "like numbers", &gradient);
             gradient.iter_mut().enumerate().for_each(|(i, value)| {
                 *value *= [1.0, 0.6, 3.0, 0.01, 1.5, 0.3][i / 30_000 % 6];
@@ -370,6 +378,27 @@ fn assert_bytes(found: &[u8], expected: &[u8], what: &str) {
         panic!("byte {at} is {:#x} instead of {:#x}: {what}", found[at], expected[at]);
     }
     assert_eq!(found.len(), expected.len(), "bytes of {what}");
+}
+
+/// An encoding with one NaN in place of all: which one a NaN is, is not specified.
+///
+/// Numbers become NaN by `topk` with values of 16 bits and a residual: one that is too large for those is sent
+/// as an infinity, so that the opposite one is owed; that is sent next, and what is left of it is a NaN.
+fn with_one_nan(spec: &CodecSpec, encoding: &[u8]) -> Vec<u8> {
+    let mut bytes = encoding.to_vec();
+    let infinity = match spec {
+        CodecSpec::TopK(_, _, Values::Fp16) => 0x7c00,
+        CodecSpec::TopK(_, _, Values::Bf16) => 0x7f80,
+        _ => return bytes,
+    };
+    let Some(count) = bytes.first_chunk() else { return bytes };
+    let values = bytes.len().saturating_sub(2 * u32::from_le_bytes(*count) as usize).max(4);
+    for value in bytes[values..].as_chunks_mut().0 {
+        if u16::from_le_bytes(*value) & 0x7fff > infinity {
+            *value = 0x7fff_u16.to_le_bytes();
+        }
+    }
+    bytes
 }
 
 /// The same bits; but which NaN a NaN is, is not specified.
