@@ -169,6 +169,7 @@ fn a_rank_that_goes_away_ends_the_calls_of_the_others() {
         on_all(&groups, |group| {
             // SAFETY: the buffer outlives the wait.
             let mut buffer = vec![1f32; COUNT];
+            // SAFETY: the buffer outlives the work, which is waited for.
             let work = unsafe { group.submit(Request::all_reduce(&mut buffer, Reduction::Sum)) };
             assert!(outcome(&work.unwrap()).is_err());
         });

@@ -276,7 +276,7 @@ mod tests {
                 for part in 0..parts {
                     let share = Share { part, parts }.of(count, size);
                     assert_eq!(share.start, next, "{count} elements in {parts} parts");
-                    assert!(share.start * size % 64 == 0 || share.is_empty());
+                    assert!((share.start * size).is_multiple_of(64) || share.is_empty());
                     next = share.end;
                 }
                 assert_eq!(next, count);

@@ -207,10 +207,12 @@ impl Links {
             // stream are borrowed one by one, and nobody else uses the streams until all parts are finished.
             unsafe {
                 let stream = streams.add(direction / 2);
-                if direction % 2 == 0 {
-                    (*(&raw mut (*stream).outbound)).pump(run.buffers);
+                if direction.is_multiple_of(2) {
+                    let outbound = &mut (*stream).outbound;
+                    outbound.pump(run.buffers);
                 } else if (&raw const (*stream).expected).read() > 0 {
-                    (*(&raw mut (*stream).inbound)).pump(run.buffers);
+                    let inbound = &mut (*stream).inbound;
+                    inbound.pump(run.buffers);
                 }
             }
         };

@@ -253,8 +253,8 @@ impl Exchange {
         stream: &Stream,
     ) -> Result<Vec<bool>, ExchangeError> {
         let encodes = step >= self.warm_up;
-        // SAFETY: the caller's promise, here and below.
         let are_used = match used {
+            // SAFETY: the caller's promise.
             Some(used) => unsafe { self.find_used(gradients, used, stream)? },
             None => vec![true; gradients.len()],
         };
@@ -262,6 +262,7 @@ impl Exchange {
         let present: Vec<DeviceGradient> = present.map(|(gradient, _)| *gradient).collect();
         let is_encoded = |of: &&DeviceGradient| encodes && self.held[of.parameter].codec.is_some();
         let (encoded, plain): (Vec<_>, Vec<_>) = present.iter().partition(is_encoded);
+        // SAFETY: the caller's promise.
         unsafe { self.exchange_plain(step, &plain, &encoded, stream)? };
         for codec in 0..self.passages.len() {
             let own = |of: &&DeviceGradient| self.held[of.parameter].codec == Some(codec);
@@ -271,6 +272,7 @@ impl Exchange {
             }
             let task_step = step - self.warm_up;
             let host = self.passages[codec].host.clone();
+            // SAFETY: the caller's promise.
             unsafe {
                 self.divide_by_scale(&of_codec, stream)?;
                 match host.passage() {

@@ -86,6 +86,11 @@ impl Bench {
         let mut codec = DeviceCodec::new(&self.codecs, spec, shape).unwrap();
         let residual = self.floats(&vec![0.0; n]);
         for step in 0..3 {
+            // Which NaN is owed is not specified, and what these codecs send shows it.
+            let shows_nan = matches!(spec, CodecSpec::Sign | CodecSpec::RandK(..));
+            if feedback && shows_nan && sender.owed().iter().any(|owed| owed.is_nan()) {
+                break;
+            }
             let gradient: Vec<f32> = (0..n).map(|i| kind.element(step, i)).collect();
             let mut expected = Vec::new();
             sender.encode(step, &gradient, &mut scratch, &mut expected);

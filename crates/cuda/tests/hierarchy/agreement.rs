@@ -13,8 +13,10 @@ use crate::worlds::{ALL, world_of_any_engine, world_on};
 fn tells_of(count: impl Fn(usize) -> usize + Sync) {
     for between in ALL {
         let errors = on_all(&world_on(&[0, 0, 1, 1], between), |group| {
-            all_reduce(group, &mut [1.0; 50]).unwrap();
-            all_reduce(group, &mut vec![1.0; count(group.group().rank())]).unwrap_err()
+            // Ranks that are ahead may disagree, and end the group, before one behind has seen the end of the first call.
+            let first = all_reduce(group, &mut [1.0; 50]);
+            let second = || all_reduce(group, &mut vec![1.0; count(group.group().rank())]);
+            first.and_then(|()| second()).unwrap_err()
         });
         for error in errors {
             let text = error.to_string();
