@@ -3,10 +3,10 @@
 //! An [`Exchange`] is the device's side of the host's compressed strategy, for ranks of which each has one shard: its means
 //! have the same bits, and so has what it remembers. A gradient goes one of these ways:
 //!
-//! - [`plain`]: in one exact all-reduce, together with what is measured of others;
-//! - [`summed`]: its encoding is summed by an all-reduce, in one round or two;
-//! - [`spans`]: every rank averages a part of the elements, and encodes the mean again;
-//! - [`gathered`]: every rank gets all encodings.
+//! - `plain`: in one exact all-reduce, together with what is measured of others;
+//! - `summed`: its encoding is summed by an all-reduce, in one round or two;
+//! - `spans`: every rank averages a part of the elements, and encodes the mean again;
+//! - `gathered`: every rank gets all encodings.
 //!
 //! Everything is submitted to one stream. The host waits where ranks wait for each other, and for what only the device
 //! knows: how long a sparse encoding is, and whether one was damaged.
