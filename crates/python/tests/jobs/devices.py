@@ -144,22 +144,18 @@ def _loses_a_rank(rank, world):
     replica = DistributedDataParallel(model, bucket_cap_mb=0.01, broadcast_buffers=False)
     with pretend.models_on_device(_driver()):
         compression = unisono.torch.compress(replica, "int8")
-        replica(0, rank, False).backward()
+        # In the second step DDP arranges its buckets anew, which takes calls of its own group.
+        for step in range(2):
+            replica(step, rank, False).backward()
         if rank == 1:
             os._exit(0)
         try:
-            for step in range(1, 20):
+            for step in range(2, 20):
                 replica(step, rank, False).backward()
         except unisono.Error as error:
             assert "rank 1" in str(error), error
         else:
             raise AssertionError("went on without rank 1")
-        try:
-            replica(20, rank, False).backward()
-        except unisono.InvalidCall as error:
-            assert "checkpoint" in str(error), error
-        else:
-            raise AssertionError("went on after a failed step")
         del compression
     os._exit(0)  # DDP's own group has lost a rank too.
 
