@@ -117,22 +117,7 @@ fn start((hosts, each): (usize, usize), scenario: &str, between: &str) -> Outcom
 
 fn show_measurement(between: &str, shape: (usize, usize)) -> Outcome<()> {
     println!("\n{} hosts of {} ranks, one device, {between} between", shape.0, shape.1);
-    let world = shape.0 * shape.1;
-    let mut ranks = start(shape, "measure", between)?;
-    let mut done = 0;
-    while done < world {
-        match ranks.next(RANK_LIMIT)? {
-            (_, line) if line == LAST => done += 1,
-            (rank, line) if line.starts_with("error") => {
-                return Err(format!("rank {rank}: {line}").into());
-            }
-            (_, line) => println!("{line}"),
-        }
-    }
-    match ranks.finish()?.as_slice() {
-        [] => Ok(()),
-        failed => Err(format!("ranks {failed:?} failed").into()),
-    }
+    start(shape, "measure", between)?.print_until(LAST, RANK_LIMIT)
 }
 
 fn show_kill(between: &str, round: usize) -> Outcome<()> {

@@ -118,21 +118,7 @@ fn start(world: usize, scenario: &str) -> Outcome<Ranks> {
 
 fn show_measurement(world: usize) -> Outcome<()> {
     println!("\n{world} processes, one device");
-    let mut ranks = start(world, "measure")?;
-    let mut done = 0;
-    while done < world {
-        match ranks.next(RANK_LIMIT)? {
-            (_, line) if line == LAST => done += 1,
-            (rank, line) if line.starts_with("error") => {
-                return Err(format!("rank {rank}: {line}").into());
-            }
-            (_, line) => println!("{line}"),
-        }
-    }
-    match ranks.finish()?.as_slice() {
-        [] => Ok(()),
-        failed => Err(format!("ranks {failed:?} failed").into()),
-    }
+    start(world, "measure")?.print_until(LAST, RANK_LIMIT)
 }
 
 fn show_kill(round: usize) -> Outcome<()> {

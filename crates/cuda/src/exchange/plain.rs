@@ -3,7 +3,7 @@
 
 use super::scratch::Use;
 use super::{DeviceGradient, Exchange, ExchangeError};
-use crate::codec::Run;
+use crate::codec::{CodecError, DeviceScale, Run};
 use crate::library::DevicePtr;
 use crate::stream::Stream;
 use unisono_collective::Dtype;
@@ -133,15 +133,8 @@ impl Exchange {
         gradients: &[DeviceGradient],
         stream: &Stream,
     ) -> Result<(), ExchangeError> {
-        for of in gradients {
-            let held = &self.held[of.parameter];
-            let run = Run { values: of.pointer, first: 0, elements: held.elements };
-            if let Some(scale) = &held.scale {
-                // SAFETY: the caller's promise.
-                unsafe { scale.divide(stream, run)? };
-            }
-        }
-        Ok(())
+        // SAFETY: the caller's promise.
+        self.each_scaled(gradients, |scale, run| unsafe { scale.divide(stream, run) })
     }
 
     /// # Safety
@@ -151,12 +144,21 @@ impl Exchange {
         gradients: &[DeviceGradient],
         stream: &Stream,
     ) -> Result<(), ExchangeError> {
+        // SAFETY: the caller's promise.
+        self.each_scaled(gradients, |scale, run| unsafe { scale.multiply(stream, run) })
+    }
+
+    /// Does something to each of the gradients that has a scale.
+    fn each_scaled(
+        &self,
+        gradients: &[DeviceGradient],
+        action: impl Fn(&DeviceScale, Run) -> Result<(), CodecError>,
+    ) -> Result<(), ExchangeError> {
         for of in gradients {
             let held = &self.held[of.parameter];
             let run = Run { values: of.pointer, first: 0, elements: held.elements };
             if let Some(scale) = &held.scale {
-                // SAFETY: the caller's promise.
-                unsafe { scale.multiply(stream, run)? };
+                action(scale, run)?;
             }
         }
         Ok(())

@@ -86,6 +86,25 @@ impl Ranks {
         (0..count).map(|_| self.next(deadline.saturating_duration_since(Instant::now()))).collect()
     }
 
+    /// Prints what ranks say until each has said `last`, within this time from one line to the next, and waits for them to
+    /// end well.
+    pub fn print_until(&mut self, last: &str, within: Duration) -> Outcome<()> {
+        let mut done = 0;
+        while done < self.processes.len() {
+            match self.next(within)? {
+                (_, line) if line == last => done += 1,
+                (rank, line) if line.starts_with("error") => {
+                    return Err(format!("rank {rank}: {line}").into());
+                }
+                (_, line) => println!("{line}"),
+            }
+        }
+        match self.finish()?.as_slice() {
+            [] => Ok(()),
+            failed => Err(format!("ranks {failed:?} failed").into()),
+        }
+    }
+
     /// Kills a rank, so that it has no time for anything.
     pub fn kill(&mut self, rank: usize) -> Outcome<()> {
         self.processes[rank].kill()?;
