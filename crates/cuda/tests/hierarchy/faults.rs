@@ -2,25 +2,22 @@
 
 use std::error::Error as AnyError;
 use std::ffi::OsString;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use unisono_collective::engine::Memory;
-use unisono_collective::{Algorithm, Dtype, Epoch, Error, Group, Op, Options, Reduction, Request};
+use unisono_collective::{Algorithm, Dtype, Epoch, Group, Op, Options, Request};
 use unisono_cuda::{
-    BounceOptions, DRIVER_VARIABLE, DeviceGroup, DeviceOptions, DevicePtr, Driver, ENGINE_VARIABLE,
+    BounceOptions, DRIVER_VARIABLE, DeviceGroup, DeviceOptions, Driver, ENGINE_VARIABLE,
     NCCL_VARIABLE, NcclOptions, WindowOptions, engine,
 };
 
-use crate::common::{element, same};
 use crate::fake::{Kind, NCCL, library, nccl};
+use crate::member::{SCENARIO, counted, take_part};
 use crate::processes::{HOSTS, Ranks, place, say};
 use crate::worlds::{ALL, Between};
 
 /// What takes longer than this hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
-
-/// Names what the ranks do.
-const SCENARIO: &str = "DEVICE_TEST_SCENARIO";
 
 /// Starts two hosts of two ranks. Counterparts have a host of their own for NCCL, which refuses others on one device.
 fn start(
@@ -62,68 +59,24 @@ fn as_rank() -> Result<(), Box<dyn AnyError>> {
         Ok(group) => DeviceGroup::new(group, 0),
         Err(error) => return say(&format!("{error:?}")),
     };
-    let numbers = |count: usize, round: usize| -> Vec<f32> {
-        (0..count).map(|i| f32::from_bits(element(Dtype::F32, rank + round, i) as u32)).collect()
-    };
-    let all_reduce = |count: usize, round: usize| {
-        let mut buffer = numbers(count, round);
-        let at = DevicePtr(buffer.as_mut_ptr() as u64);
-        // SAFETY: the host's memory is the device's.
-        let reduced = unsafe { group.all_reduce(at, at, count, Dtype::F32, Reduction::Sum, None) };
-        reduced.map(|()| buffer)
-    };
-    if std::env::var(SCENARIO)? == "sums" {
-        for (round, count) in [1, 3, 1000, 5001, 30_000, 7].into_iter().enumerate() {
-            let found = all_reduce(count, round)?;
-            let mut expected = numbers(count, round);
-            group.group().all_reduce(&mut expected, Reduction::Sum)?;
-            let equal = found.iter().zip(&expected).all(|(found, expected)| {
-                same(Dtype::F32, found.to_bits().into(), expected.to_bits().into())
-            });
-            assert!(equal, "{count} elements");
-        }
-        let request = Request::sized(Op::AllReduce, Dtype::F32, 1000);
-        // SAFETY: a call that is only explained has no memory.
-        let request = unsafe { request.in_memory(Memory::Device(0)) };
-        let engine = group.group().explain(request)?.engine;
-        drop(group);
-        assert_eq!(left_over(), [0, 0], "device memory, or a communicator, is left over");
-        return say(&format!("right by {engine}"));
-    }
-    for round in 0.. {
-        if round == 5 {
-            say("under way")?;
-        }
-        if let Err(error) = all_reduce(3000, round) {
-            let after = all_reduce(10, 0).expect_err("the group has ended");
-            assert_eq!(std::mem::discriminant(&after), std::mem::discriminant(&error));
-            let dropped = Instant::now();
-            drop(group);
-            assert!(dropped.elapsed() < Duration::from_secs(5), "leaving takes too long");
-            assert_eq!(left_over(), [0, 0], "device memory, or a communicator, is left over");
-            let kind = match error {
-                Error::PeerLost { peer, .. } => format!("lost {peer}"),
-                Error::Aborted { peer, reason } => format!("aborted by {peer}: {reason}"),
-                error => format!("{error:?}"),
-            };
-            return say(&kind);
-        }
-    }
-    Ok(())
-}
-
-/// Pieces of device memory, and communicators, that this process has.
-fn left_over() -> [i32; 2] {
-    let counters =
-        [(DRIVER_VARIABLE, "host_device_allocations"), (NCCL_VARIABLE, "host_nccl_living")];
-    counters.map(|(variable, function)| {
-        let library = std::env::var_os(variable).expect("set for every rank");
-        // SAFETY: if it is there, it is loaded already, and has this function.
-        unsafe {
-            let Ok(library) = libloading::Library::new(library) else { return 0 };
-            library.get::<unsafe extern "C" fn() -> i32>(function).unwrap()()
-        }
-    })
+    take_part(
+        group,
+        |group| {
+            let request = Request::sized(Op::AllReduce, Dtype::F32, 1000);
+            // SAFETY: a call that is only explained has no memory.
+            let request = unsafe { request.in_memory(Memory::Device(0)) };
+            Ok(format!("right by {}", group.group().explain(request)?.engine))
+        },
+        || {
+            let memory = counted(DRIVER_VARIABLE, "host_device_allocations");
+            let communicators = counted(NCCL_VARIABLE, "host_nccl_living");
+            assert_eq!(
+                [memory, communicators],
+                [0, 0],
+                "device memory, or a communicator, is left over"
+            );
+        },
+    )
 }
 
 #[test]

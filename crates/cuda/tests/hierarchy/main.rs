@@ -25,5 +25,7 @@ mod driver;
 #[path = "../nccl/fake.rs"]
 #[allow(dead_code, unused_imports, reason = "only the library is used here")]
 mod fake;
+#[path = "../common/member.rs"]
+mod member;
 #[path = "../common/processes.rs"]
 mod processes;

@@ -21,5 +21,7 @@ mod common;
 #[path = "../window/fake.rs"]
 #[allow(dead_code, reason = "only the driver is used here")]
 mod driver;
+#[path = "../common/member.rs"]
+mod member;
 #[path = "../common/processes.rs"]
 mod processes;

@@ -1,23 +1,20 @@
 //! Ranks that are processes: what they compute, and what the others see when one fails or is killed.
 
 use std::error::Error as AnyError;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use unisono_collective::{Dtype, Epoch, Error, Group, Options, Reduction};
+use unisono_collective::{Epoch, Group, Options};
 use unisono_cuda::{
-    BounceOptions, DRIVER_VARIABLE, DeviceGroup, DeviceOptions, DevicePtr, Driver, ENGINE_VARIABLE,
+    BounceOptions, DRIVER_VARIABLE, DeviceGroup, DeviceOptions, Driver, ENGINE_VARIABLE,
     WindowOptions, engine,
 };
 
-use crate::common::{element, same};
 use crate::fake::library;
+use crate::member::{SCENARIO, counted, take_part};
 use crate::processes::{Ranks, place, say};
 
 /// What takes longer than this hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
-
-/// Names what the ranks do.
-const SCENARIO: &str = "DEVICE_TEST_SCENARIO";
 
 /// The way that all calls go.
 const WAY: &str = "DEVICE_TEST_WAY";
@@ -61,62 +58,14 @@ fn as_rank() -> Result<(), Box<dyn AnyError>> {
         Ok(group) => DeviceGroup::new(group, 0),
         Err(error) => return say(&format!("{error:?}")),
     };
-    let all_reduce = |count: usize, round: usize| {
-        let mut buffer: Vec<f32> = (0..count)
-            .map(|i| f32::from_bits(element(Dtype::F32, rank + round, i) as u32))
-            .collect();
-        let at = DevicePtr(buffer.as_mut_ptr() as u64);
-        // SAFETY: the host's memory is the device's.
-        let reduced = unsafe { group.all_reduce(at, at, count, Dtype::F32, Reduction::Sum, None) };
-        reduced.map(|()| buffer)
-    };
-    if std::env::var(SCENARIO)? == "sums" {
-        for (round, count) in [1, 3, 1000, 5001, 30_000, 7].into_iter().enumerate() {
-            let found = all_reduce(count, round)?;
-            let mut expected: Vec<f32> = (0..count)
-                .map(|i| f32::from_bits(element(Dtype::F32, rank + round, i) as u32))
-                .collect();
-            group.group().all_reduce(&mut expected, Reduction::Sum)?;
-            let equal = found.iter().zip(&expected).all(|(found, expected)| {
-                same(Dtype::F32, found.to_bits().into(), expected.to_bits().into())
-            });
-            assert!(equal, "{count} elements");
-        }
-        let engine = group.engine()?;
-        drop(group);
-        assert_eq!(allocations(), 0, "device memory is left over");
-        return say(&format!("right by {engine}"));
-    }
-    for round in 0.. {
-        if round == 5 {
-            say("under way")?;
-        }
-        if let Err(error) = all_reduce(3000, round) {
-            let after = all_reduce(10, 0).expect_err("the group has ended");
-            assert_eq!(std::mem::discriminant(&after), std::mem::discriminant(&error));
-            let dropped = Instant::now();
-            drop(group);
-            assert!(dropped.elapsed() < Duration::from_secs(5), "leaving takes too long");
-            assert_eq!(allocations(), 0, "device memory is left over");
-            let kind = match error {
-                Error::PeerLost { peer, .. } => format!("lost {peer}"),
-                Error::Aborted { peer, reason } => format!("aborted by {peer}: {reason}"),
-                error => format!("{error:?}"),
-            };
-            return say(&kind);
-        }
-    }
-    Ok(())
-}
-
-/// Pieces of device memory that this process has, or has opened.
-fn allocations() -> i32 {
-    let library = std::env::var_os(DRIVER_VARIABLE).expect("set for every rank");
-    // SAFETY: it is loaded already, and has this function.
-    unsafe {
-        let library = libloading::Library::new(library).unwrap();
-        library.get::<unsafe extern "C" fn() -> i32>("host_device_allocations").unwrap()()
-    }
+    take_part(
+        group,
+        |group| Ok(format!("right by {}", group.engine()?)),
+        || {
+            let memory = counted(DRIVER_VARIABLE, "host_device_allocations");
+            assert_eq!(memory, 0, "device memory is left over");
+        },
+    )
 }
 
 /// What all ranks say of their sums, of which one is adapted.

@@ -14,5 +14,7 @@ mod calls;
 #[path = "../common/mod.rs"]
 #[allow(dead_code, reason = "only the elements are used here")]
 mod common;
+#[path = "../common/member.rs"]
+mod member;
 #[path = "../common/processes.rs"]
 mod processes;
