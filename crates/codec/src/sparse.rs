@@ -71,15 +71,19 @@ impl Sparse {
             return Err(BadEncoding::Count { codec, found: count, elements });
         }
         let value_bytes = self.value_bytes(count);
-        // An index takes a bit at least; so nothing is allocated for indices that cannot be there.
-        let packed = rest.len().checked_sub(value_bytes).filter(|&p| p >= count.div_ceil(8));
-        let packed = packed.ok_or_else(|| length(4 + count.div_ceil(8) + value_bytes))?;
+        // Nothing is allocated for indices that cannot be there.
+        let least = pack::least_bytes(count);
+        let packed = rest.len().checked_sub(value_bytes).filter(|&p| p >= least);
+        let packed = packed.ok_or_else(|| length(4 + least + value_bytes))?;
         let (packed, values) = rest.split_at(packed);
 
         let mut indices = Vec::new();
         pack::unpack(packed, count, elements as u64, &mut indices).map_err(
             |damage| match damage {
                 Damage::Length(packed) => length(4 + packed + value_bytes),
+                Damage::Entry(found) => {
+                    BadEncoding::Field { codec, field: "group", found: found.into() }
+                }
                 Damage::Index(index) => BadEncoding::Index { codec, index, elements },
                 Damage::Padding(found) => BadEncoding::Field { codec, field: "padding", found },
             },
@@ -160,10 +164,10 @@ pub(crate) mod tests {
         let mut owed = [1.0, 2.0, 3.0];
         let mut bytes = vec![0xaa];
         plain().encode(Key::new(0), &[0, 2], &mut owed, &mut bytes);
-        // Width 0 in five bits, gaps 0 and 1: 1 and 01, lowest bit first.
-        let packed = 0b1010_0000;
+        // Width 0, and above its five bits the sum of high parts. Gaps 0 and 1: 1 and 01, lowest bit first.
+        let (entry, packed) = (1 << 5, 0b101);
         let values = [1f32.to_le_bytes(), 3f32.to_le_bytes()].concat();
-        assert_eq!(bytes, [&[0xaa, 2, 0, 0, 0, packed], &values[..]].concat());
+        assert_eq!(bytes, [&[0xaa, 2, 0, 0, 0, entry, 0, packed], &values[..]].concat());
         assert_eq!(owed, [0.0, 2.0, 0.0]);
     }
 
@@ -172,7 +176,7 @@ pub(crate) mod tests {
         let mut owed = [1.25, 7.0, -3.1];
         let mut bytes = Vec::new();
         coded().encode(Key::new(0), &[0, 2], &mut owed, &mut bytes);
-        assert_eq!(bytes[5..], [2, -6i8 as u8]);
+        assert_eq!(bytes[7..], [2, -6i8 as u8]);
         assert_eq!(owed, [0.25, 7.0, -3.1 + 3.0]);
         let mut decoded = [10.0; 3];
         coded().decode(&bytes, &mut decoded).unwrap();

@@ -15,11 +15,11 @@
 // 4. `topk_order` puts indices and values in order, by spans of tiles; what is before a span is the sum of what
 //    the others have. Only there do ties have to be told apart.
 // 5. Gaps between indices are packed in groups of 128, each with the width that makes it shortest
-//    (`topk_widths`); where each group begins is the sum of the lengths before it (`topk_pack`). `topk_finish`
-//    puts count, indices and values together.
+//    (`topk_widths`), of which the directory tells; where each group begins is the sum of the lengths before it
+//    (`topk_pack`). `topk_finish` puts count, directory, groups and values together.
 //
-// To decode, `topk_groups` finds where groups begin (topk_groups.cuh, topk_walk.cuh), and writes zeros. Then groups
-// are unpacked each by a thread of its own (`topk_unpack`), and the values go to their places (`topk_scatter`).
+// To decode, some blocks of `topk_directory` add up how long groups are, while others write zeros. Then each group
+// is unpacked by a warp (`topk_unpack`), and the values go to their places (`topk_scatter`).
 
 #include "topk_encode.cuh"
 #include "topk_decode.cuh"

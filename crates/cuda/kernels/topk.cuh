@@ -6,9 +6,14 @@
 
 #include "strata.cuh"
 
-constexpr u32 TILE = 4096, GROUP = 128, WIDTH_BITS = 5;
+constexpr u32 TILE = 4096, GROUP = 128;
+// The directory has for each group its width and, above these bits, the sum of its high parts, which are no more
+// than this for each gap.
+constexpr u32 ENTRY_BYTES = 2, WIDTH_BITS = 5, MOST_HIGHS = 2;
 // Digits of a magnitude: of 11, 10 and 10 bits.
 constexpr u32 DIGITS = 2048;
+
+constexpr u32 DAMAGE_SHIFT = 56;
 
 // What the kernels of a call leave for each other.
 struct State {
@@ -27,9 +32,9 @@ struct State {
     u64 length;
     // Blocks that are done.
     u32 done;
-    // What is wrong with bytes, and the value that is.
-    u32 damage;
-    u64 found;
+    u32 unused;
+    // What is wrong with bytes, above the value that is; all bits if nothing is.
+    u64 damage;
     u32 histogram[DIGITS];
 };
 

@@ -79,17 +79,15 @@ struct Order {
 struct Widths {
     const State *state;
     const u32 *indices;
-    u32 *widths;
-    u32 *lengths;
-    // Of the groups of each block.
+    u16 *directory;
+    // Bits of the groups of each block.
     u32 *blocks;
 };
 
 struct Pack {
     State *state;
     const u32 *indices;
-    const u32 *widths;
-    const u32 *lengths;
+    const u16 *directory;
     const u32 *blocks;
     u32 *packed;
     ValueBytes value_bytes;
@@ -97,6 +95,7 @@ struct Pack {
 
 struct Finish {
     const State *state;
+    const u16 *directory;
     const char *packed;
     const char *values;
     char *encoding;
@@ -533,8 +532,8 @@ KERNEL(topk_widths, Widths, THREADS) {
             length = shorter;
         }
         if (lane == 0) {
-            call.widths[group] = width;
-            call.lengths[group] = own = static_cast<u32>(length) + WIDTH_BITS;
+            own = static_cast<u32>(length);
+            call.directory[group] = static_cast<u16>(width | (own - (width + 1) * size) << WIDTH_BITS);
         }
     }
     const u32 all = sums_of(own).all;
@@ -553,6 +552,9 @@ __device__ inline void put_bits(u32 *words, u64 at, u64 value) {
         atomic_or(word + 1, static_cast<u32>(low >> 32));
 }
 
+__device__ inline u32 width_of(u16 entry) { return entry & ((1 << WIDTH_BITS) - 1); }
+__device__ inline u32 highs_of(u16 entry) { return entry >> WIDTH_BITS; }
+
 KERNEL(topk_pack, Pack, THREADS) {
     State &state = *call.state;
     constexpr u32 WARPS = THREADS / WARP;
@@ -567,50 +569,58 @@ KERNEL(topk_pack, Pack, THREADS) {
     if (blockIdx.x == 0) {
         if (threadIdx.x == 0) {
             state.bits = start;
-            state.length = 4 + (start + 7) / 8 + call.value_bytes.of(count);
+            state.length = 4 + groups * ENTRY_BYTES + (start + 7) / 8 + call.value_bytes.of(count);
         }
         start = 0;
     }
+    // All groups before another one are whole.
     for (u64 i = first_group; i < group && i < groups; ++i)
-        start += call.lengths[i];
+        start += GROUP + u64(GROUP) * width_of(call.directory[i]) + highs_of(call.directory[i]);
     if (group < groups) {
         const u64 first = group * GROUP;
-        const u32 size = static_cast<u32>(count - first < GROUP ? count - first : GROUP), width = call.widths[group];
-        u32 gaps[4], length = 0;
+        const u32 size = static_cast<u32>(count - first < GROUP ? count - first : GROUP);
+        const u32 width = width_of(call.directory[group]), highs = highs_of(call.directory[group]);
+        u32 gaps[4], high = 0;
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) {
             const u32 place = lane * 4 + i;
             gaps[i] = place < size ? gap_at(call.indices, first + place) : 0;
-            length += place < size ? (gaps[i] >> width) + 1 + width : 0;
+            high += gaps[i] >> width;
         }
-        u32 before = length;
+        u32 before = high;
 #pragma unroll
         for (u32 lanes = 1; lanes < WARP; lanes *= 2) {
             const u32 below = from_below(before, lanes);
             before += lane >= lanes ? below : 0;
         }
-        u64 at = start + WIDTH_BITS + (before - length);
-        if (lane == 0)
-            put_bits(call.packed, start, width);
+        before -= high;
 #pragma unroll
-        for (u32 i = 0; i < 4; ++i)
-            if (lane * 4 + i < size) {
-                const u64 low = gaps[i] & ((u64(1) << width) - 1);
-                at += gaps[i] >> width;
-                put_bits(call.packed, at, low << 1 | 1);
-                at += 1 + width;
+        for (u32 i = 0; i < 4; ++i) {
+            const u32 place = lane * 4 + i;
+            before += gaps[i] >> width;
+            if (place < size) {
+                put_bits(call.packed, start + before + place, 1);
+                put_bits(call.packed, start + size + highs + u64(place) * width, gaps[i] & ((u64(1) << width) - 1));
             }
+        }
     }
 }
 
 KERNEL(topk_finish, Finish, THREADS) {
-    const u64 packed = (call.state->bits + 7) / 8, values = call.state->length - 4 - packed;
+    const u64 count = call.state->count, groups = (count + GROUP - 1) / GROUP, packed = (call.state->bits + 7) / 8;
     const u64 first = blockIdx.x * u64(THREADS) + threadIdx.x, step = gridDim.x * u64(THREADS);
     if (first == 0)
-        put_word(call.encoding, static_cast<u32>(call.state->count));
+        put_word(call.encoding, static_cast<u32>(count));
+    char *into = call.encoding + 4;
+    for (u64 i = first; i < groups; i += step) {
+        into[2 * i] = static_cast<char>(call.directory[i]);
+        into[2 * i + 1] = static_cast<char>(call.directory[i] >> 8);
+    }
+    into += groups * ENTRY_BYTES;
     for (u64 i = first; i < packed; i += step)
-        call.encoding[4 + i] = call.packed[i];
-    char *into = call.encoding + 4 + packed;
+        into[i] = call.packed[i];
+    into += packed;
+    const u64 values = call.state->length - (into - call.encoding);
     for (u64 i = first; i < values / 4; i += step)
         put_word(into + 4 * i, word_at(call.values + 4 * i));
     if (first < values % 4)

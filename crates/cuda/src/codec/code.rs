@@ -105,7 +105,7 @@ impl Family {
                 "topk_pack",
                 "topk_finish",
                 "topk_return",
-                "topk_groups",
+                "topk_directory",
                 "topk_unpack",
                 "topk_values",
                 "topk_scatter",

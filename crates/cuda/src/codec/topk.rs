@@ -24,10 +24,11 @@ const TILE: usize = 4096;
 const SPAN: usize = 16;
 /// Indices that share a width.
 const GROUP: usize = 128;
-/// Bits that a block of the decoder looks for groups in, and bytes of what it finds.
-const STRETCH: usize = 12288;
-const STRETCH_BYTES: usize = 24 * (8 + 188);
-/// Groups that a block unpacks, elements that it puts in their places, and zeros that it writes.
+/// Bytes of a group in the directory.
+const ENTRY: usize = 2;
+/// Groups whose lengths a block adds up, groups that a block unpacks, elements that it puts in their places, and zeros
+/// that it writes.
+const ENTRIES: usize = 1024;
 const UNPACKED: usize = 32;
 const SCATTERED: usize = 1024;
 const ZEROS: usize = 16 * 4 * THREADS;
@@ -35,7 +36,9 @@ const ZEROS: usize = 16 * 4 * THREADS;
 const STATE: usize = 64 + 2048 * 4;
 const COUNT_AT: usize = 24;
 const LENGTH_AT: usize = 40;
-const DAMAGE_AT: usize = 52;
+const DAMAGE_AT: usize = 56;
+/// Bits of what is wrong, below those that say how it is.
+const DAMAGE_SHIFT: u32 = 56;
 
 /// Blocks of kernels that go over all elements only where a sample was misleading. More take longer to find
 /// that there is nothing to do; fewer leave some of a large device idle.
@@ -83,14 +86,13 @@ struct Places {
     indices: DevicePtr,
     values: DevicePtr,
     encoded: DevicePtr,
-    widths: DevicePtr,
-    lengths: DevicePtr,
+    directory: DevicePtr,
     blocks: DevicePtr,
-    starts: DevicePtr,
     packed: DevicePtr,
-    /// Of the decoder.
-    stretches: DevicePtr,
+    /// Of the decoder, as all below.
+    parts: DevicePtr,
     sums: DevicePtr,
+    runs: DevicePtr,
 }
 
 /// `ValueBytes` of the kernels.
@@ -167,8 +169,7 @@ struct Order {
 struct Widths {
     state: DevicePtr,
     indices: DevicePtr,
-    widths: DevicePtr,
-    lengths: DevicePtr,
+    directory: DevicePtr,
     blocks: DevicePtr,
 }
 
@@ -176,8 +177,7 @@ struct Widths {
 struct Pack {
     state: DevicePtr,
     indices: DevicePtr,
-    widths: DevicePtr,
-    lengths: DevicePtr,
+    directory: DevicePtr,
     blocks: DevicePtr,
     packed: DevicePtr,
     value_bytes: ValueBytes,
@@ -186,6 +186,7 @@ struct Pack {
 #[repr(C)]
 struct Finish {
     state: DevicePtr,
+    directory: DevicePtr,
     packed: DevicePtr,
     values: DevicePtr,
     encoding: DevicePtr,
@@ -200,28 +201,20 @@ struct Return {
 }
 
 #[repr(C)]
-struct Groups {
+#[derive(Clone, Copy)]
+struct Indices {
     state: DevicePtr,
     encoding: DevicePtr,
     length: u64,
     elements: u64,
     most: u64,
-    starts: DevicePtr,
-    stretches: DevicePtr,
-    blocks: u64,
     value_bytes: ValueBytes,
+    parts: DevicePtr,
+    blocks: u64,
     into: Into,
-}
-
-#[repr(C)]
-struct Unpack {
-    state: DevicePtr,
-    encoding: DevicePtr,
-    starts: DevicePtr,
-    elements: u64,
     indices: DevicePtr,
     sums: DevicePtr,
-    blocks: DevicePtr,
+    runs: DevicePtr,
 }
 
 #[repr(C)]
@@ -238,7 +231,7 @@ struct Scatter {
     state: DevicePtr,
     indices: DevicePtr,
     sums: DevicePtr,
-    blocks: DevicePtr,
+    runs: DevicePtr,
     values: DevicePtr,
     length: u64,
     elements: u64,
@@ -280,11 +273,11 @@ impl TopK {
         let spans = place(3 * tiles.div_ceil(SPAN) * 4);
         let (indices, value_words, encoded) =
             (place(most * 4), place(most * 4), place(most * 4 + 4));
-        let (widths, lengths, starts) = (place(groups * 4), place(groups * 4), place(groups * 8));
+        let directory = place(groups * ENTRY);
         let blocks = place(groups.div_ceil(THREADS / 32) * 4);
         let packed = place(packed_bytes(elements, most));
-        let stretches = place(stretches(elements, most) * STRETCH_BYTES);
-        let sums = place(groups.div_ceil(UNPACKED) * 8);
+        let parts = place(parts(most) * 4);
+        let (sums, runs) = (place(groups * 4), place(groups.div_ceil(UNPACKED) * 8));
         let memory = DeviceMemory::new(codecs.context(), bytes)?;
         let at = |offset: usize| memory.pointer().offset(offset);
         let places = Places {
@@ -299,19 +292,19 @@ impl TopK {
             indices: at(indices),
             values: at(value_words),
             encoded: at(encoded),
-            widths: at(widths),
-            lengths: at(lengths),
+            directory: at(directory),
             blocks: at(blocks),
-            starts: at(starts),
             packed: at(packed),
-            stretches: at(stretches),
+            parts: at(parts),
             sums: at(sums),
+            runs: at(runs),
         };
         let stream = Stream::new(codecs.context(), 0)?;
         // SAFETY: the memory has as many bytes, and nothing else uses it yet.
         unsafe {
             stream.fill(places.state, 0, STATE)?;
             stream.fill(places.read, 0, STATE)?;
+            stream.fill(places.read.offset(DAMAGE_AT), 0xff, 8)?;
         }
         stream.synchronize()?;
         Ok(TopK { plan, values, elements, most, _memory: memory, places, decoded: 0 })
@@ -319,7 +312,8 @@ impl TopK {
 
     /// Bytes that an encoding has at the most.
     pub(super) fn most_bytes(&self) -> usize {
-        4 + packed_bytes(self.elements, self.most) + self.value_bytes().of(self.most)
+        let directory = self.most.div_ceil(GROUP) * ENTRY;
+        4 + directory + packed_bytes(self.elements, self.most) + self.value_bytes().of(self.most)
     }
 
     fn value_bytes(&self) -> ValueBytes {
@@ -373,7 +367,8 @@ impl TopK {
                 ValueCodec::F32 => p.values,
                 _ => p.encoded,
             };
-            let call = Finish { state: p.state, packed: p.packed, values, encoding };
+            let (state, directory, packed) = (p.state, p.directory, p.packed);
+            let call = Finish { state, directory, packed, values, encoding };
             self.launch_most(codecs, stream, "topk_finish", call)
         }
     }
@@ -498,15 +493,15 @@ impl TopK {
     /// # Safety
     /// As for `encode`.
     unsafe fn pack(&self, codecs: &Codecs, stream: &Stream) -> Result<(), CudaError> {
-        let Places { state, indices, widths, lengths, blocks, packed, .. } = self.places;
+        let Places { state, indices, directory, blocks, packed, .. } = self.places;
         let value_bytes = self.value_bytes();
         let count = self.most.div_ceil(GROUP).div_ceil(THREADS / 32);
         // SAFETY: the kernels take such calls; the rest is the caller's promise.
         unsafe {
-            let call = Widths { state, indices, widths, lengths, blocks };
+            let call = Widths { state, indices, directory, blocks };
             codecs.launch(stream, Family::TopK, "topk_widths", count, call)?;
             // The first block says how long the encoding is, even if it has nothing to pack.
-            let call = Pack { state, indices, widths, lengths, blocks, packed, value_bytes };
+            let call = Pack { state, indices, directory, blocks, packed, value_bytes };
             codecs.launch(stream, Family::TopK, "topk_pack", count.max(1), call)
         }
     }
@@ -552,40 +547,35 @@ impl TopK {
     ) -> Result<(), CudaError> {
         self.decoded = length;
         let p = self.places;
-        let (state, indices, sums) = (p.read, p.indices, p.lengths);
-        let (elements, most, value_bytes) =
-            (self.elements as u64, self.most as u64, self.value_bytes());
+        let Places { read: state, indices, sums, runs, parts, .. } = p;
+        let (elements, value_bytes) = (self.elements as u64, self.value_bytes());
         let counted = Some(state.offset(COUNT_AT));
         let decoded = Into::new(p.values, Placement::Overwrite);
         let into = Into::new(into, placement);
-        // Indices that no encoder packed can have more stretches than there is room for; what is in those
-        // beyond is found without.
-        let bits = 8 * length.saturating_sub(4);
-        let stretches = bits.div_ceil(STRETCH).clamp(1, stretches(self.elements, self.most));
         let zeros = match placement {
             Placement::Overwrite => self.elements.div_ceil(ZEROS),
             Placement::Add => 0,
         };
+        let directory = self::parts(self.most);
         // SAFETY: every place has room for as many elements as can be sent, and the first kernel refuses more;
         // the rest is the caller's promise.
         unsafe {
-            let call = Groups {
+            let call = Indices {
                 state,
                 encoding,
                 length: length as u64,
                 elements,
-                most,
-                starts: p.starts,
-                stretches: p.stretches,
-                blocks: stretches as u64,
+                most: self.most as u64,
                 value_bytes,
+                parts,
+                blocks: directory as u64,
                 into,
+                indices,
+                sums,
+                runs,
             };
-            codecs.launch(stream, Family::TopK, "topk_groups", stretches + zeros, call)?;
+            codecs.launch(stream, Family::TopK, "topk_directory", directory + zeros, call)?;
             let blocks = self.most.div_ceil(GROUP).div_ceil(UNPACKED);
-            let (starts, run_sums) = (p.starts, p.sums);
-            let call =
-                Unpack { state, encoding, starts, elements, indices, sums, blocks: run_sums };
             codecs.launch(stream, Family::TopK, "topk_unpack", blocks, call)?;
             let length = length as u64;
             if !matches!(self.values, ValueCodec::F32) {
@@ -605,41 +595,34 @@ impl TopK {
                 }
             };
             let blocks = self.most.div_ceil(SCATTERED);
-            let call = Scatter {
-                state,
-                indices,
-                sums,
-                blocks: run_sums,
-                values,
-                length,
-                elements,
-                into,
-                fault,
-            };
+            let call =
+                Scatter { state, indices, sums, runs, values, length, elements, into, fault };
             codecs.launch(stream, Family::TopK, "topk_scatter", blocks, call)
         }
     }
 
     /// What decoders found wrong with indices; waits for them.
     pub(super) fn damage(&self, stream: &Stream) -> Result<Option<BadEncoding>, CudaError> {
-        let mut damage = [0_u32; 3];
-        let from = self.places.read.offset(DAMAGE_AT);
-        // SAFETY: the words are in the state, and the copy is waited for before they are touched again.
+        let mut damage = u64::MAX;
+        let (from, bytes) = (self.places.read.offset(DAMAGE_AT), size_of_val(&damage));
+        // SAFETY: the word is in the state, and the copy is waited for before it is touched again.
         unsafe {
-            stream.copy_to_host(damage.as_mut_ptr().cast(), from, size_of_val(&damage))?;
+            stream.copy_to_host((&raw mut damage).cast(), from, bytes)?;
             stream.synchronize()?;
-            stream.fill(from, 0, size_of_val(&damage))?;
+            stream.fill(from, 0xff, bytes)?;
         }
-        let [kind, low, high] = damage;
-        let found = u64::from(high) << 32 | u64::from(low);
+        if damage == u64::MAX {
+            return Ok(None);
+        }
+        let (kind, found) = (damage >> DAMAGE_SHIFT, damage & ((1 << DAMAGE_SHIFT) - 1));
         let (codec, elements) = ("topk", self.elements);
-        Ok(match kind {
-            0 => None,
-            1 => Some(BadEncoding::Length { codec, expected: found as usize, found: self.decoded }),
-            2 => Some(BadEncoding::Count { codec, found: found as usize, elements }),
-            3 => Some(BadEncoding::Index { codec, index: found, elements }),
-            _ => Some(BadEncoding::Field { codec, field: "padding", found }),
-        })
+        Ok(Some(match kind {
+            1 => BadEncoding::Length { codec, expected: found as usize, found: self.decoded },
+            2 => BadEncoding::Count { codec, found: found as usize, elements },
+            3 => BadEncoding::Field { codec, field: "group", found },
+            4 => BadEncoding::Field { codec, field: "padding", found },
+            _ => BadEncoding::Index { codec, index: found, elements },
+        }))
     }
 
     /// The codec of values, in errors.
@@ -671,15 +654,15 @@ fn room(plan: &Plan, elements: usize) -> usize {
     }
 }
 
-/// Stretches of the decoder that there is room for: those of as many packed indices.
-fn stretches(elements: usize, count: usize) -> usize {
-    (8 * packed_bytes(elements, count)).div_ceil(STRETCH)
+/// Blocks that add up how long the groups of as many elements are.
+fn parts(count: usize) -> usize {
+    count.div_ceil(GROUP).div_ceil(ENTRIES).max(1)
 }
 
-/// The most bytes that as many indices take: 3 bits each above the logarithm of the mean gap, with a group's
-/// width and what fills up a word.
+/// The most bytes that the groups of as many indices take: 3 bits each above the logarithm of the mean gap, and what
+/// fills up a word.
 fn packed_bytes(elements: usize, count: usize) -> usize {
     let mean = elements.checked_div(count).unwrap_or(0) + 1;
-    let bits = count * (4 + mean.ilog2() as usize) + 8 * count.div_ceil(GROUP);
+    let bits = count * (4 + mean.ilog2() as usize);
     bits.div_ceil(32) * 4 + 8
 }

@@ -226,7 +226,7 @@ impl Bench {
                 (0..400_000).map(|i| if pattern(i) { value(i) } else { 0.0 }).collect();
             self.check_decode(&"topk:40%,exact".parse().unwrap(), name, &gradient);
         }
-        // The last one has more stretches than the walk knows at a time.
+        // The last one has entries for more than one block.
         for (text, n) in [
             ("topk:0.1%", 1_000_001),
             ("topk:1%", 1_000_001),
