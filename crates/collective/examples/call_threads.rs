@@ -44,7 +44,7 @@ fn main() {
     let worlds: Vec<Vec<Group>> = threads
         .iter()
         .map(|&threads| {
-            let mut options = Options::default();
+            let mut options = Options::from_env().expect("settings");
             options.transport = transport.parse().expect("a transport");
             options.threads = Some(threads);
             world(ranks, &options)

@@ -30,6 +30,8 @@ pub struct Costs {
     pub fold: f64,
     /// Ranks per core, at least 1: above, they take turns.
     pub crowd: f64,
+    /// Threads that a rank has for one call, on average of the ranks.
+    pub threads: f64,
 }
 
 /// What a link costs.
@@ -64,12 +66,13 @@ impl Default for Costs {
             far: LinkCost { latency: 30e-6, message: 4e-6, byte: 0.9e-9 },
             fold: 0.06e-9,
             crowd: 1.0,
+            threads: 1.0,
         }
     }
 }
 
 impl Costs {
-    pub(crate) const NUMBERS: usize = 11;
+    pub(crate) const NUMBERS: usize = 12;
 
     /// Whether all that a group with this topology uses was measured, and not only assumed.
     pub(crate) fn cover(&self, topology: &Topology) -> bool {
@@ -90,24 +93,46 @@ impl Costs {
         Costs { crowd, ..self }
     }
 
+    /// Streams that a link should have for long messages: some where several threads of a rank can use them at once, and more
+    /// the longer messages are under way between hosts, since a stream has only so much under way.
+    pub(crate) fn streams(&self, topology: &Topology) -> usize {
+        /// What a stream has under way at most, as systems limit it unless told otherwise; and the bytes per second that
+        /// streams should suffice for.
+        const UNDER_WAY: f64 = 4e6;
+        const RATE: f64 = 1.25e9;
+        const MOST: f64 = 16.0;
+        let helped = match topology.world() {
+            _ if self.threads < 1.5 => 1,
+            ..=8 => 4,
+            9..=16 => 2,
+            // Sockets of all pairs add up.
+            17.. => 1,
+        };
+        let round_trip = if topology.hosts() > 1 { 2.0 * self.far.latency } else { 0.0 };
+        // As many in each direction.
+        let far = 2.0 * (round_trip * RATE / UNDER_WAY).floor().min(MOST);
+        helped.max(far as usize)
+    }
+
     /// As they travel.
     pub(crate) fn to_numbers(self) -> [f64; Costs::NUMBERS] {
-        let Costs { window, near, far, fold, crowd } = self;
+        let Costs { window, near, far, fold, crowd, threads } = self;
         let [near, far] = [near, far].map(|link| [link.latency, link.message, link.byte]);
         let window = [window.wait, window.copy, window.fold];
         let [[a, b, c], [d, e, f], [g, h, i]] = [window, near, far];
-        [a, b, c, d, e, f, g, h, i, fold, crowd]
+        [a, b, c, d, e, f, g, h, i, fold, crowd, threads]
     }
 
     /// The reverse of [`Costs::to_numbers`].
     pub(crate) fn from_numbers(numbers: [f64; Costs::NUMBERS]) -> Costs {
-        let [wait, copy, fold, d, e, f, g, h, i, own_fold, crowd] = numbers;
+        let [wait, copy, fold, d, e, f, g, h, i, own_fold, crowd, threads] = numbers;
         Costs {
             window: WindowCost { wait, copy, fold },
             near: LinkCost { latency: d, message: e, byte: f },
             far: LinkCost { latency: g, message: h, byte: i },
             fold: own_fold,
             crowd,
+            threads,
         }
     }
 }
@@ -402,6 +427,22 @@ fn columns(blocks: &Blocks) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn links_have_more_streams_where_threads_or_distance_can_use_them() {
+        let streams = |threads: f64, world: usize, latency: f64| {
+            let far = LinkCost { latency, ..Costs::default().far };
+            Costs { threads, far, ..Costs::default() }.streams(&Topology::all_apart(world))
+        };
+        assert_eq!(streams(1.0, 2, 30e-6), 1, "one thread would only share it between sockets");
+        assert_eq!(streams(4.0, 8, 30e-6), 4);
+        assert_eq!(streams(4.0, 64, 30e-6), 1, "too many sockets");
+        assert_eq!(streams(1.0, 2, 20e-3), 24, "a round trip of 40 ms");
+        assert_eq!(streams(1.0, 2, 10.0), 32);
+        let together =
+            Costs { far: LinkCost { latency: 1.0, ..Costs::default().far }, ..Costs::default() };
+        assert_eq!(together.streams(&Topology::one_host(2)), 1, "there is no far link");
+    }
     use crate::schedule::candidates;
 
     /// Cuts `bytes` per buffer (or per block, where ranks have their own) as an executor might.

@@ -64,8 +64,10 @@ pub struct Options {
     pub timeout: Duration,
     /// After how long a waiting operation says in the log for which ranks it waits.
     pub stall_after: Duration,
-    /// TCP connections per pair of ranks for data.
-    pub streams: usize,
+    /// Connections between two ranks for the long messages of large calls, half of them in each direction; with 1, there
+    /// are none but the one for all calls. By default chosen by what was measured when the group formed: some where ranks
+    /// have several threads for a call, and more where messages are under way for long.
+    pub streams: Option<usize>,
     /// Bytes of one segment, over all its blocks; by default chosen from the transport and the
     /// number of ranks. Larger: less overlap, more cache misses. Smaller: more synchronization.
     pub segment: Option<usize>,
@@ -93,7 +95,7 @@ impl Default for Options {
             canonical: true,
             timeout: Duration::from_secs(10),
             stall_after: Duration::from_secs(2),
-            streams: 1,
+            streams: None,
             segment: None,
             staging: Options::STAGING,
             encrypt: false,
@@ -124,7 +126,8 @@ impl Options {
             computing: _,
         } = self;
         let algorithm = algorithm.map_or("auto".to_owned(), |algorithm| format!("{algorithm:?}"));
-        let segment = segment.map_or("auto".to_owned(), |bytes| bytes.to_string());
+        let [segment, streams] =
+            [segment, streams].map(|it| it.map_or("auto".to_owned(), |number| number.to_string()));
         let (version, timeout) = (unisono_net::handshake::VERSION, timeout.as_secs_f64());
         format!(
             "version {version} of the protocol, transport {transport:?}, algorithm {algorithm}, canonical \
@@ -164,6 +167,17 @@ impl Options {
             let bytes = parse_size(&value);
             bytes.map(Some).map_err(|reason| BadSetting { name, value, reason: reason.into() })
         }
+        /// A number from 1 to 64.
+        fn few(name: &'static str, value: Option<String>) -> Result<Option<usize>, BadSetting> {
+            let mut number = 0;
+            parse(name, value.clone(), &mut number)?;
+            match value {
+                None => Ok(None),
+                Some(text) if text.is_empty() => Ok(None),
+                Some(_) if (1..=64).contains(&number) => Ok(Some(number)),
+                Some(value) => Err(BadSetting { name, value, reason: "expected 1 to 64".into() }),
+            }
+        }
         let mut options = Options::default();
         parse("UNISONO_TRANSPORT", lookup("UNISONO_TRANSPORT"), &mut options.transport)?;
         if let Some(value) = lookup("UNISONO_ALGORITHM").filter(|v| !v.is_empty()) {
@@ -183,7 +197,7 @@ impl Options {
                 value: timeout.to_string(),
                 reason: "expected seconds, from 0.05 to 31536000 (a year)".into(),
             })?;
-        parse("UNISONO_STREAMS", lookup("UNISONO_STREAMS"), &mut options.streams)?;
+        let streams = lookup("UNISONO_STREAMS").filter(|value| value != "auto");
         let bytes = |name| size(name, lookup(name));
         options.segment = bytes("UNISONO_SEGMENT")?;
         if options.segment == Some(0) {
@@ -191,16 +205,8 @@ impl Options {
             return Err(BadSetting { name: "UNISONO_SEGMENT", value, reason });
         }
         options.staging = bytes("UNISONO_STAGING")?.unwrap_or(options.staging);
-        let mut threads = options.threads.unwrap_or(1);
-        parse("UNISONO_THREADS", lookup("UNISONO_THREADS"), &mut threads)?;
-        let is_set = |name| lookup(name).is_some_and(|value| !value.is_empty());
-        options.threads = is_set("UNISONO_THREADS").then_some(threads);
-        for (name, number) in [("UNISONO_STREAMS", options.streams), ("UNISONO_THREADS", threads)] {
-            if !(1..=64).contains(&number) {
-                let (value, reason) = (number.to_string(), "expected 1 to 64".into());
-                return Err(BadSetting { name, value, reason });
-            }
-        }
+        options.streams = few("UNISONO_STREAMS", streams)?;
+        options.threads = few("UNISONO_THREADS", lookup("UNISONO_THREADS"))?;
         Ok(options)
     }
 
@@ -272,6 +278,16 @@ mod tests {
         for wrong in ["8M", "MiB", "-1", "1e6", "99999999999999999999", "99999999999GiB"] {
             let error = with("UNISONO_STAGING", wrong).unwrap_err();
             assert!(error.to_string().contains(" size"), "{error}");
+        }
+    }
+
+    #[test]
+    fn streams_are_a_number_or_chosen() {
+        assert_eq!(with("UNISONO_STREAMS", "auto").unwrap().streams, None);
+        assert_eq!(with("UNISONO_STREAMS", "").unwrap().streams, None);
+        assert_eq!(with("UNISONO_STREAMS", "4").unwrap().streams, Some(4));
+        for bad in ["0", "65", "many"] {
+            assert_eq!(with("UNISONO_STREAMS", bad).unwrap_err().name, "UNISONO_STREAMS");
         }
     }
 

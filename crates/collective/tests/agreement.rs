@@ -128,7 +128,7 @@ fn counts_that_wrap_are_refused() {
 fn different_settings_are_named_at_once() {
     let base = settings(|options| options.timeout = Duration::from_secs(60));
     let changes: [fn(&mut Options); 3] = [
-        |options| options.streams = 3,
+        |options| options.streams = Some(3),
         |options| options.transport = Transport::Tcp,
         |options| options.canonical = false,
     ];

@@ -138,7 +138,7 @@ const SEGMENTS: [usize; 3] = [1, 3000, 1 << 30];
 fn options(segment: usize, streams: usize) -> Options {
     let mut options = Options::default();
     options.segment = Some(segment);
-    options.streams = streams;
+    options.streams = Some(streams);
     options
 }
 
@@ -199,9 +199,9 @@ fn hosts() {
 fn several_streams() {
     for (kind, world) in [(Kind::Local, 4), (Kind::Tcp, 2), (Kind::Tcp, 3), (Kind::LocalHosts, 5)] {
         let cases = [Op::AllReduce, Op::Reduce { root: 1 }, Op::Broadcast { root: 0 }]
-            .map(|op| Case::<f32>::new(op, Reduction::Sum, world, 200_003));
+            .map(|op| Case::<f32>::new(op, Reduction::Sum, world, 300_003));
         let blocks = [Op::AllGather, Op::ReduceScatter, Op::AllToAll, Op::Scatter { root: 0 }]
-            .map(|op| Case::<f32>::new(op, Reduction::Sum, world, 50_003));
+            .map(|op| Case::<f32>::new(op, Reduction::Sum, world, 270_003));
         for segment in [500_003, 1 << 30] {
             let groups = kind.start(world, &options(segment, 3));
             let settings = format!("three streams, segments of {segment}");

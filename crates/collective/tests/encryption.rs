@@ -48,7 +48,7 @@ fn over_tcp(encrypt: bool) -> Options {
 fn exchange(encrypt: bool, streams: usize) -> (Vec<Vec<u32>>, bool) {
     let tap = Wiretap::default();
     let mut options = over_tcp(encrypt);
-    options.streams = streams;
+    options.streams = Some(streams);
     // Helpers encrypt, too.
     options.threads = Some(streams);
     let groups = form(&tap, &vec![options; 3]);

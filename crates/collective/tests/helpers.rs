@@ -79,7 +79,7 @@ fn every_transport_gives_the_bits_of_one_thread() {
 #[test]
 fn several_streams_give_them_too() {
     let mut options = with_threads(4);
-    (options.streams, options.segment) = (3, Some(1_000_003));
+    (options.streams, options.segment) = (Some(3), Some(1_000_003));
     let groups = Kind::Tcp.start(2, &options);
     on_all(&groups, operations::<f32>);
 }
@@ -107,6 +107,8 @@ fn ranks_need_not_have_as_many_threads() {
             let options = threads.map(|threads| {
                 let mut options = with_threads(threads);
                 options.transport = transport.parse().unwrap();
+                // How many streams there are, ranks would choose by how many threads they have.
+                options.streams = Some(2);
                 options
             });
             let groups = meet(IpAddr::V4(Ipv4Addr::LOCALHOST), &options);

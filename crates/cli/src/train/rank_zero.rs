@@ -163,7 +163,7 @@ fn describe(plan: &RunPlan, group: &Group, computation: &dyn Computation) -> Run
     let options = group.options();
     set("requested_transport", options.transport.name().into());
     set("timeout_s", options.timeout.as_secs_f64().into());
-    set("streams", number(options.streams as u64));
+    set("streams", options.streams.map_or("chosen".into(), |streams| number(streams as u64)));
     set("segment", options.segment.map_or("chosen".into(), |bytes| number(bytes as u64)));
     set("staging", number(options.staging as u64));
     if let Some((rank, factor)) = plan.slow {

@@ -67,7 +67,7 @@ impl HostEngine {
         costs: Costs,
         state: Arc<GroupState>,
     ) -> HostEngine {
-        HostEngine {
+        let mut engine = HostEngine {
             rank,
             topology,
             options,
@@ -80,7 +80,9 @@ impl HostEngine {
             schedules: BTreeMap::new(),
             plans: BTreeMap::new(),
             allocations: Allocations::default(),
-        }
+        };
+        engine.set_costs(costs);
+        engine
     }
 
     /// The measured costs.
@@ -92,6 +94,8 @@ impl HostEngine {
     pub(super) fn set_costs(&mut self, costs: Costs) {
         self.costs = costs;
         self.plans.clear();
+        let streams = self.options.streams.unwrap_or_else(|| costs.streams(&self.topology));
+        self.links.set_lanes(streams);
     }
 
     /// This rank.
@@ -192,6 +196,7 @@ impl HostEngine {
         let (mut buffers, segments) = barrier.cut(&schedule, plan.column, DEPTH);
         buffers.scratch = self.links.scratch.reserve(buffers.scratch_bytes());
         self.helpers.engage(0);
+        self.links.begin(0);
         for phase in &schedule.phases {
             // SAFETY: buffers of no elements.
             unsafe { self.run_phase(phase, call, &buffers, 0..segments, None) }?;
@@ -215,7 +220,9 @@ impl HostEngine {
         let (divisor, rank, state) = (self.topology.world() as u32, self.rank, &*self.state);
         let segments = 0..segments;
         let run = Run { call, schedule, buffers, segments, divisor, rank, state };
-        self.helpers.engage(buffers.shape.segments() * buffers.column_bytes());
+        let bytes = buffers.shape.segments() * buffers.column_bytes();
+        self.helpers.engage(bytes);
+        self.links.begin(bytes);
         // SAFETY: passed on from the caller.
         unsafe { self.links.run(&run, &mut self.helpers) }
     }
@@ -361,6 +368,8 @@ impl HostEngine {
             Algorithm::Window if self.costs.crowd <= 1.0 => 512 << 10,
             Algorithm::Window | Algorithm::WindowDirect => 256 << 10,
             Algorithm::Hierarchical => 1 << 20,
+            // With lanes, messages that are as long with any number of ranks.
+            _ if self.links.has_lanes() => (256 << 10) * self.topology.world().clamp(2, 16),
             _ => 512 << 10,
         }
     }
@@ -430,7 +439,9 @@ impl Engine for HostEngine {
         let schedule = self.schedule(request.op(), call.algorithm)?;
         let (mut buffers, segments) = request.cut(&schedule, call.column as usize, DEPTH);
         buffers.scratch = self.links.scratch.reserve(buffers.scratch_bytes());
-        self.helpers.engage(request.extent() * request.dtype().size());
+        let bytes = request.extent() * request.dtype().size();
+        self.helpers.engage(bytes);
+        self.links.begin(bytes);
         if let [phase] = &schedule.phases[..] {
             let lent = if call.is_in_registered() { self.lent(request) } else { None };
             // SAFETY: the request was checked, and borrows its memory for longer than this.

@@ -79,10 +79,11 @@ enum Finding {
     Copy,
     Fold,
     Crowd,
+    Threads,
 }
 
 impl Finding {
-    const COUNT: usize = 13;
+    const COUNT: usize = 14;
 }
 
 impl Findings {
@@ -140,6 +141,7 @@ pub fn measure(engine: &mut HostEngine, crowd: f64) -> Result<(), Error> {
     let short = Effort::of(topology.world()).short;
     let mut own = Findings::default();
     own.add(Finding::Crowd, Some(crowd));
+    own.add(Finding::Threads, Some(engine.helpers.threads() as f64));
     own.add(Finding::Wait, wait(engine)?);
     own.add(Finding::WindowCopy, through_window(engine, false)?);
     own.add(Finding::WindowFold, through_window(engine, true)?);
@@ -174,9 +176,12 @@ pub fn measure(engine: &mut HostEngine, crowd: f64) -> Result<(), Error> {
 /// alike. `false` if it has none that will do.
 pub fn agree(engine: &mut HostEngine, known: Option<Costs>, crowd: f64) -> Result<bool, Error> {
     let known = known.filter(|costs| costs.cover(&engine.topology));
-    // Rank 0 says for all of them how crowded the hosts are now.
+    // Rank 0 says for all of them how crowded the hosts are now, and how many threads a rank has.
     let mut message = match known {
-        Some(costs) => costs.in_crowd(crowd).to_numbers(),
+        Some(costs) => {
+            let threads = engine.helpers.threads() as f64;
+            Costs { threads, ..costs.in_crowd(crowd) }.to_numbers()
+        }
         None => [f64::NAN; Costs::NUMBERS],
     };
     let request = Request::broadcast(&mut message, 0).with_algorithm(Algorithm::Tree);
@@ -222,6 +227,7 @@ fn costs(findings: &Findings, large: &Findings, topology: &Topology) -> Costs {
         far: link(Finding::FarLatency, Finding::FarProbe, Finding::FarLarge, typical.far),
         fold,
         crowd,
+        threads: findings.mean(Finding::Threads).unwrap_or(typical.threads),
     }
 }
 

@@ -237,8 +237,7 @@ impl Group {
         );
         let control = control.map_err(failed("starting the monitor"))?;
         let watcher = control.watcher();
-        let links =
-            Links::new(setup.me, world, &setup.options, network, watcher, patience.for_links());
+        let links = Links::new(setup.me, world, network, watcher, patience.for_links());
         state.on_failure(Region::waker(&regions));
         let window = (!regions.is_empty()).then(|| {
             let me = here.iter().position(|&m| m == setup.me).expect("a rank is on its own host");

@@ -145,10 +145,14 @@ impl Helpers {
         Helpers::new(0, Threads::of(None, 1, None), 0, false, Arc::default())
     }
 
+    /// Threads that a call has at most.
+    pub fn threads(&self) -> usize {
+        self.wanted.always.max(self.wanted.resting)
+    }
+
     /// A call of so many bytes begins.
     pub fn engage(&mut self, bytes: usize) {
-        let Threads { always, resting } = self.wanted;
-        self.engaged = always.max(resting) > 1 && bytes >= LARGE_CALL;
+        self.engaged = self.threads() > 1 && bytes >= LARGE_CALL;
         if self.engaged && self.desk.is_none() {
             self.start();
         }
@@ -213,8 +217,8 @@ impl Helpers {
 
     fn start(&mut self) {
         let desk = Arc::new(Desk::new(self.spins));
-        let Threads { always, resting } = self.wanted;
-        for number in 1..always.max(resting) {
+        let always = self.wanted.always;
+        for number in 1..self.threads() {
             let (desk, rest, inputs) = (desk.clone(), self.rest.clone(), self.inputs);
             let waits_for_rest = number >= always;
             let name = format!("unisono-helper-{}-{number}", self.rank);

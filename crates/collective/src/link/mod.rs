@@ -1,6 +1,7 @@
 //! Messages between pairs of ranks, over sockets.
 //!
-//! A link is one or more stream sockets to a peer, TCP between hosts and Unix sockets inside one.
+//! A link is one or more stream sockets to a peer, TCP between hosts and Unix sockets inside one: one that every call
+//! may use in both directions and, for the long messages of large calls, several *lanes*, each of which has one direction.
 //! [`mod@open`] opens the links that a schedule needs, [`rounds`] runs it over them, and [`stream`] moves
 //! the bytes of one socket.
 
@@ -20,7 +21,6 @@ use crate::error::Error;
 use crate::fabric::Network;
 use crate::helpers::Room;
 use crate::memory::ScratchMemory;
-use crate::options::Options;
 use crate::state::GroupState;
 use crate::window::Patience;
 use open::Opener;
@@ -33,23 +33,60 @@ use stream::Stream;
 /// the look and the wait.
 const NAP: Duration = Duration::from_millis(50);
 
-/// Messages shorter than this travel on one stream even if there are several. Smaller: more
+/// Bytes of a message on one lane at least, where there are several in its direction. Smaller: more
 /// system calls. Larger: less parallelism for middling messages.
-const STRIPE_MIN: usize = 128 << 10;
+const STRIPE_MIN: usize = 64 << 10;
+
+/// Bytes of a call from which on its long messages have lanes. Larger: calls of some megabytes have one thread.
+/// Smaller: calls that one thread makes send on more sockets for nothing.
+const WIDE_CALL: usize = 1 << 20;
+
+/// Bytes of a message that has lanes. The system lets one thread at a time send or receive on a TCP socket, and on two
+/// sockets one thread sends while another receives. Smaller: what is received carries no acknowledgement of what is
+/// sent, so that small messages need more packets. Larger: less parallelism for middling messages.
+const LONG_MESSAGE: usize = 32 << 10;
+
+/// Whether a rank sends a message, or receives it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    Out,
+    In,
+}
 
 /// This rank's links to all its peers, and the memory that runs over them need.
 pub struct Links {
+    rank: usize,
     streams: Vec<Stream>,
-    /// The streams of each peer, as a range of `streams`; empty where there is no link.
-    of_peer: Vec<std::ops::Range<usize>>,
+    /// The link to each peer.
+    of_peer: Vec<Link>,
+    /// Lanes of a link, or none; and whether the call that runs has them.
+    lanes: usize,
+    is_wide: bool,
     /// Opens links.
     opener: Option<Opener>,
     /// Attempts to make progress before sleeping in poll.
     patience: Patience,
     flights: Vec<Flight>,
     inputs: Room,
+    /// Numbers of streams, each with whether something is to be sent or received on it.
+    directions: Vec<(usize, Way)>,
     /// Scratch cells of the segments in flight.
     pub scratch: ScratchMemory,
+}
+
+/// Which of the streams belong to a peer.
+#[derive(Clone, Debug, Default)]
+struct Link {
+    /// The one for every call, if it is open.
+    first: Option<usize>,
+    /// Empty until a large call needs them.
+    lanes: std::ops::Range<usize>,
+}
+
+impl Link {
+    fn is_open(&self, is_wide: bool) -> bool {
+        self.first.is_some() && (!is_wide || !self.lanes.is_empty())
+    }
 }
 
 // SAFETY: `inputs` is scratch of a call in progress and never read by another thread.
@@ -60,16 +97,27 @@ impl Links {
     pub fn new(
         rank: usize,
         world: usize,
-        options: &Options,
         network: Arc<dyn Network>,
         watcher: Watcher,
         patience: Patience,
     ) -> Links {
         let (streams, flights, scratch) = Default::default();
-        let opener = Opener::new(rank, options.streams, network, watcher);
-        let of_peer = vec![0..0; world];
-        let inputs = Vec::with_capacity(world);
-        Links { streams, of_peer, opener: Some(opener), patience, flights, inputs, scratch }
+        let opener = Some(Opener::new(rank, network, watcher));
+        let (of_peer, inputs) = (vec![Link::default(); world], Vec::with_capacity(world));
+        let (lanes, is_wide, directions) = Default::default();
+        Links {
+            rank,
+            streams,
+            of_peer,
+            lanes,
+            is_wide,
+            opener,
+            patience,
+            flights,
+            inputs,
+            directions,
+            scratch,
+        }
     }
 
     /// Opens the connections of the group.
@@ -83,9 +131,22 @@ impl Links {
         let (mut streams, flights, inputs, scratch): (Vec<Stream>, _, _, _) = Default::default();
         connection.socket().set_nonblocking(true).unwrap();
         streams.push(Stream::new(connection, peer));
-        let mut of_peer = vec![0..0; peer + 1];
-        of_peer[peer] = 0..1;
-        Links { streams, of_peer, opener: None, patience, flights, inputs, scratch }
+        let mut of_peer = vec![Link::default(); peer + 1];
+        of_peer[peer].first = Some(0);
+        let (rank, lanes, is_wide, opener, directions) = Default::default();
+        Links {
+            rank,
+            streams,
+            of_peer,
+            lanes,
+            is_wide,
+            opener,
+            patience,
+            flights,
+            inputs,
+            directions,
+            scratch,
+        }
     }
 
     /// Room for the inputs of a fold between runs.
@@ -99,16 +160,40 @@ impl Links {
         self.streams.iter().map(|stream| (stream.peer, stream.socket().clone()))
     }
 
+    /// How many lanes large calls have from now on; with less than two, none. Equal on all ranks, and the same from the
+    /// first large call on.
+    pub fn set_lanes(&mut self, lanes: usize) {
+        self.lanes = if lanes > 1 { lanes } else { 0 };
+    }
+
+    /// Whether large calls have lanes.
+    pub fn has_lanes(&self) -> bool {
+        self.lanes > 0
+    }
+
+    /// A call of so many bytes begins: as many on all ranks.
+    pub fn begin(&mut self, bytes: usize) {
+        self.is_wide = self.has_lanes() && bytes >= WIDE_CALL;
+    }
+
     /// The streams that carry a message of `bytes` to or from `peer`, with the part each
-    /// carries.
+    /// carries. Of the lanes, the first half is for messages to the higher rank.
     fn stripes(
         &self,
         peer: usize,
+        way: Way,
         bytes: usize,
     ) -> impl Iterator<Item = (usize, std::ops::Range<usize>)> + use<> {
-        let streams = self.of_peer[peer].clone();
+        let streams = match &self.of_peer[peer] {
+            Link { lanes, .. } if self.is_wide && bytes >= LONG_MESSAGE => {
+                let half = lanes.start + lanes.len() / 2;
+                let upwards = (way == Way::Out) == (self.rank < peer);
+                if upwards { lanes.start..half } else { half..lanes.end }
+            }
+            Link { first, .. } => first.map_or(0..0, |first| first..first + 1),
+        };
         assert!(!streams.is_empty(), "no link to rank {peer}");
-        let n = if bytes < STRIPE_MIN { 1 } else { streams.len() };
+        let n = streams.len().min(bytes / STRIPE_MIN).max(1);
         let cut = move |i: usize| if i == n { bytes } else { (bytes * i / n) & !63 };
         (0..n).map(move |i| (streams.start + i, cut(i)..cut(i + 1)))
     }

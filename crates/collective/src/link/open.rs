@@ -6,6 +6,7 @@
 //! the way.
 
 use std::collections::{BTreeSet, VecDeque};
+use std::ops::Range;
 use std::sync::{Arc, Weak};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -13,7 +14,7 @@ use socket2::Socket;
 use unisono_net::keepalive::Flow;
 
 use super::stream::Stream;
-use super::{Links, NAP, Run};
+use super::{Link, Links, NAP, Run};
 use crate::control::Watcher;
 use crate::error::Error;
 use crate::fabric::{Arrival, Network, Opening, Use};
@@ -26,17 +27,15 @@ const DIALS: usize = 32;
 /// Opens the links of a rank.
 pub struct Opener {
     rank: usize,
-    /// Streams of a link.
-    streams: usize,
     network: Arc<dyn Network>,
     watcher: Watcher,
-    /// Streams of links that are not complete.
+    /// Streams that are not in use: lanes of which others have not come, or of which nothing is known yet.
     early: Vec<Arrival>,
 }
 
 impl Opener {
-    pub fn new(rank: usize, streams: usize, network: Arc<dyn Network>, watcher: Watcher) -> Opener {
-        Opener { rank, streams, network, watcher, early: Vec::new() }
+    pub fn new(rank: usize, network: Arc<dyn Network>, watcher: Watcher) -> Opener {
+        Opener { rank, network, watcher, early: Vec::new() }
     }
 
     pub fn network(&self) -> &Arc<dyn Network> {
@@ -47,7 +46,7 @@ impl Opener {
 impl Links {
     /// Opens the links that a run needs.
     pub(super) fn open_for(&mut self, run: &Run<'_>) -> Result<(), Error> {
-        let is_open = |peer: &usize| !self.of_peer[*peer].is_empty();
+        let is_open = |peer: &usize| self.of_peer[*peer].is_open(self.is_wide);
         let mut peers = run.schedule.rounds.iter().flat_map(|round| {
             let sends = round.sends.iter().map(|send| send.to);
             sends.chain(round.recvs.iter().map(|recv| recv.from))
@@ -61,22 +60,22 @@ impl Links {
 
     /// Opens the links to these ranks.
     fn open(&mut self, mut lacking: Vec<usize>, run: &Run<'_>) -> Result<(), Error> {
-        let Some(Opener { rank, streams, network, .. }) = &self.opener else {
+        let Some(Opener { rank, network, .. }) = &self.opener else {
             unreachable!("a schedule needs links only to other ranks of its group")
         };
         debug_assert!(!lacking.contains(rank), "a rank has no link to itself");
-        let (network, numbers) = (network.clone(), 0..*streams as u32);
-        let descriptors = lacking.len() * streams + DIALS;
+        let network = network.clone();
+        let descriptors = lacking.len() * (1 + self.lanes) + DIALS;
         unisono_net::descriptors::ensure_more(descriptors as u64)
             .map_err(|e| Error::System { what: "opening links", reason: e.to_string() })?;
         // Every rank begins with another one, so that they do not all dial the same.
         let lower = lacking.partition_point(|peer| peer < rank);
         lacking.rotate_left(lower);
         self.take_arrivals(run.state)?;
-        lacking.retain(|peer| self.of_peer[*peer].is_empty());
+        lacking.retain(|peer| !self.of_peer[*peer].is_open(self.is_wide));
         let mut undialed: VecDeque<(usize, u32)> = lacking
             .iter()
-            .flat_map(|peer| numbers.clone().map(move |number| (*peer, number)))
+            .flat_map(|peer| self.numbers_lacking(*peer).map(move |number| (*peer, number)))
             .collect();
         let mut openings: Vec<(usize, u32, Opening)> = Vec::new();
         let is_dialed =
@@ -106,7 +105,7 @@ impl Links {
                 return Err(run.state.lost_link(peer, run.call));
             }
             self.take_arrivals(run.state)?;
-            lacking.retain(|peer| self.of_peer[*peer].is_empty());
+            lacking.retain(|peer| !self.of_peer[*peer].is_open(self.is_wide));
             // A dial is not broken off because the other rank was quicker: its acceptor would take it for a
             // stranger's.
             let dialed: Vec<usize> =
@@ -137,46 +136,60 @@ impl Links {
         }
     }
 
-    /// Takes what other ranks have opened, and puts complete links to use.
+    /// The numbers of the streams that this call needs and a link lacks: the first has 0, and lanes follow.
+    fn numbers_lacking(&self, peer: usize) -> impl Iterator<Item = u32> + use<> {
+        let Link { first, lanes } = &self.of_peer[peer];
+        let first = if first.is_none() { 0..1 } else { 0..0 };
+        let lanes = if self.is_wide && lanes.is_empty() { self.lanes } else { 0 };
+        first.chain(1..1 + lanes as u32)
+    }
+
+    /// Takes what other ranks have opened, and puts to use what is complete.
     fn take_arrivals(&mut self, state: &GroupState) -> Result<(), Error> {
         let Some(opener) = &mut self.opener else { return Ok(()) };
         opener.early.extend(opener.network.links().take());
-        let number = |arrival: &Arrival| match arrival.purpose {
-            Use::Data(number) => number as usize,
-            Use::Messages | Use::Control => usize::MAX,
-        };
         let peers: BTreeSet<usize> = opener.early.iter().map(|arrival| arrival.peer).collect();
         for peer in peers {
-            let of_peer =
-                |arrival: &Arrival| arrival.peer == peer && number(arrival) < opener.streams;
-            let mut numbers: Vec<usize> =
-                opener.early.iter().filter(|a| of_peer(a)).map(number).collect();
-            numbers.sort_unstable();
-            numbers.dedup();
-            if numbers.len() < opener.streams || !self.of_peer[peer].is_empty() {
-                continue;
+            if self.of_peer[peer].first.is_none() {
+                let first = self.use_streams(peer, 0..1, state)?;
+                self.of_peer[peer].first = (!first.is_empty()).then_some(first.start);
             }
-            let mut link: Vec<Arrival> =
-                opener.early.extract_if(.., |arrival| arrival.peer == peer).collect();
-            link.retain(|arrival| number(arrival) < opener.streams);
-            link.sort_by_key(number);
-            link.dedup_by_key(|arrival| number(arrival));
-            let first = self.streams.len();
-            for Arrival { connection, .. } in link {
-                let socket = connection.socket().clone();
-                socket.set_nonblocking(true).map_err(|e| Error::System {
-                    what: "preparing a link",
-                    reason: e.to_string(),
-                })?;
-                if let Some(flow) = Flow::new(socket.clone()) {
-                    opener.watcher.watch(peer, flow);
-                }
-                shut_down_on_failure(state, Arc::downgrade(&socket));
-                self.streams.push(Stream::new(connection, peer));
+            if self.of_peer[peer].lanes.is_empty() {
+                self.of_peer[peer].lanes = self.use_streams(peer, 1..1 + self.lanes, state)?;
             }
-            self.of_peer[peer] = first..self.streams.len();
         }
         Ok(())
+    }
+
+    /// Puts the streams with these numbers to use, if all have come.
+    fn use_streams(
+        &mut self,
+        peer: usize,
+        numbers: Range<usize>,
+        state: &GroupState,
+    ) -> Result<Range<usize>, Error> {
+        let first = self.streams.len();
+        let Some(opener) = &mut self.opener else { return Ok(first..first) };
+        let is = |number: usize| {
+            move |of: &Arrival| of.peer == peer && of.purpose == Use::Data(number as u32)
+        };
+        if !numbers.clone().all(|number| opener.early.iter().any(is(number))) {
+            return Ok(first..first);
+        }
+        for number in numbers {
+            let place = opener.early.iter().position(is(number)).expect("it is there");
+            let Arrival { connection, .. } = opener.early.swap_remove(place);
+            let socket = connection.socket().clone();
+            socket
+                .set_nonblocking(true)
+                .map_err(|e| Error::System { what: "preparing a link", reason: e.to_string() })?;
+            if let Some(flow) = Flow::new(socket.clone()) {
+                opener.watcher.watch(peer, flow);
+            }
+            shut_down_on_failure(state, Arc::downgrade(&socket));
+            self.streams.push(Stream::new(connection, peer));
+        }
+        Ok(first..self.streams.len())
     }
 }
 

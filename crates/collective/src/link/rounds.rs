@@ -8,9 +8,9 @@ use crate::helpers::{Helpers, Room};
 use crate::schedule::Rounds;
 use crate::state::GroupState;
 
-use super::Links;
 use super::order::{self, Waves};
 use super::stream::{Part, Received, Stream};
+use super::{Links, Way};
 
 /// A segment in flight.
 #[derive(Clone, Debug)]
@@ -134,7 +134,7 @@ impl Links {
         for (i, send) in steps.sends.iter().enumerate() {
             let index = steps.sends[..i].iter().filter(|s| s.to == send.to).count();
             let bytes = Part::total(run.buffers, send.from, segment, &send.blocks);
-            for (stream, bytes) in self.stripes(send.to, bytes) {
+            for (stream, bytes) in self.stripes(send.to, Way::Out, bytes) {
                 let header = MessageHeader {
                     call: wire,
                     segment: (segment as u32).into(),
@@ -150,7 +150,7 @@ impl Links {
         let mut awaited = 0;
         for recv in &steps.recvs {
             let bytes = Part::total(run.buffers, recv.into, segment, &recv.blocks);
-            for (stream, _) in self.stripes(recv.from, bytes) {
+            for (stream, _) in self.stripes(recv.from, Way::In, bytes) {
                 self.streams[stream].expected += 1;
                 awaited += 1;
             }
@@ -192,33 +192,33 @@ impl Links {
     /// Moves what the sockets allow, up to the next decision: each direction of each socket is a part of its own. What
     /// has come of it, [`Links::move_bytes`] finds in the streams. `together`: with the helpers.
     unsafe fn pump(&mut self, run: &Run<'_>, helpers: &mut Helpers, together: bool) {
-        /// Parts at most. More: with many peers, most of them have nothing to do. Fewer: what a part has to do differs more.
-        const PARTS: usize = 64;
-        let active = |stream: &Stream| {
-            let receives = stream.expected > 0 && !stream.inbound.is_parked();
-            usize::from(stream.outbound.has_output()) + usize::from(receives)
-        };
-        let directions = 2 * self.streams.len();
-        let worth = together && self.streams.iter().map(active).sum::<usize>() > 1;
-        let parts = if worth { directions.min(PARTS) } else { 1 };
-        let streams = self.streams.as_mut_ptr();
-        let pump = |direction: usize| {
-            // SAFETY: there are half as many streams as directions. A direction is one part's, the halves of a
-            // stream are borrowed one by one, and nobody else uses the streams until all parts are finished.
+        self.directions.clear();
+        for (number, stream) in self.streams.iter().enumerate() {
+            if stream.outbound.has_output() {
+                self.directions.push((number, Way::Out));
+            }
+            if stream.expected > 0 && !stream.inbound.is_parked() {
+                self.directions.push((number, Way::In));
+            }
+        }
+        let (directions, streams) = (&self.directions, self.streams.as_mut_ptr());
+        let pump = |part: usize, _: &mut Room| {
+            let (number, way) = directions[part];
+            // SAFETY: there is a stream with this number. A direction is one part's, the halves of a stream are borrowed
+            // one by one, and nobody else uses the streams until all parts are finished.
             unsafe {
-                let stream = streams.add(direction / 2);
-                if direction.is_multiple_of(2) {
-                    let outbound = &mut (*stream).outbound;
-                    outbound.pump(run.buffers);
-                } else if (&raw const (*stream).expected).read() > 0 {
-                    let inbound = &mut (*stream).inbound;
-                    inbound.pump(run.buffers);
+                let stream = streams.add(number);
+                match way {
+                    Way::Out => (&mut (*stream).outbound).pump(run.buffers),
+                    Way::In => (&mut (*stream).inbound).pump(run.buffers),
                 }
             }
         };
-        let some = |part: usize, _: &mut Room| (part..directions).step_by(parts).for_each(pump);
+        if !together {
+            return (0..directions.len()).for_each(|part| pump(part, &mut self.inputs));
+        }
         // SAFETY: directions of different parts differ.
-        unsafe { helpers.each(parts, &mut self.inputs, &some) };
+        unsafe { helpers.each(directions.len(), &mut self.inputs, &pump) };
     }
 
     /// Sends and receives what the sockets allow; if it is [pumped](Links::pump), does what follows from that.
@@ -327,7 +327,7 @@ impl Links {
             .ok_or_else(|| malformed("an unexpected message"))?;
         let total = Part::total(run.buffers, recv.into, segment, &recv.blocks);
         let (_, bytes) = self
-            .stripes(peer, total)
+            .stripes(peer, Way::In, total)
             .find(|(s, _)| *s == stream)
             .ok_or_else(|| malformed("a message on the wrong stream"))?;
         if bytes.len() != header.length.get() as usize {

@@ -20,10 +20,11 @@ use crate::order::failed;
 /// Calls that are timed; their median counts. More: groups form later. Fewer: one that was disturbed may count.
 const CALLS: usize = 5;
 
-/// Bytes of each rank, in small calls and in large ones. Of the large ones, more: groups form later. Fewer:
-/// what is measured is how long it takes to begin.
+/// Bytes of each rank in small calls. In large ones, bytes that a rank receives of all others, and at least of each.
+/// Of the large ones, more: groups form later. Fewer: what is measured is how long it takes to begin.
 const SMALL: usize = 256;
-const LARGE: usize = 4 << 20;
+const LARGE: usize = 16 << 20;
+const LEAST: usize = 1 << 20;
 
 /// The costs of messages between a rank and those that the lane knows by the numbers of `peers`, of which it is one itself
 /// unless there are none. All ranks of the group agree on them.
@@ -42,7 +43,9 @@ pub fn costs(
 
 /// What a group of messages takes, and a byte of one, and of an all-gather of NCCL's own.
 fn times(host: &HostEngine, lane: &mut Lane, peers: &[usize]) -> Result<[f64; 3], FormError> {
-    let memory = DeviceMemory::new(lane.context(), LARGE * peers.len()).map_err(failed)?;
+    let others = peers.len() - 1;
+    let large = (LARGE / others).max(LEAST);
+    let memory = DeviceMemory::new(lane.context(), large * peers.len()).map_err(failed)?;
     // The first call makes connections, and loads what it needs.
     all_gather(host, lane, peers, &memory, SMALL, false)?;
     all_gather(host, lane, peers, &memory, SMALL, true)?;
@@ -56,10 +59,10 @@ fn times(host: &HostEngine, lane: &mut Lane, peers: &[usize]) -> Result<[f64; 3]
         times.sort_by(f64::total_cmp);
         Ok::<f64, FormError>(times[CALLS / 2])
     };
-    let (group, large) = (median(SMALL, false)?, median(LARGE, false)?);
-    let gathered = median(LARGE, true)?;
-    let byte = |time: f64| (time - group) / ((peers.len() - 1) * LARGE) as f64;
-    Ok([group, byte(large), byte(gathered)])
+    let group = median(SMALL, false)?;
+    let (sent, gathered) = (median(large, false)?, median(large, true)?);
+    let byte = |time: f64| (time - group) / (others * large) as f64;
+    Ok([group, byte(sent), byte(gathered)])
 }
 
 /// Runs an all-gather of so many bytes of each of these ranks, in place, as if they were a group of their own: by
