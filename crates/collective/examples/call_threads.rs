@@ -1,6 +1,7 @@
 //! What more threads for one call gain: `call_threads RANKS TRANSPORT MIB THREADS…`. All-reduces of so many MiB of f32,
 //! in turns by groups whose ranks have so many threads each; the median of each, and how many times as long the first
-//! takes. The ranks are threads of this process, and compute nothing.
+//! takes. The ranks are threads of this process, and compute nothing. With `BUFFERS=N` each rank has so many buffers, which it
+//! uses by turns: enough of them are in no cache when their turn comes, as the gradients of a large model.
 
 use std::sync::Barrier;
 use std::time::Instant;
@@ -50,19 +51,25 @@ fn main() {
             world(ranks, &options)
         })
         .collect();
+    let buffers = std::env::var("BUFFERS").map_or(1, |n| n.parse().expect("a number of buffers"));
     let together = Barrier::new(ranks);
     let times: Vec<Vec<Vec<f64>>> = std::thread::scope(|scope| {
         let rank = |rank: usize| {
             let (worlds, together) = (&worlds, &together);
             scope.spawn(move || {
-                let mut buffer = vec![0f32; bytes / 4];
+                let mut buffers = vec![vec![0f32; bytes / 4]; buffers];
                 let mut times = vec![Vec::with_capacity(ROUNDS); worlds.len()];
                 for round in 0..ROUNDS + 3 {
                     for (world, times) in worlds.iter().zip(&mut times) {
-                        buffer.fill(1.0);
+                        buffers.rotate_left(1);
+                        buffers.last_mut().expect("one at least").fill(1.0);
+                        let buffer = &mut buffers[0];
+                        if buffer[0] != 1.0 {
+                            buffer.fill(1.0);
+                        }
                         together.wait();
                         let start = Instant::now();
-                        world[rank].all_reduce(&mut buffer, Reduction::Sum).expect("a sum");
+                        world[rank].all_reduce(buffer, Reduction::Sum).expect("a sum");
                         let time = start.elapsed().as_secs_f64();
                         assert!(buffer.iter().all(|x| *x == ranks as f32), "a wrong sum");
                         if round >= 3 {

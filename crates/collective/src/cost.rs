@@ -30,7 +30,7 @@ pub struct Costs {
     pub fold: f64,
     /// Ranks per core, at least 1: above, they take turns.
     pub crowd: f64,
-    /// Threads that a rank has for one call, on average of the ranks.
+    /// Threads that a rank has for one call, on average of the ranks, half of the time with a program that rests.
     pub threads: f64,
 }
 
@@ -102,7 +102,8 @@ impl Costs {
         const RATE: f64 = 1.25e9;
         const MOST: f64 = 16.0;
         let helped = match topology.world() {
-            _ if self.threads < 1.5 => 1,
+            // With two only while the program rests, what it gains then is lost before.
+            _ if self.threads < 2.0 => 1,
             ..=8 => 4,
             9..=16 => 2,
             // Sockets of all pairs add up.

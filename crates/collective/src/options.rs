@@ -79,8 +79,8 @@ pub struct Options {
     pub encrypt: bool,
     /// Threads of this rank that share the work of a large call, the one that runs it included; by default what
     /// is left of the host's cores, divided among its ranks, beside those that
-    /// [compute](Options::computing), and not more than four. Need not be equal on all ranks. More: large calls are
-    /// quicker while cores are idle. Fewer: they take less from what else the host does.
+    /// [compute](Options::computing); all of them while the program waits for a call; and not more than four. Need
+    /// not be equal on all ranks. More: large calls are quicker while cores are idle. Fewer: they take less from what else the host does.
     pub threads: Option<usize>,
     /// Threads with which the program of this rank computes while calls run; unless known, as many as it has cores.
     /// Need not be equal on all ranks.

@@ -439,7 +439,7 @@ impl Engine for HostEngine {
         let schedule = self.schedule(request.op(), call.algorithm)?;
         let (mut buffers, segments) = request.cut(&schedule, call.column as usize, DEPTH);
         buffers.scratch = self.links.scratch.reserve(buffers.scratch_bytes());
-        let bytes = request.extent() * request.dtype().size();
+        let bytes = request.bytes();
         self.helpers.engage(bytes);
         self.links.begin(bytes);
         if let [phase] = &schedule.phases[..] {

@@ -141,7 +141,7 @@ pub fn measure(engine: &mut HostEngine, crowd: f64) -> Result<(), Error> {
     let short = Effort::of(topology.world()).short;
     let mut own = Findings::default();
     own.add(Finding::Crowd, Some(crowd));
-    own.add(Finding::Threads, Some(engine.helpers.threads() as f64));
+    own.add(Finding::Threads, Some(engine.helpers.mean_threads()));
     own.add(Finding::Wait, wait(engine)?);
     own.add(Finding::WindowCopy, through_window(engine, false)?);
     own.add(Finding::WindowFold, through_window(engine, true)?);
@@ -179,7 +179,7 @@ pub fn agree(engine: &mut HostEngine, known: Option<Costs>, crowd: f64) -> Resul
     // Rank 0 says for all of them how crowded the hosts are now, and how many threads a rank has.
     let mut message = match known {
         Some(costs) => {
-            let threads = engine.helpers.threads() as f64;
+            let threads = engine.helpers.mean_threads();
             Costs { threads, ..costs.in_crowd(crowd) }.to_numbers()
         }
         None => [f64::NAN; Costs::NUMBERS],

@@ -12,6 +12,7 @@ use std::thread::{JoinHandle, ThreadId};
 use super::calls::Calls;
 use crate::call::Call;
 use crate::error::Error;
+use crate::helpers::LARGE_CALL;
 use crate::registered::Allocation;
 use crate::request::Checked;
 use crate::state::GroupState;
@@ -65,6 +66,9 @@ impl Queue {
         let mut line = self.shared.lock();
         let number = self.shared.state.number_call();
         let in_task = line.in_task.is_some_and(|thread| thread == std::thread::current().id());
+        // The program waits here. What a task waits for, it does not.
+        let is_large = request.bytes() >= LARGE_CALL;
+        let _resting = (is_large && !in_task).then(|| self.shared.state.rest().begin());
         if !in_task && (line.busy || !line.entries.is_empty()) {
             self.start_thread();
             // SAFETY: the memory is borrowed until the wait is over.

@@ -35,7 +35,7 @@ pub use rest::Rest;
 
 /// Bytes of a call from which on helpers take part. Larger: calls of some megabytes leave cores idle. Smaller:
 /// waking the helpers takes longer than they save.
-const LARGE_CALL: usize = 1 << 20;
+pub const LARGE_CALL: usize = 1 << 20;
 
 /// Bytes of a part, at least. Larger: fewer helpers find something to do in a segment. Smaller: taking a part costs as much as
 /// it saves.
@@ -95,12 +95,12 @@ pub struct Threads {
 
 impl Threads {
     /// As many as were asked for, or what is left of the rank's cores beside those on which its program computes.
-    /// Without a word about the program it is taken to compute with all of them, and at any time.
+    /// Without a word about the program it is taken to compute with all of them, unless it waits for a call.
     pub fn of(asked: Option<usize>, cores: usize, computing: Option<usize>) -> Threads {
         let most = |cores: usize| cores.clamp(1, MOST);
         match (asked, computing) {
             (Some(asked), _) => Threads { always: asked.max(1), resting: asked.max(1) },
-            (None, None) => Threads { always: 1, resting: 1 },
+            (None, None) => Threads { always: 1, resting: most(cores) },
             (None, Some(computing)) => {
                 let always = most(cores.saturating_sub(computing));
                 Threads { always, resting: most(cores) }
@@ -146,8 +146,14 @@ impl Helpers {
     }
 
     /// Threads that a call has at most.
-    pub fn threads(&self) -> usize {
+    fn threads(&self) -> usize {
         self.wanted.always.max(self.wanted.resting)
+    }
+
+    /// Threads that a call has, half of it while the program computes and half while it rests.
+    pub fn mean_threads(&self) -> f64 {
+        let Threads { always, resting } = self.wanted;
+        (always + resting.max(always)) as f64 / 2.0
     }
 
     /// A call of so many bytes begins.
@@ -299,7 +305,7 @@ mod tests {
             (always, resting)
         };
         assert_eq!(threads(Some(3), 1, Some(1)), (3, 3));
-        assert_eq!(threads(None, 8, None), (1, 1), "nobody knows what the program computes with");
+        assert_eq!(threads(None, 8, None), (1, 4), "nobody knows what the program computes with");
         assert_eq!(threads(None, 8, Some(4)), (4, 4));
         assert_eq!(threads(None, 4, Some(4)), (1, 4));
         assert_eq!(threads(None, 2, Some(1)), (1, 2));

@@ -19,7 +19,7 @@ use crate::call::Call;
 use crate::control::Watcher;
 use crate::error::Error;
 use crate::fabric::Network;
-use crate::helpers::Room;
+use crate::helpers::{LARGE_CALL, Room};
 use crate::memory::ScratchMemory;
 use crate::state::GroupState;
 use crate::window::Patience;
@@ -36,10 +36,6 @@ const NAP: Duration = Duration::from_millis(50);
 /// Bytes of a message on one lane at least, where there are several in its direction. Smaller: more
 /// system calls. Larger: less parallelism for middling messages.
 const STRIPE_MIN: usize = 64 << 10;
-
-/// Bytes of a call from which on its long messages have lanes. Larger: calls of some megabytes have one thread.
-/// Smaller: calls that one thread makes send on more sockets for nothing.
-const WIDE_CALL: usize = 1 << 20;
 
 /// Bytes of a message that has lanes. The system lets one thread at a time send or receive on a TCP socket, and on two
 /// sockets one thread sends while another receives. Smaller: what is received carries no acknowledgement of what is
@@ -171,9 +167,9 @@ impl Links {
         self.lanes > 0
     }
 
-    /// A call of so many bytes begins: as many on all ranks.
+    /// A call of so many bytes begins: as many on all ranks. It has lanes where it could have helpers.
     pub fn begin(&mut self, bytes: usize) {
-        self.is_wide = self.has_lanes() && bytes >= WIDE_CALL;
+        self.is_wide = self.has_lanes() && bytes >= LARGE_CALL;
     }
 
     /// The streams that carry a message of `bytes` to or from `peer`, with the part each

@@ -209,8 +209,14 @@ impl Links {
             unsafe {
                 let stream = streams.add(number);
                 match way {
-                    Way::Out => (&mut (*stream).outbound).pump(run.buffers),
-                    Way::In => (&mut (*stream).inbound).pump(run.buffers),
+                    Way::Out => {
+                        let outbound = &mut (*stream).outbound;
+                        outbound.pump(run.buffers);
+                    }
+                    Way::In => {
+                        let inbound = &mut (*stream).inbound;
+                        inbound.pump(run.buffers);
+                    }
                 }
             }
         };

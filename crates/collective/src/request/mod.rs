@@ -343,6 +343,11 @@ impl<'a> Request<'a> {
         self.unequal.as_ref().and_then(|u| u.longest).unwrap_or(self.count)
     }
 
+    /// Bytes of the [extent](Request::extent).
+    pub(crate) fn bytes(&self) -> usize {
+        self.extent() * self.dtype.size()
+    }
+
     /// What the caller called it.
     pub fn name(&self) -> &'static str {
         if self.barrier { "barrier" } else { self.op.name() }

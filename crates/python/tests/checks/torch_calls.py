@@ -25,6 +25,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
+import unisono.torch
+
 # Collectives.
 
 
@@ -516,6 +518,27 @@ def check_ddp_hooks(rank, world):
         replica.register_comm_hook(None, hook)
         replica(torch.full((2, 4), float(rank))).sum().backward()
         _expect_same_everywhere(replica.module.weight.grad)
+
+
+def check_ddp_average(rank, world):
+    """The hook that divides with the sum: the mean of what the ranks have by themselves."""
+    if on_gloo():
+        return
+    torch.manual_seed(5)
+    replica = DistributedDataParallel(nn.Linear(40, 30), gradient_as_bucket_view=True)
+    replica.register_comm_hook(None, unisono.torch.average)
+    batch = torch.randn(3, 40, generator=torch.Generator().manual_seed(rank))
+    for _ in range(2):
+        replica.zero_grad()
+        with replica.no_sync():
+            replica(batch).pow(2).mean().backward()
+        means = [parameter.grad.clone() for parameter in replica.parameters()]
+        for mean in means:
+            dist.all_reduce(mean, dist.ReduceOp.AVG)
+        replica.zero_grad()
+        replica(batch).pow(2).mean().backward()
+        for parameter, mean in zip(replica.parameters(), means, strict=True):
+            assert torch.equal(parameter.grad, mean)
 
 
 def check_ddp_powersgd(rank, world):

@@ -11,6 +11,7 @@ from unisono.torch import _untraced
 from unisono.torch._backend import holding as _holding  # Before its functions are marked.
 from unisono.torch._backend.group import Group, create
 from unisono.torch._gradients.accumulate import accumulate
+from unisono.torch._gradients.average import average
 from unisono.torch._gradients.compress import Compression, compress
 from unisono.torch._gradients.ddp import refuse_builtin_fp16
 from unisono.torch._gradients.elastic import ElasticStep
@@ -32,6 +33,7 @@ __all__ = [
     "ShardedSampler",
     "ShardedStep",
     "accumulate",
+    "average",
     "compress",
     "profile",
     "register",
