@@ -10,11 +10,6 @@ pub enum LabError {
     #[error("cannot build a network lab: {0}")]
     Unavailable(#[source] Box<dyn Error + Send + Sync>),
 
-    /// This kernel has no queue that delays packets (`netem`). Skip the test, or build the lab
-    /// without a delay.
-    #[error("cannot delay packets: {0}")]
-    DelayUnavailable(#[source] Box<dyn Error + Send + Sync>),
-
     /// The fault was not injected, or it was and nothing changed. A test that goes on after
     /// this tests nothing.
     #[error("{fault} of host {host} had no effect: {reason}")]

@@ -104,7 +104,7 @@ fn is_installed_or_skip() -> bool {
         Ok(output) if output.status.success() => true,
         Ok(output) => panic!("`{PROGRAM} --version` ended with {}", output.status),
         Err(error) => {
-            skip(&format!("cannot run {PROGRAM}: {error}"), "install Debian's etcd-server", true);
+            skip(&format!("cannot run {PROGRAM}: {error}"), "install Debian's etcd-server");
             false
         }
     }

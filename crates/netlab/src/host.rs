@@ -13,6 +13,7 @@ use crate::iproute::iproute;
 use crate::lab::Switch;
 use crate::link::Link;
 use crate::namespace::{Door, Namespace};
+use crate::relay::Relay;
 use crate::{Fault, LabError};
 
 /// The device by which every host is linked to the switch.
@@ -31,6 +32,8 @@ const PROBE_INTERVAL: Duration = Duration::from_millis(5);
 /// that two hosts are two.
 #[derive(Debug)]
 pub struct Host {
+    /// Its end of the link, where that delays or loses packets. Ends before the namespace does.
+    relay: Option<Relay>,
     index: usize,
     namespace: Namespace,
     switch: Arc<Switch>,
@@ -47,21 +50,25 @@ impl Host {
         link: &Link,
     ) -> Result<Host, LabError> {
         let namespace = Namespace::create(name)?;
-        let host =
-            Host { index, namespace, switch: Arc::clone(switch), calls: AtomicUsize::new(0) };
-
-        let (name, switch, port) = (host.namespace(), switch.namespace(), host.port());
-        iproute(&format!(
-            "ip -n {switch} link add {port} type veth peer name {DEVICE} netns {name}"
-        ))?;
+        let (calls, switch) = (AtomicUsize::new(0), Arc::clone(switch));
+        let mut host = Host { relay: None, index, namespace, switch, calls };
+        let port = host.port();
+        if let Some(path) = link.path() {
+            let (here, there) = (host.namespace.door(), host.switch.door());
+            let relay = Relay::start((here, DEVICE), (there, &port), path);
+            host.relay = Some(relay.map_err(|source| host.os("making devices", source))?);
+        }
+        let (name, switch) = (host.namespace(), host.switch.namespace());
+        if host.relay.is_none() {
+            iproute(&format!(
+                "ip -n {switch} link add {port} type veth peer name {DEVICE} netns {name}"
+            ))?;
+        }
         let v4 = format!("{}/{}", host.address(), Switch::PREFIX_V4);
         let v6 = format!("{}/{}", host.address_v6(), Switch::PREFIX_V6);
         iproute(&format!("ip -n {name} addr add {v4} dev {DEVICE}"))?;
         // The check for duplicates would keep the address unusable for a second.
         iproute(&format!("ip -n {name} addr add {v6} dev {DEVICE} nodad"))?;
-        if let Some(line) = link.delay_host(name, DEVICE) {
-            iproute(&line).map_err(|error| LabError::DelayUnavailable(error.into()))?;
-        }
         for line in link.shape_host(name, DEVICE) {
             iproute(&line)?;
         }
@@ -217,8 +224,9 @@ impl Host {
 
     /// Whether the link is up.
     pub fn is_connected(&self) -> Result<bool, LabError> {
-        let line = iproute(&format!("ip -n {} -o link show dev {DEVICE}", self.namespace()))?;
-        // As in `2: eth0@if3: <BROADCAST,MULTICAST,UP,LOWER_UP> mtu 1500 …`.
+        let (switch, port) = (self.switch.namespace(), self.port());
+        let line = iproute(&format!("ip -n {switch} -o link show dev {port}"))?;
+        // As in `3: p0@if2: <BROADCAST,MULTICAST,UP,LOWER_UP> mtu 1500 …`.
         let flags = line.split(['<', '>']).nth(1).unwrap_or_default();
         Ok(flags.split(',').any(|flag| flag == "LOWER_UP"))
     }

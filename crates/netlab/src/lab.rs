@@ -29,12 +29,11 @@ impl Lab {
     ///
     /// # Errors
     ///
-    /// [`LabError::Unavailable`] if this user on this machine cannot have such a lab, and
-    /// [`LabError::DelayUnavailable`] if it could without the delay.
+    /// [`LabError::Unavailable`] if this user on this machine cannot have such a lab.
     pub fn new(hosts: usize, link: Link) -> Result<Lab, LabError> {
         Namespace::sweep();
         Lab::build(hosts, &link).map_err(|error| match error {
-            LabError::Unavailable(_) | LabError::DelayUnavailable(_) => error,
+            LabError::Unavailable(_) => error,
             other => LabError::Unavailable(other.into()),
         })
     }
@@ -104,8 +103,7 @@ impl Lab {
 
 /// Builds a lab, or says on stderr that the calling test is skipped and why.
 ///
-/// Where a skipped test would go unnoticed, `UNISONO_NETLAB=require` makes it fail instead, unless
-/// all that is missing is a kernel that can delay packets: no user can help that.
+/// Where a skipped test would go unnoticed, `UNISONO_NETLAB=require` makes it fail instead.
 ///
 /// # Panics
 ///
@@ -115,18 +113,14 @@ pub fn lab_or_skip(hosts: usize, link: Link) -> Option<Lab> {
         Ok(lab) => return Some(lab),
         Err(error) => error,
     };
-    let advice = match error {
-        LabError::DelayUnavailable(_) => "a kernel with netem can",
-        _ => "run as root, or in a user namespace as unisono-netlab documents",
-    };
-    skip(&error.to_string(), advice, !matches!(error, LabError::DelayUnavailable(_)));
+    let advice = "run as root, or in a user namespace as unisono-netlab documents";
+    skip(&error.to_string(), advice);
     None
 }
 
 /// Says on stderr that the calling test is skipped, or panics if it must not be.
-pub(crate) fn skip(problem: &str, advice: &str, can_be_required: bool) {
-    let required = env::var_os(MODE).is_some_and(|mode| mode == "require");
-    if required && can_be_required {
+pub(crate) fn skip(problem: &str, advice: &str) {
+    if env::var_os(MODE).is_some_and(|mode| mode == "require") {
         panic!("{problem}; {advice}");
     }
     let current = thread::current();

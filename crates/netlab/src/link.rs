@@ -8,6 +8,8 @@
 
 use std::time::Duration;
 
+use crate::relay::Path;
+
 /// How late the kernel may serve a waiting queue before the link loses part of its rate.
 ///
 /// Larger, and a link that was idle lets that much more pass at once, so that short messages are
@@ -35,10 +37,6 @@ const HOST_QUEUE: u64 = 16 << 20;
 
 /// The most that TCP hands to a device as one packet for the device to split.
 const MAX_PACKET: u64 = 64 << 10;
-
-/// The most packets that travel a delayed link at a time: far above rate × delay of any lab, so
-/// that the delay never drops what the queue let pass.
-const IN_FLIGHT: u64 = 100_000;
 
 /// A number of bits each second.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -81,13 +79,16 @@ impl Rate {
 }
 
 /// What connects a host to the switch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Link {
     /// The rate in each direction; both directions carry it at the same time.
     pub rate: Rate,
     /// How long a packet travels from its host to any other, besides waiting for the rate.
     /// A round trip takes twice as long. `None` adds nothing.
     pub delay: Option<Duration>,
+    /// The part of the packets that is lost on the way from the host, from 0 to 1. TCP hands over up to 64 KiB as one
+    /// packet, which is lost as a whole.
+    pub loss: f64,
     /// The time for which an idle link saves up its rate, see [`Link::with_burst`].
     pub burst: Duration,
 }
@@ -95,12 +96,17 @@ pub struct Link {
 impl Link {
     /// A link of `rate` without delay.
     pub const fn new(rate: Rate) -> Link {
-        Link { rate, delay: None, burst: BURST }
+        Link { rate, delay: None, loss: 0.0, burst: BURST }
     }
 
-    /// The same link with `delay`, which needs a kernel with the `netem` queue.
+    /// The same link with `delay`.
     pub const fn with_delay(self, delay: Duration) -> Link {
         Link { delay: Some(delay), ..self }
+    }
+
+    /// The same link, which loses this part of the packets.
+    pub const fn with_loss(self, loss: f64) -> Link {
+        Link { loss, ..self }
     }
 
     /// The same link with another burst: after a pause, what would have passed in this time
@@ -109,24 +115,21 @@ impl Link {
         Link { burst, ..self }
     }
 
-    /// The command line that delays what leaves the host through `device`, if anything does. It
-    /// comes before [`Link::shape_host`], and only here, so that a packet meets the delay once.
-    pub(crate) fn delay_host(&self, namespace: &str, device: &str) -> Option<String> {
-        let delay = self.delay?.as_micros();
-        let queue = format!("netem delay {delay}us limit {IN_FLIGHT}");
-        Some(format!("tc -n {namespace} qdisc add dev {device} root handle 1: {queue}"))
+    /// What packets meet on their way from the host, besides the rate, if there is anything.
+    pub(crate) fn path(&self) -> Option<Path> {
+        let (delay, loss) = (self.delay.unwrap_or_default(), self.loss);
+        (!delay.is_zero() || loss > 0.0).then_some(Path { delay, loss })
     }
 
     /// The command lines that shape what leaves the host through `device`.
     pub(crate) fn shape_host(&self, namespace: &str, device: &str) -> [String; 2] {
-        let place = if self.delay.is_some() { "parent 1:1" } else { "root" };
         let bucket = self.bucket(HOST_QUEUE);
         // A packet larger than the bucket would be split before it is queued. Its parts cost an
         // acknowledgement each, which takes 2 % of the opposite direction. The eighth is for
         // headers: the bucket counts them for every frame, the device for none.
         let packet = (self.burst_bytes() / 8 * 7).min(MAX_PACKET);
         [
-            format!("tc -n {namespace} qdisc add dev {device} {place} {bucket}"),
+            format!("tc -n {namespace} qdisc add dev {device} root {bucket}"),
             format!("ip -n {namespace} link set {device} gso_max_size {packet}"),
         ]
     }
@@ -165,17 +168,5 @@ mod tests {
         let packet = |rate| Link::new(rate).shape_host("h", "eth0")[1].clone();
         assert_eq!(packet(Rate::gbit(1)), "ip -n h link set eth0 gso_max_size 65536");
         assert_eq!(packet(Rate::mbit(10)), "ip -n h link set eth0 gso_max_size 14336");
-    }
-
-    #[test]
-    fn a_delay_is_put_before_the_bucket() {
-        let plain = Link::new(Rate::gbit(1));
-        assert_eq!(plain.delay_host("h", "eth0"), None);
-        assert!(plain.shape_host("h", "eth0")[0].contains(" eth0 root tbf "));
-
-        let delayed = plain.with_delay(Duration::from_millis(2));
-        let delay = "tc -n h qdisc add dev eth0 root handle 1: netem delay 2000us limit 100000";
-        assert_eq!(delayed.delay_host("h", "eth0").as_deref(), Some(delay));
-        assert!(delayed.shape_host("h", "eth0")[0].contains(" eth0 parent 1:1 tbf "));
     }
 }

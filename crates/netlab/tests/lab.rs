@@ -277,6 +277,36 @@ fn a_delay_is_met_once_in_each_direction() {
 }
 
 #[test]
+fn packets_are_lost_and_tcp_sends_them_again() {
+    let link = LINK.with_delay(Duration::from_millis(1));
+    let Some(lab) = lab_or_skip(2, link.with_loss(0.25)) else { return };
+    let [here, peer] = [0, 1].map(|index| datagram_socket(lab.host(index), Host::address));
+    // Until one comes: the first of all has to wait until the hosts know each other's addresses.
+    peer.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
+    let arrives = || {
+        here.send_to(b"ping", peer.local_addr().unwrap()).unwrap();
+        peer.recv(&mut [0; 64]).is_ok()
+    };
+    let found = (0..100).any(|_| arrives());
+    assert!(found, "everything is lost");
+    // Those that have waited come together.
+    while peer.recv(&mut [0; 64]).is_ok() {}
+    let arrived = (0..100).filter(|_| arrives()).count();
+    assert!((50..97).contains(&arrived), "{arrived} of 100");
+    exchange(lab.host(0), lab.host(1), Host::address);
+}
+
+#[test]
+fn a_link_with_delay_can_be_cut() {
+    let Some(lab) = lab_or_skip(2, LINK.with_delay(Duration::from_millis(2))) else { return };
+    exchange(lab.host(0), lab.host(1), Host::address);
+    lab.host(1).cut().unwrap();
+    assert_no_effect(lab.host(1).cut(), Fault::Cut);
+    lab.host(1).heal().unwrap();
+    exchange(lab.host(0), lab.host(1), Host::address);
+}
+
+#[test]
 fn what_the_kernel_refuses_is_unavailable() {
     // No queue holds a burst of this length.
     let impossible = LINK.with_burst(Duration::from_secs(1 << 40));
