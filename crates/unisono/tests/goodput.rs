@@ -9,6 +9,8 @@
 
 mod common;
 
+use std::time::Duration;
+
 use common::protocol::{Command, Reply, Settings, Timed};
 use common::{World, serve_if_rank};
 use unisono::{Algorithm, Transport};
@@ -22,6 +24,10 @@ fn as_rank() {
 
 const RATE: Rate = Rate::gbit(1);
 const BYTES: usize = 16 << 20;
+
+/// Of a link between regions.
+const DELAY: Duration = Duration::from_millis(20);
+const LOSS: f64 = 0.002;
 
 /// Repetitions that count, after a few in which TCP finds out the rate.
 const REPEATS: usize = 7;
@@ -43,7 +49,7 @@ fn all_reduce_fills_the_links() {
     let mut medians = Vec::new();
     for hosts in [2, 3, 4] {
         let Some(lab) = lab_or_skip(hosts, Link::new(RATE)) else { return };
-        let measured = measure(&lab);
+        let measured = measure(&lab, None);
         let must_send = BYTES as f64 * 2.0 * (hosts as f64 - 1.0) / hosts as f64;
         let limit = must_send * 8.0 / RATE.as_bits_per_second() as f64;
         let (median, best) = (limit / measured.all_reduce.median, limit / measured.all_reduce.best);
@@ -66,6 +72,24 @@ fn all_reduce_fills_the_links() {
     }
     let kept = !is_bench() || medians.iter().all(|median| *median >= PROMISED);
     assert!(kept, "{medians:?} with 2, 3 and 4 hosts, where {PROMISED} are promised");
+}
+
+/// Between regions: a stream waits for what was lost, and for the answer to what is under way.
+#[test]
+fn more_streams_are_quicker_over_long_links_that_lose_packets() {
+    let link = Link::new(RATE).with_delay(DELAY).with_loss(LOSS);
+    let Some(lab) = lab_or_skip(2, link) else { return };
+    let best = |streams| measure(&lab, streams).all_reduce.best;
+    let (one, chosen) = (best(Some(1)), best(None));
+    println!(
+        "2 hosts, {DELAY:?} apart, {LOSS} of the packets lost, {} MiB: {:.0} ms with one stream, {:.0} ms with as many as \
+         the group chose, {:.1} times as quick",
+        BYTES >> 20,
+        one * 1e3,
+        chosen * 1e3,
+        one / chosen
+    );
+    assert!(chosen < one, "{chosen} s with more streams, {one} s with one");
 }
 
 fn is_bench() -> bool {
@@ -95,9 +119,10 @@ impl Seconds {
     }
 }
 
-fn measure(lab: &Lab) -> Measured {
+fn measure(lab: &Lab, streams: Option<usize>) -> Measured {
     let mut world = World::in_lab(lab, 1, Host::address);
     let mut settings = Settings::new(Transport::Auto);
+    settings.streams = streams;
     settings.algorithm = (!is_bench()).then(|| Algorithm::Pairwise.name().to_owned());
     world.form(&settings);
     let repeats = WARM_UP + REPEATS;

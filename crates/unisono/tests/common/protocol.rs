@@ -65,13 +65,15 @@ pub struct Settings {
     pub staging: usize,
     /// The algorithm, by name; otherwise the group chooses by what it measures.
     pub algorithm: Option<String>,
+    /// Connections for long messages, unless the group chooses.
+    pub streams: Option<usize>,
 }
 
 impl Settings {
     pub fn new(transport: Transport) -> Settings {
         let Options { timeout, stall_after, staging, .. } = Options::default();
-        let (transport, algorithm) = (transport.name().into(), None);
-        Settings { transport, timeout, stall_after, staging, algorithm }
+        let (transport, algorithm, streams) = (transport.name().into(), None, None);
+        Settings { transport, timeout, stall_after, staging, algorithm, streams }
     }
 
     pub fn options(&self) -> Options {
@@ -82,6 +84,7 @@ impl Settings {
         options.staging = self.staging;
         let parse = |name: &String| name.parse().expect("made from an algorithm");
         options.algorithm = self.algorithm.as_ref().map(parse);
+        options.streams = self.streams;
         options
     }
 }
