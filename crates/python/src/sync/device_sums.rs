@@ -66,6 +66,8 @@ struct Library {
     exchange: Arc<Mutex<SumExchange>>,
     /// What is behind the means of each bucket, for the host to read.
     tails: Arc<Vec<HostMemory>>,
+    /// The memory of the buckets. After the tasks, whose end waits for what is under way.
+    held: Mutex<Option<Py<PyAny>>>,
 }
 
 /// A bucket: floats of a row; of those, floats of parameters; its parameters, and where each begins.
@@ -107,9 +109,7 @@ impl DeviceSums {
         let missing = devices.iter().position(|device| *device < 0);
         let (Some(number), None) = (number, missing) else {
             if let (Some(_), Some(rank)) = (number, missing) {
-                log::warn!(
-                    "gradients go through the host: rank {rank} has none of its own on a device"
-                );
+                log::warn!("gradients go through the host: rank {rank} has its model elsewhere");
             }
             return Ok(None);
         };
@@ -171,6 +171,14 @@ impl DeviceSums {
         (buckets.collect(), self.layout.scalars().start)
     }
 
+    /// Keeps the memory of all buckets alive, whatever the program does, until this is closed: the device reads and
+    /// writes it on a stream that the program's allocator does not know.
+    fn hold(&self, py: Python<'_>, memory: Py<PyAny>) -> PyResult<()> {
+        let library = self.open(py, self.member.site("the memory of buckets"))?;
+        *library.held.lock().expect("no panic while locked") = Some(memory);
+        Ok(())
+    }
+
     /// Begins a step.
     fn begin(&self, py: Python<'_>) -> PyResult<()> {
         let site = self.member.site("the beginning of a step");
@@ -180,8 +188,8 @@ impl DeviceSums {
     }
 
     /// A bucket is complete when the caller's streams come to where they are now: its first row begins at an address,
-    /// and the others follow. It is exchanged when its turn comes. The caller keeps the memory, and leaves it alone,
-    /// until the step is finished or this is closed.
+    /// and the others follow. It is exchanged when its turn comes. The memory is among what is held, and the caller
+    /// leaves it alone until the step is finished.
     fn bucket(
         &self,
         py: Python<'_>,
@@ -204,7 +212,7 @@ impl DeviceSums {
         for number in travelling.turns.ready(number) {
             let complete = &mut travelling.complete[number];
             let (address, reached) = complete.as_mut().expect("it is ready");
-            // SAFETY: the memory is kept until the step is over.
+            // SAFETY: the memory is held until nothing is under way.
             unsafe { self.submit(&library, number, *address, std::mem::take(reached)) };
             travelling.submitted += 1;
         }
@@ -391,7 +399,7 @@ impl Library {
         let tails = Arc::new(tails.map_err(on_device)?);
         let tasks = DeviceTasks::new(group, context).map_err(on_device)?;
         let exchange = Arc::new(Mutex::new(exchange));
-        Ok((Library { tasks, exchange, tails }, layout))
+        Ok((Library { tasks, exchange, tails, held: Mutex::default() }, layout))
     }
 
     /// What was behind the means of a bucket. Nothing is under way.

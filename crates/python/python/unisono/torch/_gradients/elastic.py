@@ -117,6 +117,9 @@ class ElasticStep(ShardedStep):
     if the program does not catch the error, which a launcher takes for a failure that would be repeated.
     """
 
+    # Groups come and go, and the engine of a device does not outlive its own.
+    _stays_on_device = False
+
     def __init__(
         self,
         model: nn.Module,
