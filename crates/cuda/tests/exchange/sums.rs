@@ -2,7 +2,7 @@
 
 use unisono_collective::{Group, Options};
 use unisono_cuda::exchange::{ExchangeError, SumExchange};
-use unisono_cuda::{Context, DeviceGroup, DeviceMemory, Driver, Stream};
+use unisono_cuda::{Context, DeviceGroup, DeviceMemory, DeviceOptions, Driver, Stream};
 use unisono_sync::accumulate::Accumulation;
 use unisono_sync::shards::Shards;
 use unisono_sync::{Parameter, Settings, Synchronizer};
@@ -84,9 +84,13 @@ struct Worker {
 
 impl Worker {
     fn new(group: Group, shards: Shards) -> Worker {
+        Worker::on(DeviceGroup::new(group, 0), shards)
+    }
+
+    fn on(group: DeviceGroup, shards: Shards) -> Worker {
         let driver = Driver::load_from(fake::library().as_os_str()).unwrap();
         let context = Context::new(&driver.device(0).unwrap()).unwrap();
-        let exchange = SumExchange::new(DeviceGroup::new(group, 0), &context, shards).unwrap();
+        let exchange = SumExchange::new(group, &context, shards).unwrap();
         let stream = Stream::new(&context, 0).unwrap();
         Worker { exchange, stream, context, shards }
     }
@@ -115,6 +119,16 @@ impl Worker {
     }
 }
 
+/// What ranks make of it, twice in the same memory, as in steps; against the host.
+fn compare(found: &[[Vec<f32>; 2]], shards: Shards, world: usize) {
+    let expected = on_host(shards, world);
+    assert_eq!(found.len(), expected.len());
+    for (rank, (found, expected)) in found.iter().zip(&expected).enumerate() {
+        let what = format!("{} shards, rank {rank} of {world}", shards.count());
+        found.iter().for_each(|found| assert_same(found, expected, &what));
+    }
+}
+
 /// To the bit; which NaN a NaN is, is not specified.
 fn assert_same(found: &[f32], expected: &[f32], what: &str) {
     assert_eq!(found.len(), expected.len(), "{what}");
@@ -129,16 +143,40 @@ fn means_of_any_world_and_shards_have_the_bits_of_the_host() {
     for world in 1..=5 {
         for count in world..=9 {
             let shards = Shards::new(count, world).unwrap();
-            let expected = on_host(shards, world);
-            // One after the other in the same memory, as in steps.
             let found = on_ranks(world, |group| {
                 let mut worker = Worker::new(group, shards);
                 [worker.mean().unwrap(), worker.mean().unwrap()]
             });
-            for (rank, (found, expected)) in found.iter().zip(&expected).enumerate() {
-                let what = format!("{count} shards, rank {rank} of {world}");
-                found.iter().for_each(|found| assert_same(found, expected, &what));
-            }
+            compare(&found, shards, world);
+        }
+    }
+}
+
+#[test]
+fn means_of_ranks_on_several_hosts_have_them_too() {
+    // A window on some hosts, and on none.
+    for (hosts, engine) in
+        [(&[0, 0, 1][..], "hierarchical"), (&[0, 0, 1, 1], "hierarchical"), (&[0, 1, 2], "bounce")]
+    {
+        let mut options = DeviceOptions::from(fake::window(1 << 12, fake::ONE_ROUND));
+        options.nccl.library = Some("/nowhere/libnccl.so.2".into());
+        options.bounce.chunk = 1 << 10;
+        for count in [4, 8, 9] {
+            let (groups, world) = (fake::world_on(hosts, options.clone()), hosts.len());
+            assert_eq!(groups[0].engine().unwrap(), engine, "{hosts:?}");
+            let shards = Shards::new(count, world).unwrap();
+            let found: Vec<_> = std::thread::scope(|scope| {
+                let rank = |group: DeviceGroup| {
+                    move || {
+                        let mut worker = Worker::on(group, shards);
+                        [worker.mean().unwrap(), worker.mean().unwrap()]
+                    }
+                };
+                let ranks: Vec<_> =
+                    groups.into_iter().map(|group| scope.spawn(rank(group))).collect();
+                ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+            });
+            compare(&found, shards, world);
         }
     }
 }
