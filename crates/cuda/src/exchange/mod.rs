@@ -8,6 +8,9 @@
 //! - `spans`: every rank averages a part of the elements, and encodes the mean again;
 //! - `gathered`: every rank gets all encodings.
 //!
+//! A [`SumExchange`] is the device's side of the host's way without codecs, for ranks of which each has added up any number
+//! of shards.
+//!
 //! Everything is submitted to one stream. The host waits where ranks wait for each other, and for what only the device
 //! knows: how long a sparse encoding is, and whether one was damaged.
 
