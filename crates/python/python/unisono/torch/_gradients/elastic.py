@@ -110,6 +110,8 @@ class ElasticStep(ShardedStep):
     to `checkpoint`, if there is one, and the worker exits with code 143 where the loop asks for the next step.  A
     program with a handler of its own for SIGTERM is left alone.
 
+    Gradients of a CUDA model go by way of this machine's memory, for groups come and go.
+
     After the loop, `is_complete` says whether all steps were made: a worker of a machine that leaves the job is
     let go before, with the weights of that moment.
 
