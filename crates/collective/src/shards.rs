@@ -62,6 +62,13 @@ impl Shards {
         let covers: Vec<_> = self.subtrees(workers).into_iter().flatten().collect();
         Tree::over(0..self.count, &covers).expect("the workers' ranges cover all shards once")
     }
+
+    /// Whether an all-reduce over the workers makes that sum: each holds one subtree, and these combine like the ranks
+    /// of a group do.
+    pub fn is_all_reduce(self, workers: usize) -> bool {
+        let singles = self.subtrees(workers).iter().all(|subtrees| subtrees.len() == 1);
+        singles && self.tree(workers).nodes() == Tree::canonical(workers).nodes()
+    }
 }
 
 /// What one of the workers has of so many elements: whole blocks. Workers take turns in being first, so that the first
@@ -134,6 +141,13 @@ mod tests {
             .map(|subtrees| subtrees.iter().map(Range::len).collect())
             .collect();
         assert_eq!(lengths, [vec![2, 1], vec![1, 2], vec![2]]);
+    }
+
+    #[test]
+    fn aligned_workers_all_reduce() {
+        let is = |shards, workers| Shards::new(shards, workers).unwrap().is_all_reduce(workers);
+        assert!(is(8, 1) && is(8, 2) && is(8, 4) && is(8, 8) && is(5, 5) && is(6, 3));
+        assert!(!is(8, 3) && !is(8, 5) && !is(5, 2));
     }
 
     #[test]

@@ -47,7 +47,7 @@ mod _native {
     #[pymodule_export]
     use super::server::{InProcessServer, ServerClient, worker_from_env};
     #[pymodule_export]
-    use super::sync::{DeviceExchange, LocalSteps, Sums, Synchronizer, shards_of};
+    use super::sync::{DeviceExchange, DeviceSums, LocalSteps, Sums, Synchronizer, shards_of};
     #[pymodule_export]
     use super::work::Work;
 

@@ -94,6 +94,7 @@ def check_sharded_bits(rank, world, gpu):
             for place in (torch.device("cpu"), gpu):
                 model = Given(dtype).to(place)
                 step = unisono.torch.ShardedStep(model, None, 8, codec=codec, buckets=(1000, 100_000))
+                assert (step.engine is not None) == (place == gpu and codec is None), (place, codec, step.engine)
                 for number in range(3):
                     step.gradients([100 * number + shard for shard in step.shards], model)
                 outcomes.append(model.results(gradients=True))
@@ -110,20 +111,65 @@ def check_sharded_worlds(rank, world, gpu):
             if rank < size:
                 hashes[size, buckets] = trained(group, buckets, gpu)
     assert len(set(hashes.values())) == 1, hashes
+    if rank == 0:
+        print(f"     weights {next(iter(hashes.values()))[:12]}", flush=True)
     first = torch.tensor([int(next(iter(hashes.values())), 16) & (2**62 - 1)])
     every = [torch.empty_like(first) for _ in range(world)]
     dist.all_gather(every, first)
     assert len({one.item() for one in every}) == 1, every
 
 
-def trained(group, buckets, gpu) -> str:
+class ThroughTheHost(unisono.torch.ShardedStep):
+    """Whose gradients take the way of those with a codec."""
+
+    _stays_on_device = False
+
+
+def check_sharded_ways(rank, world, gpu):
+    """Gradients that stay on the device give the weights of those that go through the host, evenly shared or not."""
+    for shards in (world, 8, 9, 13):
+        for buckets in (None, (1 << 16, 1 << 18)):
+            ways = [trained(None, buckets, gpu, shards, kind) for kind in (unisono.torch.ShardedStep, ThroughTheHost)]
+            assert ways[0] == ways[1], (shards, buckets, ways)
+
+
+def check_sharded_order(rank, world, gpu):
+    """Means are those of what the program's stream computes late, and its stream sees them, whatever it does meanwhile."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(6))).to(gpu)
+    outcomes = []
+    for kind in (unisono.torch.ShardedStep, ThroughTheHost):
+        step = kind(model, None, 8, buckets=(1 << 22, 1 << 23))
+        own = []
+        for number in range(10):
+            # Of a stream that no other step uses, and that is far behind.
+            stream = torch.cuda.Stream(gpu)
+            stream.wait_stream(torch.cuda.current_stream(gpu))
+            with torch.cuda.stream(stream):
+                def loss(shard):
+                    inputs = torch.randn(512, 1024, generator=torch.Generator().manual_seed(100 * number + shard))
+                    return model(inputs.to(gpu)).square().mean()
+
+                step.gradients(step.shards, loss)
+                sums = torch.stack([layer.weight.grad.sum() for layer in model])
+                junk = torch.full((1 << 22,), torch.nan, device=gpu)  # Takes memory that was freed too early.
+                del junk
+            torch.cuda.current_stream(gpu).wait_stream(stream)
+            own.append(sums.cpu())
+        outcomes.append(own)
+        step.close()
+    expect_equal(*outcomes, "order")
+
+
+def trained(group, buckets, gpu, shards=8, kind=unisono.torch.ShardedStep) -> str:
     torch.manual_seed(1)
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(),
         nn.Linear(16 * 36, 256), nn.Dropout(0.2), nn.GELU(), nn.Linear(256, 10),
     ).to(gpu)  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    step = unisono.torch.ShardedStep(model, optimizer, 8, buckets=buckets, group=group)
+    step = kind(model, optimizer, shards, buckets=buckets, group=group)
+    assert (step.engine is not None) == (kind is unisono.torch.ShardedStep), step.engine
 
     def loss(seed):
         generator = torch.Generator().manual_seed(seed)

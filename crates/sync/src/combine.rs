@@ -26,7 +26,7 @@ impl Combiner {
     pub fn new(group: Group, shards: Shards) -> Combiner {
         group.time_folds();
         let workers = group.size();
-        let exchange = (!is_all_reduce(shards, workers)).then(|| Exchange::new(shards, workers));
+        let exchange = (!shards.is_all_reduce(workers)).then(|| Exchange::new(shards, workers));
         Combiner { group: Arc::new(group), exchange }
     }
 
@@ -60,13 +60,7 @@ impl Combiner {
 
 /// What the lengths to be summed must be a multiple of.
 pub fn alignment(shards: Shards, workers: usize) -> usize {
-    if is_all_reduce(shards, workers) { 1 } else { workers }
-}
-
-/// Whether the sums of the workers are those of an all-reduce.
-pub fn is_all_reduce(shards: Shards, workers: usize) -> bool {
-    let singles = shards.subtrees(workers).iter().all(|subtrees| subtrees.len() == 1);
-    singles && shards.tree(workers).nodes() == Tree::canonical(workers).nodes()
+    if shards.is_all_reduce(workers) { 1 } else { workers }
 }
 
 /// The exchange of subtrees, and its memory.
@@ -248,12 +242,5 @@ mod tests {
                 }
             }
         }
-    }
-
-    #[test]
-    fn aligned_workers_all_reduce() {
-        let is = |shards, workers| is_all_reduce(Shards::new(shards, workers).unwrap(), workers);
-        assert!(is(8, 1) && is(8, 2) && is(8, 4) && is(8, 8) && is(5, 5) && is(6, 3));
-        assert!(!is(8, 3) && !is(8, 5) && !is(5, 2));
     }
 }

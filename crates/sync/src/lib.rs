@@ -24,7 +24,7 @@ pub mod tune;
 
 pub use elastic::NotElastic;
 pub use error::SyncError;
-pub use synchronizer::{Parameter, Settings, StepOutcome, Synchronizer};
+pub use synchronizer::{Parameter, Settings, StepOutcome, Synchronizer, expect_equal_models};
 pub use times::{BucketTimes, StepTimes};
 pub use unisono_collective::shards;
 pub use unisono_optimizer as optimizer;

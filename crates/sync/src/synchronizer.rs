@@ -606,7 +606,7 @@ impl Step {
         let (rank, workers) = group.map_or((0, 1), |group| (group.rank(), group.size()));
         let shards = Shards::new(settings.shards, workers)?;
         let all_survive = match group {
-            Some(group) => expect_equal_models(group, parameters, survives)?,
+            Some(group) => agree_on_models(group, parameters, survives)?,
             None => survives,
         };
         let own = shards.of(rank, workers);
@@ -719,9 +719,13 @@ impl Clock {
     }
 }
 
-/// Fails on all ranks if one has registered other parameters than rank 0. Else, whether the state of the
-/// strategy survives on all of them.
-fn expect_equal_models(
+/// Fails on all ranks if one has registered other parameters than rank 0. All ranks must call it.
+pub fn expect_equal_models(group: &Group, parameters: &[Parameter]) -> Result<(), SyncError> {
+    agree_on_models(group, parameters, true).map(drop)
+}
+
+/// The same; and whether the state of the strategy survives on all of them.
+fn agree_on_models(
     group: &Group,
     parameters: &[Parameter],
     survives: bool,

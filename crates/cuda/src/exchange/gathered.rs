@@ -45,14 +45,14 @@ impl Exchange {
             }
         }
         let mut all_lengths = vec![0i64; lengths.len() * world];
-        self.group.group().all_gather(&lengths, &mut all_lengths)?;
+        self.group().group().all_gather(&lengths, &mut all_lengths)?;
         let all_lengths = self.checked_lengths(gradients, &all_lengths)?;
         let counts: Vec<usize> =
             all_lengths.chunks_exact(gradients.len()).map(|of| of.iter().sum()).collect();
         let all = self.scratch.of(Use::Incoming, counts.iter().sum())?;
         // SAFETY: the caller's promise; the scratch memory has room for all encodings.
         unsafe {
-            self.all_gather_unequal(mine, all, &counts, stream)?;
+            self.calls.all_gather_unequal(mine, all, &counts, stream)?;
             for (number, of) in gradients.iter().enumerate() {
                 let elements = self.held[of.parameter].elements;
                 if elements > 0 {

@@ -8,14 +8,19 @@
 //! - `spans`: every rank averages a part of the elements, and encodes the mean again;
 //! - `gathered`: every rank gets all encodings.
 //!
+//! A [`SumExchange`] is the device's side of the host's way without codecs, for ranks of which each has added up any number
+//! of shards.
+//!
 //! Everything is submitted to one stream. The host waits where ranks wait for each other, and for what only the device
 //! knows: how long a sparse encoding is, and whether one was damaged.
 
+mod calls;
 mod gathered;
 mod plain;
 mod scratch;
 mod spans;
 mod summed;
+mod sums;
 
 use std::sync::Arc;
 
@@ -31,7 +36,10 @@ use crate::group::DeviceGroup;
 use crate::library::DevicePtr;
 use crate::memory::DeviceMemory;
 use crate::stream::Stream;
+use calls::Calls;
 use scratch::Scratch;
+
+pub use sums::SumExchange;
 
 /// Why gradients were not exchanged. The replicas are at no step.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -114,7 +122,7 @@ pub struct DeviceGradient {
 
 /// Exchanges the gradients of the ranks of a group, of which each has one device and one shard.
 pub struct Exchange {
-    group: DeviceGroup,
+    calls: Calls,
     folds: Folds,
     held: Vec<Held>,
     passages: Vec<Shared>,
@@ -122,7 +130,6 @@ pub struct Exchange {
     warm_up: u64,
     seed: u64,
     scratch: Scratch,
-    sent: u64,
 }
 
 /// What belongs to one parameter.
@@ -160,14 +167,13 @@ impl Exchange {
         let (codecs, folds) = (Codecs::load(context)?, Folds::load(context)?);
         let stream = Stream::new(context, 0)?;
         let mut exchange = Exchange {
-            group,
+            calls: Calls::new(group),
             folds,
             held: Vec::with_capacity(parameters.len()),
             passages: Vec::new(),
             warm_up,
             seed,
             scratch: Scratch::new(context),
-            sent: 0,
         };
         for (number, parameter) in parameters.iter().enumerate() {
             let held = exchange.hold(&codecs, &stream, number, parameter)?;
@@ -351,20 +357,20 @@ impl Exchange {
     /// Bytes that this rank has sent to others so far, as if each went over a wire of its own: of an all-reduce, twice
     /// what is not its own part.
     pub fn sent(&self) -> u64 {
-        self.sent
+        self.calls.sent()
     }
 
     /// The group.
     pub fn group(&self) -> &DeviceGroup {
-        &self.group
+        self.calls.group()
     }
 
     fn rank(&self) -> usize {
-        self.group.group().rank()
+        self.calls.rank()
     }
 
     fn world(&self) -> usize {
-        self.group.group().size()
+        self.calls.world()
     }
 
     fn is_gathered(&self, codec: usize) -> bool {
@@ -379,27 +385,6 @@ impl Exchange {
     fn owed(&self, codec: usize, parameter: usize) -> Option<DevicePtr> {
         let feeds_back = self.passages[codec].encoded.feeds_back;
         self.held[parameter].residual.as_ref().filter(|_| feeds_back).map(DeviceMemory::pointer)
-    }
-
-    /// Sums elements over all ranks, in place.
-    ///
-    /// # Safety
-    /// They are valid until the stream has come that far, and nothing else touches them meanwhile.
-    unsafe fn all_reduce(
-        &mut self,
-        at: DevicePtr,
-        count: usize,
-        dtype: Dtype,
-        stream: &Stream,
-    ) -> Result<(), ExchangeError> {
-        if count == 0 {
-            return Ok(());
-        }
-        let (bytes, world) = ((count * dtype.size()) as u64, self.world() as u64);
-        self.sent += 2 * (bytes - bytes / world);
-        // SAFETY: the caller's promise.
-        unsafe { self.group.all_reduce(at, at, count, dtype, Reduction::Sum, Some(stream))? };
-        Ok(())
     }
 
     /// Divides f32 by the number of ranks, and writes them to another place or the same.

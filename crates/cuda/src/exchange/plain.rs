@@ -24,7 +24,7 @@ impl Exchange {
         // SAFETY: the caller's promise; what is copied to the host is waited for.
         unsafe {
             stream.copy_to_host(own.as_mut_ptr().cast(), used, count * 4)?;
-            self.all_reduce(used, count, Dtype::F32, stream)?;
+            self.calls.all_reduce(used, count, Dtype::F32, stream)?;
             stream.copy_to_host(all.as_mut_ptr().cast(), used, count * 4)?;
             stream.synchronize()?;
             for (gradient, _) in gradients.iter().zip(own).filter(|(_, own)| *own == 0.0) {
@@ -65,7 +65,7 @@ impl Exchange {
                 scale.measure(stream, of.pointer, at)?;
                 at = at.offset(scale.known().len() * 4);
             }
-            self.all_reduce(all, values + numbers, Dtype::F32, stream)?;
+            self.calls.all_reduce(all, values + numbers, Dtype::F32, stream)?;
             self.divide(all, all, values + numbers, stream)?;
             let mut at = all;
             for of in plain {

@@ -4,8 +4,6 @@
 use std::ops::Range;
 
 use unisono_codec::{Passage, Spans, is_encoded_twice};
-use unisono_collective::Request;
-use unisono_collective::engine::Memory;
 use unisono_collective::shards::share;
 
 use super::scratch::Use;
@@ -71,7 +69,14 @@ impl Exchange {
                     at = at.offset(spans.bytes(part.len()));
                 }
             }
-            self.all_to_all(outgoing, &bytes, incoming, &vec![bytes[me]; world], longest, stream)?;
+            self.calls.all_to_all(
+                outgoing,
+                &bytes,
+                incoming,
+                &vec![bytes[me]; world],
+                longest,
+                stream,
+            )?;
 
             // The encodings of each shard lie together, and so does what they are decoded to.
             let each = |shard: usize| {
@@ -102,7 +107,7 @@ impl Exchange {
                 at = at.offset(spans.bytes(part.len()));
                 from = from.offset(part.len() * 4);
             }
-            self.all_gather_unequal(mine, means, &bytes, stream)?;
+            self.calls.all_gather_unequal(mine, means, &bytes, stream)?;
 
             let starts: Vec<usize> = bytes
                 .iter()
@@ -121,7 +126,7 @@ impl Exchange {
             let checked = self.check(codec, stream, |this, rank| decode(this, rank));
             checked.map_err(|error| match error {
                 ExchangeError::Encoding { shard, source } => {
-                    let rank = self.group.group().members()[shard];
+                    let rank = self.group().group().members()[shard];
                     ExchangeError::EncodingOfMean { rank, source }
                 }
                 other => other,
@@ -159,7 +164,7 @@ impl Exchange {
                 blocks.encode_span(stream, key, 0, *elements, of.pointer, owed, at)?;
                 at = at.offset(spans.bytes(*elements));
             }
-            self.all_gather_unequal(mine, all, &vec![one; world], stream)?;
+            self.calls.all_gather_unequal(mine, all, &vec![one; world], stream)?;
             let decode = |this: &Exchange, shard: usize| -> Result<(), CodecError> {
                 let mut from = all.offset(shard * one);
                 let mut into = decoded.offset(shard * elements * 4);
@@ -223,59 +228,5 @@ impl Exchange {
 
     fn blocks(&self, codec: usize) -> &DeviceCodec {
         self.passages[codec].blocks.as_ref().expect("a codec by blocks")
-    }
-
-    /// An all-to-all of bytes; all ranks know the longest block.
-    ///
-    /// # Safety
-    /// The memory is valid for what is sent and received until the stream has come that far, and nothing else touches
-    /// it meanwhile.
-    unsafe fn all_to_all(
-        &mut self,
-        from: DevicePtr,
-        sent: &[usize],
-        into: DevicePtr,
-        received: &[usize],
-        longest: usize,
-        stream: &Stream,
-    ) -> Result<(), ExchangeError> {
-        let me = self.rank();
-        let others = sent.iter().enumerate().filter(|(rank, _)| *rank != me);
-        self.sent += others.map(|(_, bytes)| *bytes as u64).sum::<u64>();
-        let (from, into) = (from.0 as *const u8, into.0 as *mut u8);
-        // SAFETY: the caller's promise; the stream is one of the group's device.
-        unsafe {
-            let request =
-                Request::raw_all_to_all_unequal(from, sent, into, received, Some(longest))?;
-            self.run(request, stream)
-        }
-    }
-
-    /// An all-gather of bytes, of which each rank has as many as the counts say.
-    ///
-    /// # Safety
-    /// As for `all_to_all`.
-    pub(super) unsafe fn all_gather_unequal(
-        &mut self,
-        from: DevicePtr,
-        into: DevicePtr,
-        counts: &[usize],
-        stream: &Stream,
-    ) -> Result<(), ExchangeError> {
-        let own = counts[self.rank()];
-        self.sent += (own * (self.world() - 1)) as u64;
-        let (from, into) = (from.0 as *const u8, into.0 as *mut u8);
-        // SAFETY: the caller's promise; the stream is one of the group's device.
-        unsafe { self.run(Request::raw_all_gather_unequal(from, own, into, counts)?, stream) }
-    }
-
-    /// # Safety
-    /// The memory of the request is the device's, and the stream one of it.
-    unsafe fn run(&self, request: Request<'_>, stream: &Stream) -> Result<(), ExchangeError> {
-        let memory = Memory::Device(self.group.device());
-        // SAFETY: the caller's promise.
-        let request = unsafe { request.in_memory(memory).on_stream(stream.as_raw()) };
-        self.group.group().run(request)?;
-        Ok(())
     }
 }

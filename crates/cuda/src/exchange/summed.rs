@@ -82,7 +82,7 @@ impl Exchange {
         let dtype = match wire {
             // SAFETY: the caller's promise.
             Wire::F32 => unsafe {
-                self.all_reduce(at, count, Dtype::F32, stream)?;
+                self.calls.all_reduce(at, count, Dtype::F32, stream)?;
                 return self.divide(at, at, count, stream);
             },
             Wire::Fp16 => Dtype::F16,
@@ -100,7 +100,7 @@ impl Exchange {
             let sum = Reduction::Sum;
             self.folds.fold(stream, Dtype::F32, sum, down, &[at], at, None, count)?;
             self.own(&caster).cast_round(stream, wire, false, count, at, narrow)?;
-            self.all_reduce(narrow, count, dtype, stream)?;
+            self.calls.all_reduce(narrow, count, dtype, stream)?;
             self.own(&caster).cast_round(stream, wire, true, count, narrow, at)?;
             self.average(&vec![at; scale], at, count, stream)
         }

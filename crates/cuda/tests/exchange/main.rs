@@ -1,5 +1,5 @@
 //! Gradients that are encoded, exchanged and decoded on devices, without one: their means, and what is remembered, have
-//! the bits of the host's strategy.
+//! the bits of the host's strategy. So have, in `sums`, the means over shards that ranks have added up.
 
 use std::collections::BTreeMap;
 use std::sync::Once;
@@ -18,6 +18,7 @@ use unisono_sync::{Parameter, Settings, Synchronizer};
 mod fake;
 #[path = "../common/families.rs"]
 mod families;
+mod sums;
 
 /// One of every kind, with every way to travel.
 const CODECS: [&str; 17] = [

@@ -312,7 +312,7 @@ class ServerClient:
         """Waits until no worker is present; whether that is so after `seconds` at most."""
 
 class _Replica:
-    """What `LocalSteps` and `Synchronizer` have in common."""
+    """What all have in common that keep replicas in step."""
 
     @property
     def steps(self) -> int:
@@ -447,6 +447,51 @@ class DeviceExchange(_Replica):
 
     def finish(self, stream: int, seconds: float) -> list[int]:
         """Ends the step, and lets a stream wait for the means; the parameters that had a gradient anywhere."""
+
+class DeviceSums(_Replica):
+    """Makes the means over shards of what workers have added up, on their devices."""
+
+    @staticmethod
+    def join(
+        group: Group | None,
+        number: int | None,
+        parameters: Sequence[tuple[str, Sequence[int]]],
+        late: int,
+        shards: int,
+        buckets: tuple[int, int] | None,
+        seconds: float,
+    ) -> DeviceSums | None:
+        """Joins the workers of a group with a device of each, by its number. The last of the parameters, so many, come
+        after backward. None, on all ranks, where gradients have to go through the host."""
+
+    @property
+    def shards(self) -> tuple[int, int]:
+        """The shards of this worker: the first, and the one after the last."""
+
+    @property
+    def engine(self) -> str:
+        """The name of the engine that moves sums."""
+
+    def plan(self) -> tuple[list[tuple[int, bool, int]], int]:
+        """As `Sums.plan`."""
+
+    def layout(self) -> tuple[list[tuple[int, int, list[tuple[int, int]]]], int]:
+        """The buckets: the floats of a row; of those, the floats of parameters, behind which is for each in how many
+        shards it had a gradient; its parameters, and where each begins. And where the loss is in the first."""
+
+    def hold(self, memory: object) -> None:
+        """Keeps the memory of all buckets alive until this is closed."""
+
+    def begin(self) -> None:
+        """Begins a step."""
+
+    def bucket(self, number: int, address: int, streams: Sequence[int]) -> None:
+        """A bucket is complete when streams come to where they are now; a row for each sum begins at an address. The
+        memory is left alone until the step is finished."""
+
+    def finish(self, stream: int, seconds: float) -> tuple[float, list[int], None]:
+        """Ends the step, and lets a stream wait for the means, in the first rows; the mean loss, and the parameters
+        that had a gradient anywhere."""
 
 class Sums:
     """The sums of a worker's own gradients, which it hands over instead of those of every shard."""

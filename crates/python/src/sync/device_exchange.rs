@@ -1,29 +1,21 @@
 //! Gradients that are encoded, exchanged and decoded on a device.
 //!
-//! Buckets are those of the caller, in an order that all ranks have in common. Each is a task of a group that serves
-//! nothing else, on whose thread it waits for the other ranks, while the caller goes on. On the device they are in the
-//! order of one stream of our own, which waits for where the caller's stream was when it handed a bucket over; at the end
-//! of the step, the caller's stream waits for ours.
+//! Buckets are those of the caller, in an order that all ranks have in common.
 
-use std::collections::VecDeque;
-use std::ffi::c_void;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
-use unisono_collective::{Error, FormError, Group as EngineGroup, Work};
+use unisono_collective::{FormError, Group as EngineGroup};
 use unisono_cuda::exchange::{
     DeviceGradient, Encoded, Exchange, ExchangeError, Exchanged, Remembered,
 };
-use unisono_cuda::{
-    CodecError, Context, CudaError, DeviceGroup, DevicePtr, Driver, Event, EventKind, Stream,
-};
+use unisono_cuda::{CodecError, Context, CudaError, DeviceGroup, DevicePtr, Driver};
 use unisono_sync::shards::Shards;
 use unisono_sync::strategy::{Compressed, Compression, Remembered as OnHost, Strategy};
-use unisono_sync::{BucketTimes, Parameter, SyncError};
+use unisono_sync::{Parameter, SyncError};
 
+use super::device_tasks::{DeviceTasks, Phase, Phases, on_device, sync_error};
 use super::member::GroupMember;
 use super::record::{BucketTransfer, ReplicaRecord};
 use super::saved::{RestoredState, SavedState, restored, saved_by};
@@ -40,27 +32,15 @@ pub struct DeviceExchange {
     member: GroupMember,
     parameters: Vec<Parameter>,
     library: Closable<Library>,
-    phase: Mutex<Phase>,
+    phase: Phases,
     record: ReplicaRecord,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Phase {
-    Between,
-    /// Buckets come.
-    Backward,
-    /// A step failed: the replicas are at none.
-    Failed,
 }
 
 /// What is encoded where, and what is under way.
 struct Library {
-    group: Arc<EngineGroup>,
-    context: Context,
-    ours: Arc<Stream>,
+    /// Of each bucket, the parameters that had a gradient anywhere.
+    tasks: DeviceTasks<Vec<usize>>,
     sides: Arc<Mutex<Sides>>,
-    pending: Mutex<VecDeque<Work>>,
-    outcomes: (Sender<Outcome>, Mutex<Receiver<Outcome>>),
 }
 
 /// The two sides of what is encoded: the device's, and the host's, which knows under which names it is saved.
@@ -68,9 +48,6 @@ struct Sides {
     exchange: Exchange,
     host: Compressed,
 }
-
-/// What came of a bucket: its parameters that had a gradient anywhere, and when that was.
-type Outcome = Result<(Vec<usize>, BucketTimes), SyncError>;
 
 #[pymethods]
 impl DeviceExchange {
@@ -116,13 +93,13 @@ impl DeviceExchange {
             Library::new(group, number, &listed, compression)
         })?;
         let Some(library) = formed else { return Ok(None) };
-        let (ends, rank) = (library.group.abort_handle(), member.rank());
+        let (ends, rank) = (library.tasks.abort_handle(), member.rank());
         member.watch(Some(ends.clone()));
         Ok(Some(DeviceExchange {
             member,
             parameters,
             library: Closable::new(library, Some(ends), rank),
-            phase: Mutex::new(Phase::Between),
+            phase: Phases::default(),
             record: ReplicaRecord::default(),
         }))
     }
@@ -130,7 +107,7 @@ impl DeviceExchange {
     /// Begins a step.
     fn begin(&self, py: Python<'_>) -> PyResult<()> {
         let site = self.member.site("the beginning of a step");
-        self.turn(py, site, Phase::Between, Phase::Backward)
+        self.phase.turn(py, site, Phase::Between, Phase::Backward)
     }
 
     /// Takes gradients, as number, address and count, which the caller's stream has computed when it comes to here, and
@@ -145,7 +122,7 @@ impl DeviceExchange {
         stream: usize,
     ) -> PyResult<()> {
         let site = self.member.site("a bucket");
-        self.turn(py, site, Phase::Backward, Phase::Backward)?;
+        self.phase.turn(py, site, Phase::Backward, Phase::Backward)?;
         let library = self.open(py, site)?;
         let mut bucket = Vec::with_capacity(gradients.len());
         for (parameter, address, count) in gradients {
@@ -169,26 +146,29 @@ impl DeviceExchange {
     fn finish(&self, py: Python<'_>, stream: usize, seconds: f64) -> PyResult<Vec<usize>> {
         let site = self.member.site("the end of a step");
         // Whatever happens now, this step does not happen again.
-        self.turn(py, site, Phase::Backward, Phase::Failed)?;
+        self.phase.turn(py, site, Phase::Backward, Phase::Failed)?;
         let library = self.open(py, site)?;
-        let (used, times) = self.member.within(py, seconds, site, || library.collect(stream))?;
+        let (used, times) = self.member.within(py, seconds, site, || {
+            // SAFETY: the caller gave a stream of the device.
+            unsafe { library.tasks.collect(stream) }
+        })?;
         self.record.note_transfers(&times);
         self.record.note_sent(py.detach(|| library.sides().exchange.sent()));
         self.record.set_steps(self.record.steps() + 1);
-        self.turn(py, site, Phase::Failed, Phase::Between)?;
-        Ok(used)
+        self.phase.turn(py, site, Phase::Failed, Phase::Between)?;
+        Ok(used.concat())
     }
 
     /// What must be remembered besides the weights, at rank 0. All ranks call it, between steps.
     fn save(&self, py: Python<'_>, seconds: f64) -> PyResult<SavedState> {
         let site = self.member.site("saving");
-        self.turn(py, site, Phase::Between, Phase::Between)?;
+        self.phase.turn(py, site, Phase::Between, Phase::Between)?;
         let (group, library) = (self.member.engine(py, site)?, self.open(py, site)?);
         let parameters = self.parameters.len();
         self.member.within(py, seconds, site, || {
             let mut sides = library.sides();
             for parameter in 0..parameters {
-                let own = sides.exchange.remembered(parameter, &library.ours);
+                let own = sides.exchange.remembered(parameter, library.tasks.stream());
                 let Remembered { residual, mean, common, scale } = own.map_err(sync_error)?;
                 sides.host.remember(parameter, OnHost { residual, mean, common, scale });
             }
@@ -206,7 +186,7 @@ impl DeviceExchange {
         seconds: f64,
     ) -> PyResult<()> {
         let site = self.member.site("restoring");
-        self.turn(py, site, Phase::Between, Phase::Between)?;
+        self.phase.turn(py, site, Phase::Between, Phase::Between)?;
         let (group, library) = (self.member.engine(py, site)?, self.open(py, site)?);
         self.member.expect_equal_steps(py, &group, steps, seconds, site)?;
         let parameters = self.parameters.len();
@@ -216,7 +196,7 @@ impl DeviceExchange {
             for parameter in 0..parameters {
                 let OnHost { residual, mean, common, scale } = sides.host.remembered(parameter);
                 let own = Remembered { residual, mean, common, scale };
-                let set = sides.exchange.remember(parameter, &own, &library.ours);
+                let set = sides.exchange.remember(parameter, &own, library.tasks.stream());
                 set.map_err(sync_error)?;
             }
             self.record.set_steps(steps);
@@ -263,26 +243,6 @@ impl DeviceExchange {
         self.member.expect_free(py, site)?;
         self.library.open(py, site, "it")
     }
-
-    /// Goes on to another phase from the only one in which that is due.
-    fn turn(&self, py: Python<'_>, site: Site, from: Phase, to: Phase) -> PyResult<()> {
-        let mut phase = self.phase.lock().expect("no panic while locked");
-        if *phase == from {
-            *phase = to;
-            return Ok(());
-        }
-        let text = match *phase {
-            Phase::Failed => {
-                "an earlier step failed, and the replicas are at none; start again from the last checkpoint"
-            }
-            Phase::Backward => {
-                "the step before was not finished; a backward pass that raised leaves its step unfinished, and \
-                 there is no going on from it"
-            }
-            Phase::Between => "it is due after a step has begun",
-        };
-        Err(site.invalid(py, text))
-    }
 }
 
 impl Library {
@@ -316,24 +276,12 @@ impl Library {
             }
             Err(error) => return Err(sync_error(error)),
         };
-        let ours = Arc::new(Stream::new(&context, 0).map_err(on_device)?);
-        let (to, from) = channel();
-        Ok(Some(Library {
-            group,
-            context,
-            ours,
-            sides: Arc::new(Mutex::new(Sides { exchange, host })),
-            pending: Mutex::default(),
-            outcomes: (to, Mutex::new(from)),
-        }))
+        let tasks = DeviceTasks::new(group, context).map_err(on_device)?;
+        Ok(Some(Library { tasks, sides: Arc::new(Mutex::new(Sides { exchange, host })) }))
     }
 
     fn sides(&self) -> MutexGuard<'_, Sides> {
         lock(&self.sides)
-    }
-
-    fn pending(&self) -> MutexGuard<'_, VecDeque<Work>> {
-        self.pending.lock().expect("no panic while locked")
     }
 
     /// # Safety
@@ -347,93 +295,19 @@ impl Library {
         bytes: usize,
         stream: usize,
     ) -> Result<(), CudaError> {
-        let computed = Event::new(&self.context, EventKind::Ordering)?;
         // SAFETY: the caller's promise.
-        unsafe { Stream::borrowed(&self.context, stream as *mut c_void) }.record(&computed)?;
-        let (sides, ours, to) = (self.sides.clone(), self.ours.clone(), self.outcomes.0.clone());
-        let (ends, submitted) = (self.group.abort_handle(), Instant::now());
-        let work = self.group.submit_task(move || {
-            let started = Instant::now();
-            let exchanged = ours.wait(&computed).map_err(ExchangeError::from).and_then(|()| {
-                // SAFETY: the caller's promise.
-                unsafe { lock(&sides).exchange.exchange(step, &bucket, used, &ours) }
-            });
-            let outcome = exchanged.map_err(sync_error).map(|are_used| {
-                let (ended, none) = (Instant::now(), Duration::ZERO);
-                let times =
-                    BucketTimes { bytes, submitted, started, ended, folding: none, coding: none };
-                let used = bucket.iter().zip(are_used).filter(|(_, is_used)| *is_used);
-                (used.map(|(of, _)| of.parameter).collect(), times)
-            });
-            if let Err(error) = &outcome {
-                // The others would wait for this rank.
-                ends.abort(&error.to_string());
-            }
-            to.send(outcome).expect("the receiver waits for its tasks");
+        let computed = unsafe { self.tasks.reached(stream)? };
+        let sides = self.sides.clone();
+        self.tasks.submit(vec![computed], bytes, move |ours| {
+            // SAFETY: the caller's promise.
+            let are_used = unsafe { lock(&sides).exchange.exchange(step, &bucket, used, ours)? };
+            let used = bucket.iter().zip(are_used).filter(|(_, is_used)| *is_used);
+            Ok(used.map(|(of, _)| of.parameter).collect())
         });
-        self.pending().push_back(work);
         Ok(())
-    }
-
-    /// Waits for all buckets, and lets the caller's stream wait for their means.
-    fn collect(&self, stream: usize) -> Result<(Vec<usize>, Vec<BucketTimes>), SyncError> {
-        let works: Vec<Work> = self.pending().drain(..).collect();
-        let (mut used, mut times, mut failed) = (Vec::new(), Vec::new(), None);
-        for work in works {
-            // An exchange that fails has an outcome of its own, and one that panics has none.
-            let _ = work.wait();
-            let from = self.outcomes.1.lock().expect("no panic while locked");
-            match from.try_recv().expect("every bucket is answered") {
-                Ok((of_bucket, of_times)) => {
-                    used.extend(of_bucket);
-                    times.push(of_times);
-                }
-                Err(error) => failed = failed.or(Some(error)),
-            }
-        }
-        if let Some(error) = failed {
-            // The program may free the memory of its gradients now.
-            let _ = self.ours.synchronize();
-            return Err(error);
-        }
-        let there = || {
-            let means = Event::new(&self.context, EventKind::Ordering)?;
-            self.ours.record(&means)?;
-            // SAFETY: the caller gave a stream of the device.
-            unsafe { Stream::borrowed(&self.context, stream as *mut c_void) }.wait(&means)
-        };
-        there().map_err(on_device)?;
-        Ok((used, times))
-    }
-}
-
-impl Drop for Library {
-    /// The other ranks count on what was submitted, and its memory may be freed after this.
-    fn drop(&mut self) {
-        self.pending().drain(..).for_each(|work| drop(work.wait()));
-        let _ = self.ours.synchronize();
     }
 }
 
 fn lock(sides: &Mutex<Sides>) -> MutexGuard<'_, Sides> {
     sides.lock().expect("a thread that panicked is not asked again")
-}
-
-fn on_device(error: CudaError) -> SyncError {
-    SyncError::Group(device::failed(error))
-}
-
-/// As the host's strategy says it.
-fn sync_error(error: ExchangeError) -> SyncError {
-    match error {
-        ExchangeError::Group(error) => SyncError::Group(error),
-        ExchangeError::Encoding { shard, source } => SyncError::Encoding { shard, source },
-        ExchangeError::EncodingOfMean { rank, source } => {
-            SyncError::EncodingOfMean { rank, source }
-        }
-        other => SyncError::Group(Error::System {
-            what: "a call on a device",
-            reason: other.to_string(),
-        }),
-    }
 }

@@ -1,7 +1,7 @@
 //! Replicas that are kept in step: `unisono-sync`, for Python.
 //!
-//! [`Synchronizer`] takes the gradients of every step, [`DeviceExchange`] those that stay on a device, [`LocalSteps`] the
-//! weights of workers that agree now and then. All have threads and connections of their own, which they give up when they
+//! [`Synchronizer`] takes the gradients of every step, [`DeviceExchange`] and [`DeviceSums`] those that stay on a device,
+//! [`LocalSteps`] the weights of workers that agree now and then. All have threads and connections of their own, which they give up when they
 //! are closed.
 //!
 //! The library counts on callers that keep to the order of a step, and panics where one does not.
@@ -9,6 +9,8 @@
 
 mod buffers;
 mod device_exchange;
+mod device_sums;
+mod device_tasks;
 mod local;
 mod member;
 mod record;
@@ -17,6 +19,7 @@ mod settings;
 mod synchronizer;
 
 pub use device_exchange::DeviceExchange;
+pub use device_sums::DeviceSums;
 pub use local::LocalSteps;
 pub use synchronizer::{Sums, Synchronizer};
 

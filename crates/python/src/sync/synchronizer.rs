@@ -9,8 +9,8 @@ use pyo3::prelude::*;
 use unisono_sync::bucket::BucketSizes;
 use unisono_sync::{Parameter, Settings, SyncError, Synchronizer as Library};
 
-pub use self::sums::Sums;
 use self::sums::SumsProgress;
+pub use self::sums::{SummingPlan, Sums, summing_plan};
 use super::buffers::ParameterBuffers;
 use super::member::GroupMember;
 use super::record::{BucketTransfer, ReplicaRecord};
@@ -81,7 +81,7 @@ enum StepPhase {
 
 /// What came of a step: the mean loss; the parameters that had a gradient anywhere; the codec that
 /// was chosen after it and why, if one was.
-type StepOutcome = (f32, Vec<usize>, Option<(String, String)>);
+pub type StepOutcome = (f32, Vec<usize>, Option<(String, String)>);
 
 impl Synchronizer {
     fn lock(&self) -> MutexGuard<'_, StepProgress> {

@@ -10,7 +10,8 @@ import harness
 import pretend
 import torch
 import torch.distributed as dist
-from tools import equal
+from late_device import late_device
+from tools import equal, raises
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -158,6 +159,140 @@ def _loses_a_rank(rank, world):
             raise AssertionError("went on without rank 1")
         del compression
     os._exit(0)  # DDP's own group has lost a rank too.
+
+
+def case_pretended_sharded() -> None:
+    """Sums of shards that are exchanged on the device, against the same through the host."""
+    _driver()
+    for world in (1, 2, 3, 4):
+        assert harness.run(_shares_on_device, world) == [0] * world
+
+
+class Changing(nn.Module):
+    """A model whose gradients and losses are what its batch says, with a buffer that most batches change, one that none
+    does, and a parameter that some batches use, one that none does, and one that few do not, whose gradient is −0."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(5)
+        shapes = ((40, 70), (70,), (64, 33), (0, 5), (9, 999), (3, 3), (5,))
+        self.weights = nn.ParameterList(torch.randn(shape).to(dtype) for shape in shapes)
+        self.register_buffer("mean", torch.zeros(7, dtype=dtype))
+        self.register_buffer("mask", torch.full((2, 2), -torch.inf))
+        self.register_buffer("number", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, batch: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(batch)
+        total = torch.zeros(())
+        for number, weights in enumerate(self.weights):
+            given = torch.randn(weights.shape, generator=generator) * 3.0 ** (batch % 9)
+            given = torch.full(weights.shape, -0.0) if number == 6 else given
+            if number != 5 and not (number == 2 and batch % 5 > 1) and not (number == 6 and batch % 20 == 4):
+                total = total + (weights * given.to(weights.dtype)).sum().float()
+        if batch % 3:
+            with torch.no_grad():
+                self.mean.add_(torch.randn(7, generator=generator).to(self.mean.dtype))
+        # Not of 32 bits where the weights are not: a loss is rounded, too.
+        return total.double() if batch % 2 else total
+
+
+def _shared(shards, dtype, buckets, steps, group=None, state=None, expected=None):
+    """Gradients, buffers and losses of every step, and what is saved then; by the expected way, if there is one."""
+    model = Changing(dtype)
+    step = unisono.torch.ShardedStep(model, None, shards, buckets=buckets, group=group)
+    if expected is not None:
+        assert (step.engine is not None) == expected, step.engine
+    if state is not None:
+        step.load_state_dict(state)
+    found = []
+    for number in range(step.steps, steps):
+        loss = step.gradients([20 * number + shard for shard in step.shards], model)
+        gradients = [weights.grad for weights in model.weights]
+        assert gradients[5] is None
+        found += [torch.empty(0) if one is None else one.clone() for one in gradients]
+        found += [model.mean.clone(), model.mask.clone(), torch.tensor(loss)]
+    assert step.steps == steps
+    saved = step.state_dict()
+    step.close()
+    return found, saved
+
+
+def _shares_on_device(rank, world):
+    library = _driver()
+    some = (3000, 20_000)
+    cases = [(shards, torch.float32, some) for shards in (1, 5, 8, 9) if shards >= world]
+    cases += [(8, torch.float32, None), (8, torch.float32, (1, 1)), (8, torch.bfloat16, some), (8, torch.float64, some)]
+    for case in cases:
+        here, saved = _shared(*case, 3, expected=False)
+        with pretend.models_on_device(library):
+            there, own = _shared(*case, 3, expected=True)
+        _same(here, there, case)
+        assert own == saved == {"steps": 3, "tensors": {}}, (own, saved)
+    # From what the host has saved, and the other way round.
+    with pretend.models_on_device(library):
+        there, _ = _shared(8, torch.float32, some, 5, state=saved, expected=True)
+    here, _ = _shared(8, torch.float32, some, 5, state=own, expected=False)
+    _same(here, there, "resumed")
+
+
+def case_pretended_sharded_goes_through_the_host() -> None:
+    """With a codec, where a rank has no driver, and where one has its model elsewhere, all take the host's way."""
+    _driver()
+    assert harness.run(_shares_through_the_host, 3) == [0, 0, 0]
+
+
+def _shares_through_the_host(rank, world):
+    here, _ = _shared(8, torch.float32, None, 2)
+    with late_device() as late:
+        late.number = lambda: 0
+        os.environ["UNISONO_CUDA_DRIVER"] = "/nowhere/libcuda.so.1" if rank == 1 else _driver()
+        there, _ = _shared(8, torch.float32, None, 2, expected=False)
+        _same(here, there, "no driver")
+        os.environ["UNISONO_CUDA_DRIVER"] = _driver()
+        late.number = lambda: None if rank == 1 else 0
+        there, _ = _shared(8, torch.float32, None, 2, expected=False)
+        _same(here, there, "a model elsewhere")
+        late.number = lambda: 0
+        step = unisono.torch.ShardedStep(Changing(torch.float32), None, 8, codec="int8")
+        assert step.engine is None
+        step.close()
+
+
+def case_pretended_sharded_fails() -> None:
+    """A loss that raises is raised, and the step cannot be finished; models that differ and a rank that leaves are named."""
+    _driver()
+    assert harness.run(_shares_and_fails, 3) == [0, 0, 0]
+
+
+def _shares_and_fails(rank, world):
+    with pretend.models_on_device(_driver()):
+        model = nn.Linear(3, 4 + (rank == 1))
+        error = raises(unisono.Error, unisono.torch.ShardedStep, model, None, 8)
+        assert "rank 1" in str(error), error
+        model = Changing(torch.float32)
+        step = unisono.torch.ShardedStep(model, None, 8)
+
+        def loss(batch):
+            raise ValueError("of the program")
+
+        raises(ValueError, step.gradients, step.shards, loss)
+        error = raises(unisono.InvalidCall, step.gradients, step.shards, model)
+        assert "not finished" in str(error), error
+        dist.barrier()
+        step.close()
+        raises(unisono.Error, step.gradients, step.shards, model)
+        step = unisono.torch.ShardedStep(model, None, 8)
+        step.gradients(step.shards, model)
+        if rank == 1:
+            os._exit(0)
+        try:
+            for _ in range(20):
+                step.gradients(step.shards, model)
+        except unisono.Error as error:
+            assert "rank 1" in str(error), error
+        else:
+            raise AssertionError("went on without rank 1")
+    os._exit(0)
 
 
 def case_no_cuda_before_cuda_tensors() -> None:

@@ -33,7 +33,16 @@ impl SumsProgress {
 
 /// What happens to the gradients of each shard of a worker, as the slot it goes into, whether it is added to what is
 /// there, and how many slots are merged after it; and how many sums remain, in the lowest slots.
-type SummingPlan = (Vec<(usize, bool, usize)>, usize);
+pub type SummingPlan = (Vec<(usize, bool, usize)>, usize);
+
+/// The plan of an accumulation.
+pub fn summing_plan(accumulation: &Accumulation) -> SummingPlan {
+    let leaves = (0..accumulation.leaves()).map(|i| {
+        let Leaf { slot, add, merges } = accumulation.leaf(i);
+        (slot, add, merges)
+    });
+    (leaves.collect(), accumulation.sums())
+}
 
 /// The sums of a worker's own gradients, which it hands over instead of those of every shard.
 #[pyclass(frozen)]
@@ -56,14 +65,10 @@ impl Sums {
 
     /// How this worker sums the gradients of the next step.
     fn plan(&self, py: Python<'_>) -> PyResult<SummingPlan> {
-        self.0.bind(py).get().call(py, "planning sums", |library, _| {
-            let plan = library.accumulation();
-            let leaves = (0..plan.leaves()).map(|i| {
-                let Leaf { slot, add, merges } = plan.leaf(i);
-                (slot, add, merges)
-            });
-            Ok((leaves.collect(), plan.sums()))
-        })
+        self.0
+            .bind(py)
+            .get()
+            .call(py, "planning sums", |library, _| Ok(summing_plan(&library.accumulation())))
     }
 
     /// Takes a part of the next sum of a parameter, from element `at` on, and is done with its memory.

@@ -8,7 +8,6 @@ use unisono_collective::{Dtype, Error, Op};
 use super::calls::{Calls, Sent};
 use crate::advice::Volume;
 use crate::bucket::{Bucket, Layout};
-use crate::combine::is_all_reduce;
 use crate::shards::Shards;
 use crate::synchronizer::Parameter;
 use unisono_codec::is_encoded_twice;
@@ -110,7 +109,7 @@ impl World {
     fn summed(&self, elements: usize, dtype: Dtype, calls: &Calls<'_>) -> Result<Volume, Error> {
         let folded = elements as f64;
         let bytes = (elements * dtype.size()) as f64 * self.others();
-        if is_all_reduce(self.shards, self.workers) {
+        if self.shards.is_all_reduce(self.workers) {
             let sent = calls.sent(Op::AllReduce, dtype, elements)?;
             return Ok(Volume { folded, ..volume(1.0, 2.0 * bytes, sent) });
         }

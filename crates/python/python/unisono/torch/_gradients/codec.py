@@ -20,6 +20,11 @@ class CodecSettings:
     error_feedback: bool
     seed: int
 
+    @property
+    def is_none(self) -> bool:
+        """Whether all travels as it is."""
+        return self.codec == "none" and not self.rules
+
 
 def codec_of(
     codec: str | None,

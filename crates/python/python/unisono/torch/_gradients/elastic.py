@@ -110,12 +110,17 @@ class ElasticStep(ShardedStep):
     to `checkpoint`, if there is one, and the worker exits with code 143 where the loop asks for the next step.  A
     program with a handler of its own for SIGTERM is left alone.
 
+    Gradients of a CUDA model go by way of this machine's memory, for groups come and go.
+
     After the loop, `is_complete` says whether all steps were made: a worker of a machine that leaves the job is
     let go before, with the weights of that moment.
 
     A wrong call, replicas that differ and a checkpoint that cannot be written or read end a worker with exit code 64
     if the program does not catch the error, which a launcher takes for a failure that would be repeated.
     """
+
+    # Groups come and go, and the engine of a device does not outlive its own.
+    _stays_on_device = False
 
     def __init__(
         self,

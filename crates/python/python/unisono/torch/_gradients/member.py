@@ -9,15 +9,17 @@ from unisono import _native
 from unisono.errors import InvalidCall
 from unisono.torch import _exit
 
+_Native = _native.Synchronizer | _native.DeviceExchange | _native.DeviceSums | _native.LocalSteps
+
 
 class Member:
     """A rank among those that it synchronizes with, until the end of the program."""
 
-    _native: _native.Synchronizer | _native.DeviceExchange | _native.LocalSteps
+    _native: _Native
     #: How long a call may take.
     _seconds: float
 
-    def _join(self, native: _native.Synchronizer | _native.DeviceExchange | _native.LocalSteps, seconds: float) -> None:
+    def _join(self, native: _Native, seconds: float) -> None:
         self._native, self._seconds = native, seconds
         _exit.watch(self)
 

@@ -3,21 +3,17 @@
 From this machine's memory the engine takes every gradient as it comes, adds up those of a worker's shards by itself,
 and writes the means to where they belong.
 
-On a device they are added up there, in the order that the engine prescribes (`accumulate.rs` of the crate sync has the
-algorithm, and its names): a stack of partial sums for every parameter, of which the maximal subtrees of the worker's
-shards remain.  Only those travel.  A device adds 32-bit floats as a CPU does, so the bits are the same.  A sum is sent
-as soon as no later shard is added to it: with one shard per worker, or with a codec, which wants the gradients of the
-shards apart, that is during each backward pass, and otherwise during the last.
+On a device they are added up there (`summing.py`), and only the sums travel: by way of this machine's memory in
+`DeviceRoute`, and from the device itself in `resident.py`, where the engine can.
 
-All calls of the engine are made by the thread that delivers, in the order in which the program would have made them.
+By way of this machine's memory, all calls of the engine are made by the thread that delivers, in the order in which the
+program would have made them.
 
 Gradients of DDP whose codecs have kernels stay on their device: the engine encodes, exchanges and decodes each of DDP's
 buckets there, and the means come to where the gradients were.
 """
 
-import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,6 +22,7 @@ import torch
 from unisono import _native
 from unisono.torch._gradients import device
 from unisono.torch._gradients.floats import Floats, floats
+from unisono.torch._gradients.summing import Flag, Sum, Summing, float_at
 
 #: What came of a step: the mean loss; parameters that had a gradient anywhere; the codec that was chosen, and why.
 Outcome = tuple[float, list[int], tuple[str, str] | None]
@@ -52,7 +49,7 @@ class HostRoute:
 
     def begin_backward(self, loss: torch.Tensor | float) -> None:
         """The loss is computed; gradients come next."""
-        self._native.begin_backward(_number_of(loss))
+        self._native.begin_backward(number_of(loss))
 
     def gradient(self, index: int, gradient: torch.Tensor, may_be_unused: bool = False) -> None:
         """Hands a gradient over, which does not change before the end of the step.  One that is zero everywhere counts
@@ -85,96 +82,41 @@ class HostRoute:
         """The step has failed."""
 
 
-@dataclass(slots=True)
-class _Flag:
-    """Whether a gradient has numbers other than zero, which the device finds out."""
-
-    is_set: bool = False
-
-    def deliver(self, _at: int, address: int, _count: int) -> None:
-        self.is_set = _float_at(address) > 0
-
-
-@dataclass(slots=True)
-class _Sum:
-    """A sum of the gradients of neighbouring shards; without numbers, of shards that had none."""
-
-    numbers: torch.Tensor | None
-    #: Shards that had one.
-    shards: int | _Flag
-
-    def plus(self, other: "_Sum") -> "_Sum":
-        if self.numbers is None and other.numbers is None:
-            return self
-        # Zero has an effect: it turns −0 into +0.
-        left = 0.0 if self.numbers is None else self.numbers
-        right = 0.0 if other.numbers is None else other.numbers
-        # Not in place: the program may have kept the gradient.
-        return _Sum(torch.add(left, right) if self.numbers is not None else right + left, self.shards + other.shards)
-
-
-# Of a shard in which a parameter has no gradient.
-_NONE = _Sum(None, 0)
-
-
-class DeviceRoute:
+class DeviceRoute(Summing):
     """Gradients are added up on their device and staged in pinned memory."""
 
     def __init__(self, native: _native.Synchronizer, parameters: int, on: Any):
         self._native = native
         self._sums = _native.Sums(native)
         self._staging = device.Staging(on)
-        self._device = on
-        self.seeded = on.seeded()
-        self._stacks: list[list[_Sum]] = [[] for _ in range(parameters)]
-        # What happens to the gradients of each shard, and which sum is complete after it.
-        self._leaves: list[tuple[int, bool, int]] = []
-        self._complete: list[int | None] = []
-        self._begun = 0
-        self._seen: set[int] = set()
+        super().__init__(self._sums.plan, parameters, on)
 
     def begin_shard(self) -> int:
         """As of `HostRoute`, and so are the others."""
-        if self._begun == len(self._leaves):
-            self._begin_step()
-        self._begun += 1
-        self._seen = set()
+        self._begin_leaf()
         self._staging.then(self._native.begin_shard)
         self._staging.flush()
         return self._native.shards[0] + self._begun - 1
 
     def begin_backward(self, loss: torch.Tensor | float) -> None:
         if not isinstance(loss, torch.Tensor) or not self._device.holds(loss):
-            self._staging.then(partial(self._native.begin_backward, _number_of(loss)))
+            self._staging.then(partial(self._native.begin_backward, number_of(loss)))
             return
         begin = self._native.begin_backward
         number = loss.detach().to(torch.float32).reshape(1)
-        self._staging.send(number, lambda _at, address, _count: begin(_float_at(address)))
+        self._staging.send(number, lambda _at, address, _count: begin(float_at(address)))
         self._staging.flush()
 
     def gradient(self, index: int, gradient: torch.Tensor, may_be_unused: bool = False) -> None:
-        self._seen.add(index)
         numbers = device.numbers_of(gradient)
-        shards: int | _Flag = 1
+        shards: int | Flag = 1
         if may_be_unused:
-            shards = _Flag()
+            shards = Flag()
             self._send(numbers.any().to(torch.float32).reshape(1), shards.deliver)
-        self._add(index, _Sum(numbers, shards))
-
-    def changed(self, index: int, buffers: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> None:
-        if not buffers:
-            return
-        differ = [(buffer != start).any() for buffer, start in zip(buffers, before, strict=True)]
-        # Waits for the device, once: what did not change must not be touched, such as a mask of infinities.
-        together = [one.to(self._device.device) for one in differ]
-        for number, is_changed in enumerate(torch.stack(together).tolist()):
-            if is_changed:
-                self.gradient(index + number, buffers[number] - before[number])
+        self._add(index, Sum(numbers, shards))
 
     def end_shard(self) -> None:
-        for index in range(len(self._stacks)):
-            if index not in self._seen:
-                self._add(index, _NONE)
+        self._end_leaf()
         self._staging.then(self._native.end_shard)
         self._staging.flush()
 
@@ -184,48 +126,16 @@ class DeviceRoute:
             outcome = wait(self._sums.finish, lambda index, *mean: back.put(means[index], *mean))
         return outcome
 
-    def end_bucket(self) -> None:
-        pass
-
     def abandon(self) -> None:
         self._staging.abandon()
-        self._begun = len(self._leaves)
+        self._drop_step()
 
-    def _begin_step(self) -> None:
-        self._leaves, sums = self._sums.plan()
-        # After a shard, the top of the stack is the sum that it was added to.  That is complete if no later shard comes
-        # as far down.
-        tops = [slot - merges for slot, _, merges in self._leaves]
-        self._complete = [
-            top if all(other > top for other in tops[number + 1 :]) and top < sums else None
-            for number, top in enumerate(tops)
-        ]
-        self._begun = 0
-        for stack in self._stacks:
-            stack.clear()
-
-    def _add(self, index: int, leaf: _Sum) -> None:
-        """Adds the gradient of a shard; sends the sum that is complete by that, if one is."""
-        _, is_added, merges = self._leaves[self._begun - 1]
-        stack = self._stacks[index]
-        if is_added:
-            stack[-1] = stack[-1].plus(leaf)
-        else:
-            stack.append(leaf)
-        for _ in range(merges):
-            right = stack.pop()
-            stack[-1] = stack[-1].plus(right)
-        complete = self._complete[self._begun - 1]
-        if complete is not None:
-            whole, stack[complete] = stack[complete], _NONE
-            self._send_sum(index, complete, whole)
-
-    def _send_sum(self, index: int, number: int, whole: _Sum) -> None:
+    def _send_sum(self, index: int, number: int, whole: Sum) -> None:
         part, end = partial(self._sums.part, index, number), partial(self._sums.end, index, number)
         numbers, shards = whole.numbers, whole.shards
         if numbers is None:
             self._staging.then(partial(end, 0))
-        elif isinstance(shards, _Flag):
+        elif isinstance(shards, Flag):
             self._send(
                 numbers,
                 lambda *where: part(*where) if shards.is_set else None,
@@ -300,9 +210,6 @@ class EncodedRoute:
         return 0.0, used, None
 
 
-def _number_of(loss: torch.Tensor | float) -> float:
+def number_of(loss: torch.Tensor | float) -> float:
+    """A loss on the host."""
     return loss.item() if isinstance(loss, torch.Tensor) else loss
-
-
-def _float_at(address: int) -> float:
-    return ctypes.c_float.from_address(address).value

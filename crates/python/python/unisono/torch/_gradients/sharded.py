@@ -18,11 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unisono import _native
 from unisono.errors import InvalidCall
-from unisono.torch._gradients.codec import codec_of
+from unisono.torch._gradients import device
+from unisono.torch._gradients.codec import CodecSettings, codec_of
 from unisono.torch._gradients.ddp import refuse_ddp
 from unisono.torch._gradients.engine import EngineGroup, engine_of
 from unisono.torch._gradients.member import Member
-from unisono.torch._gradients.route import route_for
+from unisono.torch._gradients.resident import ResidentRoute
+from unisono.torch._gradients.route import DeviceRoute, HostRoute, route_for
 from unisono.torch._gradients.sampler import drawn_from
 
 Batch = TypeVar("Batch")
@@ -52,7 +54,9 @@ class ShardedStep(Member):
     All that is averaged is rounded to 32-bit floats, also where it is float64.
 
     A model may be on a CUDA device: gradients of a process's shards are added up there, and only
-    the sums travel, by way of this machine's memory, while backward goes on.
+    the sums travel, while backward goes on: from device to device, by the engine that `engine`
+    names; with a codec, or where the ranks have no engine in common, by way of this machine's
+    memory.
 
     What can still change bits: the number of threads (`torch.set_num_threads`; processes of one job
     on one machine often get fewer each, so set it), another type of CPU, another version of torch
@@ -61,9 +65,12 @@ class ShardedStep(Member):
     (`torch.use_deterministic_algorithms`).
 
     `buckets` are the bytes of the first and of the other buckets, which are otherwise found while
-    training; `codec`, `rules`, `warm_up` and `error_feedback` are those of
+    training, or 1 MiB and 25 MiB on devices; `codec`, `rules`, `warm_up` and `error_feedback` are those of
     `unisono.torch.compress`.  A `state_dict` is for any number of processes, and the same shards.
     """
+
+    #: Whether gradients may stay on their device, for as long as the group lasts.
+    _stays_on_device = True
 
     def __init__(
         self,
@@ -97,12 +104,8 @@ class ShardedStep(Member):
             seed=seed,
         )
         engine = self._find_engine(group)
-        shapes = [(name, list(tensor.shape)) for name, tensor in named.items()]
-        native = _native.Synchronizer(
-            engine.group, shapes, shards, settings, buckets, engine.seconds
-        )
+        native, self._route = self._way_of(engine, named, len(buffers), shards, settings, buckets)
         engine.spread([*model.parameters(), *model.buffers()])
-        self._route = route_for(native, list(named.values()))
         self._optimizer = optimizer
         self._seed = seed
         self._parameters = list(parameters.values())
@@ -122,6 +125,12 @@ class ShardedStep(Member):
     def shards(self) -> range:
         """The shards that this process computes."""
         return range(*self._native.shards)
+
+    @property
+    def engine(self) -> str | None:
+        """The engine that exchanges gradients on their device, by its name; None if this machine's memory is on their
+        way."""
+        return self._native.engine if isinstance(self._native, _native.DeviceSums) else None
 
     def __call__(self, batches: Iterable[Batch], loss: Callable[[Batch], torch.Tensor]) -> float:
         """Makes a step: the gradients, then the optimizer. The mean loss of all shards."""
@@ -207,6 +216,30 @@ class ShardedStep(Member):
         with torch.no_grad():
             for buffer, value in zip(self._kept, values, strict=True):
                 buffer.copy_(value)
+
+    def _way_of(
+        self,
+        engine: EngineGroup,
+        named: Mapping[str, torch.Tensor],
+        buffers: int,
+        shards: int,
+        settings: CodecSettings,
+        buckets: tuple[int, int] | None,
+    ) -> tuple[_native.Synchronizer | _native.DeviceSums, HostRoute | DeviceRoute | ResidentRoute]:
+        """What synchronizes these tensors, of which the last are buffers, and how they get there: they stay on their
+        device if the engine can exchange them there, on all ranks."""
+        tensors = list(named.values())
+        shapes = [(name, list(tensor.shape)) for name, tensor in named.items()]
+        if self._stays_on_device and settings.is_none:
+            found = device.device_of(tensors)
+            is_there = found is not None and all(map(found.holds, tensors))
+            resident = _native.DeviceSums.join(
+                engine.group, found.number() if is_there else None, shapes, buffers, shards, buckets, engine.seconds
+            )
+            if resident is not None:
+                return resident, ResidentRoute(resident, tensors, found)
+        native = _native.Synchronizer(engine.group, shapes, shards, settings, buckets, engine.seconds)
+        return native, route_for(native, tensors)
 
     def _find_engine(self, group: dist.ProcessGroup | None) -> EngineGroup:
         """The processes that compute the shards."""
