@@ -39,10 +39,12 @@ pub mod sender;
 pub mod sign;
 mod sparse;
 pub mod spec;
+mod stream;
 pub mod topk;
 
 use std::fmt;
 
+pub use cast::Mean;
 pub use random::Key;
 pub use round_trip::RoundTrip;
 pub use rules::{Rule, Rules, UnusedRule};

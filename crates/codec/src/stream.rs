@@ -1,0 +1,215 @@
+//! How codecs pass over memory that no cache holds: what makes the difference once a gradient is larger than the caches.
+//!
+//! **Reading.** A core that reads one line after the other waits for memory most of the time: hardware fetches ahead, but
+//! never into the next page, and learns every page anew. So while one group of pages is worked on, the next is asked
+//! for, [line by line from all its pages by turns](ask_ahead), which keeps several of them under way at once.
+//!
+//! **Writing.** A line that is written is first read, for nothing, unless the stores go past the caches. Large results
+//! [do so](bypass); their beginning would not be in any cache at their end anyway.
+
+/// Bytes of a cache line.
+pub const LINE: usize = 64;
+
+/// Bytes of a page.
+const PAGE: usize = 4096;
+
+/// Pages that are asked for by turns. Fewer: less is under way at once. More: what was asked for first is no longer in
+/// the first-level cache when its turn comes.
+const PAGES: usize = 4;
+
+/// Bytes of the shortest memory that is asked for ahead. What is shorter is probably in a cache, where that only
+/// costs instructions.
+const FAR: usize = 1 << 20;
+
+/// Bytes of the smallest result that bypasses the caches. A smaller limit is slower where the
+/// result would have stayed in the last-level cache until it is sent; a larger one wastes a third
+/// of the bandwidth on results that would not.
+pub const BYPASS: usize = 16 << 20;
+
+/// Elements that are worked on at once: a multiple of every codec's block. More would not stay in the first-level
+/// cache with all that belongs to them; with fewer, starting loops for each shows.
+pub const TILE: usize = 2048;
+
+/// Asks for what will be worked on when this is done, while the elements `now` of `all` are.
+#[inline(always)]
+pub fn ask_ahead<T>(all: &[T], now: std::ops::Range<usize>) {
+    let length = size_of_val(all);
+    if length < FAR {
+        return;
+    }
+    const LINES: usize = PAGES * PAGE / LINE;
+    for line in now.start * size_of::<T>() / LINE..now.end * size_of::<T>() / LINE {
+        let (group, place) = (line / LINES + 1, line % LINES);
+        let at = group * LINES * LINE + place % PAGES * PAGE + place / PAGES * LINE;
+        if at < length {
+            ask_for(all.as_ptr().cast::<u8>().wrapping_add(at));
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn ask_for(line: *const u8) {
+    use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+    // SAFETY: SSE is part of x86-64, and any address may be asked for.
+    unsafe { _mm_prefetch::<_MM_HINT_T0>(line.cast()) };
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+#[inline(always)]
+fn ask_for(_: *const u8) {}
+
+/// Any bits are an element, and there are no others between them.
+///
+/// # Safety
+/// So it is.
+pub unsafe trait Plain: Copy + Default {}
+// SAFETY: integers and floats have no padding.
+unsafe impl Plain for u8 {}
+// SAFETY: as above.
+unsafe impl Plain for u16 {}
+// SAFETY: as above.
+unsafe impl Plain for f32 {}
+
+/// Whether a result as long as this one goes past the caches.
+#[inline(always)]
+pub fn bypasses<T: Plain>(into: &[T]) -> bool {
+    size_of_val(into) >= BYPASS
+}
+
+/// Copies to memory past the caches. [`fence`] must follow the last.
+///
+/// # Panics
+/// If the lengths differ.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+pub fn bypass<T: Plain>(from: &[T], into: &mut [T]) {
+    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
+    const VECTOR: usize = size_of::<__m128i>();
+    assert_eq!(from.len(), into.len(), "an element for every element");
+    let each = VECTOR / size_of::<T>();
+    let head = into.as_ptr().align_offset(VECTOR).min(into.len());
+    let vectors = (into.len() - head) / each;
+    let (head_from, from) = from.split_at(head);
+    let (head_into, into) = into.split_at_mut(head);
+    head_into.copy_from_slice(head_from);
+    let (vectors_from, rest_from) = from.split_at(vectors * each);
+    let (vectors_into, rest_into) = into.split_at_mut(vectors * each);
+    let (source, target) =
+        (vectors_from.as_ptr().cast::<__m128i>(), vectors_into.as_mut_ptr().cast::<__m128i>());
+    for i in 0..vectors {
+        // SAFETY: both are plain bytes of as many vectors, and the destination is aligned. SSE2 is part of x86-64.
+        unsafe { _mm_stream_si128(target.add(i), _mm_loadu_si128(source.add(i))) };
+    }
+    rest_into.copy_from_slice(rest_from);
+}
+
+/// Orders what was written past the caches before everything written later, as other threads expect
+/// of ordinary stores.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+pub fn fence() {
+    // SAFETY: SSE is part of x86-64.
+    unsafe { std::arch::x86_64::_mm_sfence() };
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+#[inline(always)]
+pub fn bypass<T: Plain>(from: &[T], into: &mut [T]) {
+    into.copy_from_slice(from);
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+#[inline(always)]
+pub fn fence() {}
+
+/// Has `cast` make all of `into` from the elements of `from`, in parts of equal lengths.
+///
+/// Four pages are worked on by turns, a strip of each, so that all of them are under way at once. Stores that straddle
+/// cache lines are slow, so the first part ends at the beginning of a line.
+///
+/// # Panics
+/// If the lengths differ.
+#[inline(always)]
+pub fn sweep<A, B: Plain>(from: &[A], into: &mut [B], cast: impl Fn(&[A], &mut [B])) {
+    /// Elements of one turn: some lines. With more, the pages are less under way at once; with fewer, what is
+    /// written past the caches is in shorter pieces.
+    const STRIP: usize = 64;
+    const STRIPS: usize = PAGE / size_of::<f32>() / STRIP;
+    assert_eq!(from.len(), into.len(), "an element for every element");
+    let head = into.as_ptr().align_offset(LINE).min(into.len());
+    let (first, from) = from.split_at(head);
+    let (into_first, into) = into.split_at_mut(head);
+    cast(first, into_first);
+    let (is_long, is_far) = (bypasses(into), size_of_val(from) >= FAR);
+    let mut buffer = [B::default(); STRIP];
+    let (strips, rest) = from.as_chunks::<STRIP>();
+    let (into_strips, into_rest) = into.as_chunks_mut::<STRIP>();
+    let (groups, strips) = strips.as_chunks::<{ PAGES * STRIPS }>();
+    let (into_groups, into_strips) = into_strips.as_chunks_mut::<{ PAGES * STRIPS }>();
+    for (group, into) in groups.iter().zip(into_groups) {
+        for turn in 0..PAGES * STRIPS {
+            let place = turn % PAGES * STRIPS + turn / PAGES;
+            let strip = &group[place];
+            if is_far {
+                // What is at the same place of the next group.
+                let next = strip.as_ptr().wrapping_add(PAGES * STRIPS * STRIP).cast::<u8>();
+                for line in 0..size_of_val(strip) / LINE {
+                    ask_for(next.wrapping_add(line * LINE));
+                }
+            }
+            if is_long {
+                cast(strip, &mut buffer);
+                bypass_lines(&buffer, &mut into[place]);
+            } else {
+                cast(strip, &mut into[place]);
+            }
+        }
+    }
+    if is_long {
+        fence();
+    }
+    for (strip, into) in strips.iter().zip(into_strips) {
+        cast(strip, into);
+    }
+    cast(rest, into_rest);
+}
+
+/// As [`bypass`], where a line begins.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn bypass_lines<T: Plain, const N: usize>(from: &[T; N], into: &mut [T; N]) {
+    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
+    let (from, into) = (from.as_ptr().cast::<__m128i>(), into.as_mut_ptr().cast::<__m128i>());
+    assert!(into.is_aligned(), "strips begin where lines do");
+    for i in 0..N * size_of::<T>() / size_of::<__m128i>() {
+        // SAFETY: both are plain bytes of as many vectors, and the destination is aligned. SSE2 is part of x86-64.
+        unsafe { _mm_stream_si128(into.add(i), _mm_loadu_si128(from.add(i))) };
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+#[inline(always)]
+fn bypass_lines<T: Plain, const N: usize>(from: &[T; N], into: &mut [T; N]) {
+    *into = *from;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn copies_past_the_caches_are_copies() {
+        let from: Vec<u8> = (0..1000u32).map(|i| (i * 7) as u8).collect();
+        for start in 0..20 {
+            for length in [0, 1, 15, 16, 17, 64, 500] {
+                let mut into = vec![0; 600];
+                bypass(&from[start..start + length], &mut into[2 * start..2 * start + length]);
+                fence();
+                assert_eq!(into[2 * start..2 * start + length], from[start..start + length]);
+                let outside = into[..2 * start].iter().chain(&into[2 * start + length..]);
+                assert!(outside.copied().all(|byte| byte == 0), "{start} {length}");
+            }
+        }
+    }
+}
