@@ -5,7 +5,7 @@
 //! codec hands the gradient on as it is, and the strategy that sends it casts it. As the values of a sparse
 //! codec they are bytes, two for each element, little-endian.
 
-use crate::stream::sweep;
+use crate::stream::{TILE, sweep};
 use crate::{BadEncoding, Codec, Key, Passage, Spans, Summed, Task, Wire, elements};
 use multiversion::multiversion;
 use std::fmt;
@@ -88,14 +88,35 @@ impl<F: Format> Spans for F {
         });
     }
 
-    fn decode(&self, bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding> {
-        let expected = Spans::bytes(self, into.len());
-        if bytes.len() != expected {
-            return Err(BadEncoding::Length { codec: F::NAME, expected, found: bytes.len() });
+    fn encode_fed(&self, key: Key, first: usize, fed: &[f32], owed: &mut [f32], into: &mut [u8]) {
+        assert_eq!(fed.len(), owed.len(), "something fed for every element");
+        let tiles = into.chunks_mut(TILE * F::WIRE.bytes()).zip(owed.chunks_mut(TILE));
+        for ((into, owed), fed) in tiles.zip(fed.chunks(TILE)) {
+            add(fed, owed, |fed| fed);
+            self.encode_owed(key, first, owed, into);
         }
-        map(bytes.as_chunks().0, into, |bytes| F::widen(u16::from_le_bytes(bytes)));
+    }
+
+    fn decode(&self, bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding> {
+        let whole = whole::<F>(bytes, into.len())?;
+        map(whole, into, |bytes| F::widen(u16::from_le_bytes(bytes)));
         Ok(())
     }
+
+    fn decode_add(&self, bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding> {
+        let whole = whole::<F>(bytes, into.len())?;
+        add(whole, into, |bytes| F::widen(u16::from_le_bytes(bytes)));
+        Ok(())
+    }
+}
+
+/// The encodings of as many elements, if the bytes are that.
+fn whole<F: Format>(bytes: &[u8], elements: usize) -> Result<&[[u8; 2]], BadEncoding> {
+    let expected = elements * F::WIRE.bytes();
+    if bytes.len() != expected {
+        return Err(BadEncoding::Length { codec: F::NAME, expected, found: bytes.len() });
+    }
+    Ok(bytes.as_chunks().0)
 }
 
 /// Casts `values`, each times a factor, to 16-bit floats.
@@ -147,8 +168,14 @@ impl Mean {
 }
 
 /// Divides all by the same number.
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"))]
+pub fn divide_all(values: &mut [f32], by: f32) {
+    divide(values, by);
+}
+
+/// As [`divide_all`], compiled with its caller.
 #[inline(always)]
-pub fn divide(values: &mut [f32], by: f32) {
+fn divide(values: &mut [f32], by: f32) {
     // The inverse of a power of two is exact, and so both round the same number; multiplying is much faster.
     let inverse = 1.0 / by;
     let is_exact = by.to_bits() & 0x007f_ffff == 0 && by.is_normal() && inverse.is_normal();
@@ -166,6 +193,15 @@ fn map<A: Copy, B, F: Fn(A) -> B>(from: &[A], into: &mut [B], each: F) {
     assert_eq!(from.len(), into.len(), "an element for every element");
     for (from, into) in from.iter().zip(into) {
         *into = each(*from);
+    }
+}
+
+/// As [`map`], and adds to what is there.
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"))]
+fn add<A: Copy, F: Fn(A) -> f32>(from: &[A], into: &mut [f32], each: F) {
+    assert_eq!(from.len(), into.len(), "an element for every element");
+    for (from, into) in from.iter().zip(into) {
+        *into += each(*from);
     }
 }
 

@@ -39,12 +39,12 @@ pub mod sender;
 pub mod sign;
 mod sparse;
 pub mod spec;
-mod stream;
+pub mod stream;
 pub mod topk;
 
 use std::fmt;
 
-pub use cast::Mean;
+pub use cast::{Mean, divide_all};
 pub use random::Key;
 pub use round_trip::RoundTrip;
 pub use rules::{Rule, Rules, UnusedRule};
@@ -216,8 +216,15 @@ pub trait Spans: fmt::Debug + Send + Sync {
     /// decoded.
     fn encode_owed(&self, key: Key, first: usize, owed: &mut [f32], into: &mut [u8]);
 
+    /// As [`Spans::encode_owed`], and adds what is `fed` to what is `owed` first, in one pass.
+    fn encode_fed(&self, key: Key, first: usize, fed: &[f32], owed: &mut [f32], into: &mut [u8]);
+
     /// Decodes a run of blocks. Never reads or writes out of bounds, whatever the bytes.
     fn decode(&self, bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding>;
+
+    /// As [`Spans::decode`], and adds what is decoded to what is there, in one pass. After an error, `into` holds
+    /// unspecified values.
+    fn decode_add(&self, bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding>;
 }
 
 /// Whether the mean of so many shards' [`Spans`] is encoded again. Between two nothing is gained by that: each worker

@@ -7,6 +7,10 @@
 //! **Writing.** A line that is written is first read, for nothing, unless the stores go past the caches. Large results
 //! [do so](bypass); their beginning would not be in any cache at their end anyway.
 
+use std::ops::Range;
+
+use crate::BadEncoding;
+
 /// Bytes of a cache line.
 pub const LINE: usize = 64;
 
@@ -32,7 +36,7 @@ pub const TILE: usize = 2048;
 
 /// Asks for what will be worked on when this is done, while the elements `now` of `all` are.
 #[inline(always)]
-pub fn ask_ahead<T>(all: &[T], now: std::ops::Range<usize>) {
+pub fn ask_ahead<T>(all: &[T], now: Range<usize>) {
     let length = size_of_val(all);
     if length < FAR {
         return;
@@ -77,31 +81,44 @@ pub fn bypasses<T: Plain>(into: &[T]) -> bool {
     size_of_val(into) >= BYPASS
 }
 
-/// Copies to memory past the caches. [`fence`] must follow the last.
+/// Copies to memory past the caches, but for the ends where a line is not whole: to write a part of one past the caches
+/// takes as long as several whole ones. [`fence`] must follow the last.
 ///
 /// # Panics
 /// If the lengths differ.
-#[cfg(target_arch = "x86_64")]
 #[inline(always)]
 pub fn bypass<T: Plain>(from: &[T], into: &mut [T]) {
-    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
-    const VECTOR: usize = size_of::<__m128i>();
+    const { assert!(LINE.is_multiple_of(size_of::<T>())) };
     assert_eq!(from.len(), into.len(), "an element for every element");
-    let each = VECTOR / size_of::<T>();
-    let head = into.as_ptr().align_offset(VECTOR).min(into.len());
-    let vectors = (into.len() - head) / each;
-    let (head_from, from) = from.split_at(head);
-    let (head_into, into) = into.split_at_mut(head);
-    head_into.copy_from_slice(head_from);
-    let (vectors_from, rest_from) = from.split_at(vectors * each);
-    let (vectors_into, rest_into) = into.split_at_mut(vectors * each);
-    let (source, target) =
-        (vectors_from.as_ptr().cast::<__m128i>(), vectors_into.as_mut_ptr().cast::<__m128i>());
-    for i in 0..vectors {
+    let head = into.as_ptr().align_offset(LINE).min(into.len());
+    let whole = (into.len() - head) * size_of::<T>() / LINE * LINE / size_of::<T>();
+    let ((first, from), (into_first, into)) = (from.split_at(head), into.split_at_mut(head));
+    let ((lines, last), (into_lines, into_last)) =
+        (from.split_at(whole), into.split_at_mut(whole));
+    into_first.copy_from_slice(first);
+    bypass_lines(lines, into_lines);
+    into_last.copy_from_slice(last);
+}
+
+/// As [`bypass`], of whole lines.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn bypass_lines<T: Plain>(from: &[T], into: &mut [T]) {
+    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
+    let length = size_of_val(from);
+    assert!(length.is_multiple_of(size_of::<__m128i>()) && length == size_of_val(into));
+    let (from, into) = (from.as_ptr().cast::<__m128i>(), into.as_mut_ptr().cast::<__m128i>());
+    assert!(length == 0 || into.is_aligned(), "a line begins here");
+    for i in 0..length / size_of::<__m128i>() {
         // SAFETY: both are plain bytes of as many vectors, and the destination is aligned. SSE2 is part of x86-64.
-        unsafe { _mm_stream_si128(target.add(i), _mm_loadu_si128(source.add(i))) };
+        unsafe { _mm_stream_si128(into.add(i), _mm_loadu_si128(from.add(i))) };
     }
-    rest_into.copy_from_slice(rest_from);
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+#[inline(always)]
+fn bypass_lines<T: Plain>(from: &[T], into: &mut [T]) {
+    into.copy_from_slice(from);
 }
 
 /// Orders what was written past the caches before everything written later, as other threads expect
@@ -111,12 +128,6 @@ pub fn bypass<T: Plain>(from: &[T], into: &mut [T]) {
 pub fn fence() {
     // SAFETY: SSE is part of x86-64.
     unsafe { std::arch::x86_64::_mm_sfence() };
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-#[inline(always)]
-pub fn bypass<T: Plain>(from: &[T], into: &mut [T]) {
-    into.copy_from_slice(from);
 }
 
 #[cfg(not(target_arch = "x86_64"))]
@@ -175,23 +186,74 @@ pub fn sweep<A, B: Plain>(from: &[A], into: &mut [B], cast: impl Fn(&[A], &mut [
     cast(rest, into_rest);
 }
 
-/// As [`bypass`], where a line begins.
-#[cfg(target_arch = "x86_64")]
-#[inline(always)]
-fn bypass_lines<T: Plain, const N: usize>(from: &[T; N], into: &mut [T; N]) {
-    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
-    let (from, into) = (from.as_ptr().cast::<__m128i>(), into.as_mut_ptr().cast::<__m128i>());
-    assert!(into.is_aligned(), "strips begin where lines do");
-    for i in 0..N * size_of::<T>() / size_of::<__m128i>() {
-        // SAFETY: both are plain bytes of as many vectors, and the destination is aligned. SSE2 is part of x86-64.
-        unsafe { _mm_stream_si128(into.add(i), _mm_loadu_si128(from.add(i))) };
-    }
+/// A codec that encodes and decodes tile by tile. Not closures: those are compiled once for all instruction sets, unless
+/// they happen to be inlined.
+pub trait Tiles {
+    /// Bytes of the encoding of so many elements.
+    fn bytes(&self, elements: usize) -> usize;
 }
 
-#[cfg(not(target_arch = "x86_64"))]
+/// Encodes some of the elements.
+pub trait EncodeTile: Tiles {
+    /// To be `#[inline(always)]`. `into` has the right length.
+    fn encode(&mut self, tile: Range<usize>, into: &mut [u8]);
+}
+
+/// Decodes some bytes.
+pub trait DecodeTile: Tiles {
+    /// To be `#[inline(always)]`. The bytes are as many as the elements take.
+    fn decode(&mut self, bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding>;
+}
+
+/// Decodes all of `bytes`, which are as many as the elements of `into` take.
 #[inline(always)]
-fn bypass_lines<T: Plain, const N: usize>(from: &[T; N], into: &mut [T; N]) {
-    *into = *from;
+pub fn decode_tiles(
+    mut codec: impl DecodeTile,
+    bytes: &[u8],
+    into: &mut [f32],
+) -> Result<(), BadEncoding> {
+    let is_long = bypasses(into);
+    let mut buffer = [0.0; TILE];
+    for start in (0..into.len()).step_by(TILE) {
+        let end = (start + TILE).min(into.len());
+        let encoded = codec.bytes(start)..codec.bytes(end);
+        ask_ahead(bytes, encoded.clone());
+        let (bytes, into) = (&bytes[encoded], &mut into[start..end]);
+        if is_long {
+            let buffer = &mut buffer[..end - start];
+            codec.decode(bytes, buffer)?;
+            bypass(buffer, into);
+        } else {
+            codec.decode(bytes, into)?;
+        }
+    }
+    if is_long {
+        fence();
+    }
+    Ok(())
+}
+
+/// Encodes so many elements. `into` has the right length.
+#[inline(always)]
+pub fn encode_tiles(mut codec: impl EncodeTile, elements: usize, into: &mut [u8]) {
+    /// More elements than elsewhere: their bytes are what must stay in the cache, and the ends of a tile are not whole
+    /// lines.
+    const TILES: usize = 4 * TILE;
+    let is_long = bypasses(into);
+    // A byte for an element at the most, and what goes with every block.
+    let mut buffer = [0; TILES + TILES / 16];
+    for start in (0..elements).step_by(TILES) {
+        let end = (start + TILES).min(elements);
+        let into = &mut into[codec.bytes(start)..codec.bytes(end)];
+        let buffer = &mut buffer[..into.len()];
+        codec.encode(start..end, if is_long { &mut *buffer } else { &mut *into });
+        if is_long {
+            bypass(buffer, into);
+        }
+    }
+    if is_long {
+        fence();
+    }
 }
 
 #[cfg(test)]
