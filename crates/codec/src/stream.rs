@@ -212,24 +212,30 @@ pub fn decode_tiles(
     bytes: &[u8],
     into: &mut [f32],
 ) -> Result<(), BadEncoding> {
-    let is_long = bypasses(into);
+    let tiles = (0..into.len()).step_by(TILE);
+    if !bypasses(into) {
+        // Not a tile at a time, if it is short: that takes time to begin with.
+        if size_of_val(into) < FAR {
+            return codec.decode(bytes, into);
+        }
+        for start in tiles {
+            let end = (start + TILE).min(into.len());
+            let encoded = codec.bytes(start)..codec.bytes(end);
+            ask_ahead(bytes, encoded.clone());
+            codec.decode(&bytes[encoded], &mut into[start..end])?;
+        }
+        return Ok(());
+    }
     let mut buffer = [0.0; TILE];
-    for start in (0..into.len()).step_by(TILE) {
+    for start in tiles {
         let end = (start + TILE).min(into.len());
         let encoded = codec.bytes(start)..codec.bytes(end);
         ask_ahead(bytes, encoded.clone());
-        let (bytes, into) = (&bytes[encoded], &mut into[start..end]);
-        if is_long {
-            let buffer = &mut buffer[..end - start];
-            codec.decode(bytes, buffer)?;
-            bypass(buffer, into);
-        } else {
-            codec.decode(bytes, into)?;
-        }
+        let buffer = &mut buffer[..end - start];
+        codec.decode(&bytes[encoded], buffer)?;
+        bypass(buffer, &mut into[start..end]);
     }
-    if is_long {
-        fence();
-    }
+    fence();
     Ok(())
 }
 
@@ -239,21 +245,19 @@ pub fn encode_tiles(mut codec: impl EncodeTile, elements: usize, into: &mut [u8]
     /// More elements than elsewhere: their bytes are what must stay in the cache, and the ends of a tile are not whole
     /// lines.
     const TILES: usize = 4 * TILE;
-    let is_long = bypasses(into);
+    if !bypasses(into) {
+        return codec.encode(0..elements, into);
+    }
     // A byte for an element at the most, and what goes with every block.
     let mut buffer = [0; TILES + TILES / 16];
     for start in (0..elements).step_by(TILES) {
         let end = (start + TILES).min(elements);
         let into = &mut into[codec.bytes(start)..codec.bytes(end)];
         let buffer = &mut buffer[..into.len()];
-        codec.encode(start..end, if is_long { &mut *buffer } else { &mut *into });
-        if is_long {
-            bypass(buffer, into);
-        }
+        codec.encode(start..end, buffer);
+        bypass(buffer, into);
     }
-    if is_long {
-        fence();
-    }
+    fence();
 }
 
 #[cfg(test)]
