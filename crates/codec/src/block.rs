@@ -19,7 +19,7 @@
 //! The same loops are compiled for several instruction sets. Nothing in them is fused, and nothing
 //! is summed, so all of them write the same bytes.
 
-use crate::stream::{DecodeTile, EncodeTile, Tiles, ask_ahead, decode_tiles, encode_tiles};
+use crate::stream::{DecodeTile, ask_ahead, decode_tiles};
 use crate::{BadEncoding, Key, Rounding};
 use multiversion::multiversion;
 use std::ops::Range;
@@ -191,7 +191,23 @@ fn encode_blocks<Q: Quantizer>(
     into: &mut [u8],
 ) {
     assert_eq!(into.len(), bytes(quantizer, values.len()), "room for the encoding");
-    encode_tiles(Encoder { quantizer, dither, first, values }, values.len(), into);
+    let mut codes = [0; LARGEST];
+    let codes = &mut codes[..Q::BLOCK];
+    let starts = (0..values.len()).step_by(Q::BLOCK);
+    for (start, into) in starts.zip(into.chunks_mut(stride(quantizer))) {
+        let span = start..(start + Q::BLOCK).min(values.len());
+        let mut peak = Peak::default();
+        peak.note_all(values, span.clone());
+        let scale = scale(quantizer.levels(), peak.whole());
+        let seed = dither.map(|key| key.at((first + start) as u64));
+        let block = &values[span];
+        // The same either way, but the first is compiled for a known length.
+        if block.len() == Q::BLOCK {
+            encode_block(quantizer, seed, scale, &block[..Q::BLOCK], codes, into);
+        } else {
+            encode_block(quantizer, seed, scale, block, codes, into);
+        }
+    }
 }
 
 #[inline(always)]
@@ -205,8 +221,25 @@ fn encode_owed_blocks<Q: Quantizer>(
 ) {
     assert_eq!(into.len(), bytes(quantizer, owed.len()), "room for the encoding");
     assert!(fed.is_none_or(|fed| fed.len() == owed.len()), "something fed for every element");
-    let elements = owed.len();
-    encode_tiles(OwedEncoder { quantizer, dither, first, fed, owed }, elements, into);
+    let mut codes = [0; LARGEST];
+    let codes = &mut codes[..Q::BLOCK];
+    let starts = (0..owed.len()).step_by(Q::BLOCK);
+    for (start, into) in starts.zip(into.chunks_mut(stride(quantizer))) {
+        let span = start..(start + Q::BLOCK).min(owed.len());
+        let mut peak = Peak::default();
+        match fed {
+            None => peak.note_all(owed, span.clone()),
+            Some(fed) => peak.note_fed(fed, owed, span.clone()),
+        }
+        let scale = scale(quantizer.levels(), peak.whole());
+        let seed = dither.map(|key| key.at((first + start) as u64));
+        let block = &mut owed[span];
+        if block.len() == Q::BLOCK {
+            encode_owed_block(quantizer, seed, scale, &mut block[..Q::BLOCK], codes, into);
+        } else {
+            encode_owed_block(quantizer, seed, scale, block, codes, into);
+        }
+    }
 }
 
 #[inline(always)]
@@ -240,93 +273,17 @@ fn expect_length<Q: Quantizer>(
     }
 }
 
-struct Encoder<'a, Q> {
-    quantizer: Q,
-    dither: Option<Key>,
-    first: usize,
-    values: &'a [f32],
-}
-
-impl<Q: Quantizer> Tiles for Encoder<'_, Q> {
-    #[inline(always)]
-    fn bytes(&self, elements: usize) -> usize {
-        bytes(self.quantizer, elements)
-    }
-}
-
-impl<Q: Quantizer> EncodeTile for Encoder<'_, Q> {
-    #[inline(always)]
-    fn encode(&mut self, tile: Range<usize>, into: &mut [u8]) {
-        let Encoder { quantizer, dither, first, values } = *self;
-        let mut codes = [0; LARGEST];
-        let codes = &mut codes[..Q::BLOCK];
-        for (start, into) in tile.step_by(Q::BLOCK).zip(into.chunks_mut(stride(quantizer))) {
-            let span = start..(start + Q::BLOCK).min(values.len());
-            let mut peak = Peak::default();
-            peak.note_all(values, span.clone());
-            let scale = scale(quantizer.levels(), peak.whole());
-            let seed = dither.map(|key| key.at((first + start) as u64));
-            let block = &values[span];
-            // The same either way, but the first is compiled for a known length.
-            if block.len() == Q::BLOCK {
-                encode_block(quantizer, seed, scale, &block[..Q::BLOCK], codes, into);
-            } else {
-                encode_block(quantizer, seed, scale, block, codes, into);
-            }
-        }
-    }
-}
-
-struct OwedEncoder<'a, Q> {
-    quantizer: Q,
-    dither: Option<Key>,
-    first: usize,
-    fed: Option<&'a [f32]>,
-    owed: &'a mut [f32],
-}
-
-impl<Q: Quantizer> Tiles for OwedEncoder<'_, Q> {
-    #[inline(always)]
-    fn bytes(&self, elements: usize) -> usize {
-        bytes(self.quantizer, elements)
-    }
-}
-
-impl<Q: Quantizer> EncodeTile for OwedEncoder<'_, Q> {
-    #[inline(always)]
-    fn encode(&mut self, tile: Range<usize>, into: &mut [u8]) {
-        let OwedEncoder { quantizer, dither, first, fed, ref mut owed } = *self;
-        let mut codes = [0; LARGEST];
-        let codes = &mut codes[..Q::BLOCK];
-        for (start, into) in tile.step_by(Q::BLOCK).zip(into.chunks_mut(stride(quantizer))) {
-            let span = start..(start + Q::BLOCK).min(owed.len());
-            let mut peak = Peak::default();
-            match fed {
-                None => peak.note_all(owed, span.clone()),
-                Some(fed) => peak.note_fed(fed, owed, span.clone()),
-            }
-            let scale = scale(quantizer.levels(), peak.whole());
-            let seed = dither.map(|key| key.at((first + start) as u64));
-            let block = &mut owed[span];
-            if block.len() == Q::BLOCK {
-                encode_owed_block(quantizer, seed, scale, &mut block[..Q::BLOCK], codes, into);
-            } else {
-                encode_owed_block(quantizer, seed, scale, block, codes, into);
-            }
-        }
-    }
-}
-
 struct Decoder<Q>(Q);
 
-impl<Q: Quantizer> Tiles for Decoder<Q> {
+impl<Q: Quantizer> DecodeTile for Decoder<Q> {
+    /// A multiple of every block.
+    const ELEMENTS: usize = LARGEST;
+
     #[inline(always)]
     fn bytes(&self, elements: usize) -> usize {
         bytes(self.0, elements)
     }
-}
 
-impl<Q: Quantizer> DecodeTile for Decoder<Q> {
     #[inline(always)]
     fn decode(&mut self, bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding> {
         decode_each::<Q, false>(self.0, bytes, into)

@@ -240,6 +240,27 @@ mod tests {
     }
 
     #[test]
+    fn means_are_quotients_to_the_bit() {
+        let values = values();
+        for shards in [1usize, 2, 3, 4, 6, 7, 8, 1000] {
+            let factor = shards.next_power_of_two() as f32;
+            let mut means = values.clone();
+            Mean::new(factor, shards).make(&mut means);
+            let mut quotients = values.clone();
+            divide_all(&mut quotients, shards as f32);
+            for ((value, mean), quotient) in values.iter().zip(&means).zip(&quotients) {
+                let expected = value / (1.0 / factor) / shards as f32;
+                assert!(
+                    mean.to_bits() == expected.to_bits() || value.is_nan(),
+                    "{value:e} {shards}"
+                );
+                let expected = value / shards as f32;
+                assert!(quotient.to_bits() == expected.to_bits() || value.is_nan(), "{value:e}");
+            }
+        }
+    }
+
+    #[test]
     fn long_vectors_are_cast_like_their_elements() {
         fn check<F: Format>(
             narrow: impl Fn(&[f32], &mut [u16]),

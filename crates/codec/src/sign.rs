@@ -15,7 +15,7 @@
 //! Sums of floats depend on their order, so the mean is taken in a fixed number of lanes, which are
 //! folded in halves, whatever the vectors of the CPU.
 
-use crate::stream::{DecodeTile, Tiles, ask_ahead, decode_tiles};
+use crate::stream::{DecodeTile, ask_ahead, decode_tiles};
 use crate::{BadEncoding, Codec, Key, Passage, Spans, elements};
 use multiversion::multiversion;
 
@@ -192,14 +192,14 @@ fn decode_add_blocks(bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding> 
 
 struct Decoder;
 
-impl Tiles for Decoder {
+impl DecodeTile for Decoder {
+    const ELEMENTS: usize = BLOCK;
+
     #[inline(always)]
     fn bytes(&self, elements: usize) -> usize {
         Sign.bytes(elements)
     }
-}
 
-impl DecodeTile for Decoder {
     #[inline(always)]
     fn decode(&mut self, bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding> {
         decode_each::<false>(bytes, into)

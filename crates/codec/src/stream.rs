@@ -14,6 +14,9 @@ use crate::BadEncoding;
 /// Bytes of a cache line.
 pub const LINE: usize = 64;
 
+/// Numbers in a line.
+const IN_LINE: usize = LINE / size_of::<f32>();
+
 /// Bytes of a page.
 const PAGE: usize = 4096;
 
@@ -30,8 +33,8 @@ const FAR: usize = 1 << 20;
 /// of the bandwidth on results that would not.
 pub const BYPASS: usize = 16 << 20;
 
-/// Elements that are worked on at once: a multiple of every codec's block. More would not stay in the first-level
-/// cache with all that belongs to them; with fewer, starting loops for each shows.
+/// Elements that are worked on at once, at most: a multiple of every codec's block. More would not stay in the first-level
+/// cache with all that belongs to them.
 pub const TILE: usize = 2048;
 
 /// Asks for what will be worked on when this is done, while the elements `now` of `all` are.
@@ -41,12 +44,14 @@ pub fn ask_ahead<T>(all: &[T], now: Range<usize>) {
     if length < FAR {
         return;
     }
-    const LINES: usize = PAGES * PAGE / LINE;
-    for line in now.start * size_of::<T>() / LINE..now.end * size_of::<T>() / LINE {
-        let (group, place) = (line / LINES + 1, line % LINES);
-        let at = group * LINES * LINE + place % PAGES * PAGE + place / PAGES * LINE;
+    // For every so many lines that are worked on, one of each page of the next group.
+    const LINES: usize = PAGE / LINE;
+    let turn = |element: usize| element * size_of::<T>() / (PAGES * LINE);
+    for turn in turn(now.start)..turn(now.end) {
+        let at = (turn / LINES + 1) * PAGES * PAGE + turn % LINES * LINE;
         if at < length {
-            ask_for(all.as_ptr().cast::<u8>().wrapping_add(at));
+            let line = all.as_ptr().cast::<u8>().wrapping_add(at);
+            (0..PAGES).for_each(|page| ask_for(line.wrapping_add(page * PAGE)));
         }
     }
 }
@@ -93,11 +98,35 @@ pub fn bypass<T: Plain>(from: &[T], into: &mut [T]) {
     let head = into.as_ptr().align_offset(LINE).min(into.len());
     let whole = (into.len() - head) * size_of::<T>() / LINE * LINE / size_of::<T>();
     let ((first, from), (into_first, into)) = (from.split_at(head), into.split_at_mut(head));
-    let ((lines, last), (into_lines, into_last)) =
-        (from.split_at(whole), into.split_at_mut(whole));
+    let ((lines, last), (into_lines, into_last)) = (from.split_at(whole), into.split_at_mut(whole));
     into_first.copy_from_slice(first);
-    bypass_lines(lines, into_lines);
+    bypass_many(lines, into_lines);
     into_last.copy_from_slice(last);
+}
+
+/// As [`bypass`], of many whole lines: each at once, if the CPU can do that.
+#[inline(always)]
+fn bypass_many<T: Plain>(from: &[T], into: &mut [T]) {
+    #[cfg(target_arch = "x86_64")]
+    if std::arch::is_x86_feature_detected!("avx512f") {
+        // SAFETY: this CPU has it.
+        return unsafe { bypass_whole(from, into) };
+    }
+    bypass_lines(from, into);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+fn bypass_whole<T: Plain>(from: &[T], into: &mut [T]) {
+    use std::arch::x86_64::{__m512i, _mm512_loadu_si512, _mm512_stream_si512};
+    let length = size_of_val(from);
+    assert!(length.is_multiple_of(LINE) && length == size_of_val(into));
+    let (from, into) = (from.as_ptr().cast::<__m512i>(), into.as_mut_ptr().cast::<__m512i>());
+    assert!(length == 0 || into.is_aligned(), "a line begins here");
+    for i in 0..length / LINE {
+        // SAFETY: both are plain bytes of as many vectors, and the destination is aligned.
+        unsafe { _mm512_stream_si512(into.add(i), _mm512_loadu_si512(from.add(i))) };
+    }
 }
 
 /// As [`bypass`], of whole lines.
@@ -133,6 +162,14 @@ pub fn fence() {
 #[cfg(not(target_arch = "x86_64"))]
 #[inline(always)]
 pub fn fence() {}
+
+/// A copy in the way of [`sweep`], for comparison: what moves as many bytes cannot be much faster.
+///
+/// # Panics
+/// If the lengths differ.
+pub fn copy(from: &[f32], into: &mut [f32]) {
+    sweep(from, into, |from, into| into.copy_from_slice(from));
+}
 
 /// Has `cast` make all of `into` from the elements of `from`, in parts of equal lengths.
 ///
@@ -186,78 +223,63 @@ pub fn sweep<A, B: Plain>(from: &[A], into: &mut [B], cast: impl Fn(&[A], &mut [
     cast(rest, into_rest);
 }
 
-/// A codec that encodes and decodes tile by tile. Not closures: those are compiled once for all instruction sets, unless
-/// they happen to be inlined.
-pub trait Tiles {
+/// What decodes tile by tile. Not a closure: those are compiled once for all instruction sets, unless they happen to be
+/// inlined.
+pub trait DecodeTile {
+    /// Elements of a tile: whole blocks and whole lines, at most [`TILE`]. The fewer are written past the caches at a
+    /// time, the less that is in the way of reading.
+    const ELEMENTS: usize;
+
     /// Bytes of the encoding of so many elements.
     fn bytes(&self, elements: usize) -> usize;
-}
 
-/// Encodes some of the elements.
-pub trait EncodeTile: Tiles {
-    /// To be `#[inline(always)]`. `into` has the right length.
-    fn encode(&mut self, tile: Range<usize>, into: &mut [u8]);
-}
-
-/// Decodes some bytes.
-pub trait DecodeTile: Tiles {
-    /// To be `#[inline(always)]`. The bytes are as many as the elements take.
+    /// Decodes a tile, or what is left after the last. To be `#[inline(always)]`. The bytes are as many as the elements
+    /// take.
     fn decode(&mut self, bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding>;
 }
 
 /// Decodes all of `bytes`, which are as many as the elements of `into` take.
 #[inline(always)]
-pub fn decode_tiles(
-    mut codec: impl DecodeTile,
+pub fn decode_tiles<D: DecodeTile>(
+    mut codec: D,
     bytes: &[u8],
     into: &mut [f32],
 ) -> Result<(), BadEncoding> {
-    let tiles = (0..into.len()).step_by(TILE);
-    if !bypasses(into) {
-        // Not a tile at a time, if it is short: that takes time to begin with.
-        if size_of_val(into) < FAR {
-            return codec.decode(bytes, into);
-        }
-        for start in tiles {
-            let end = (start + TILE).min(into.len());
-            let encoded = codec.bytes(start)..codec.bytes(end);
-            ask_ahead(bytes, encoded.clone());
-            codec.decode(&bytes[encoded], &mut into[start..end])?;
-        }
-        return Ok(());
+    const { assert!(D::ELEMENTS <= TILE && D::ELEMENTS.is_multiple_of(IN_LINE)) };
+    // Not a tile at a time, if it is short: that takes time to begin with.
+    if size_of_val(into) < FAR {
+        return codec.decode(bytes, into);
     }
-    let mut buffer = [0.0; TILE];
-    for start in tiles {
-        let end = (start + TILE).min(into.len());
+    let is_long = bypasses(into);
+    // Lines begin where they begin in memory, and not where tiles do: what is not a whole line yet is held back. The
+    // first tile is written plainly.
+    let first = D::ELEMENTS;
+    let held = into[first..].as_ptr().addr() % LINE / size_of::<f32>();
+    let mut buffer = [0.0; TILE + IN_LINE];
+    for start in (0..into.len()).step_by(D::ELEMENTS) {
+        let end = (start + D::ELEMENTS).min(into.len());
         let encoded = codec.bytes(start)..codec.bytes(end);
         ask_ahead(bytes, encoded.clone());
-        let buffer = &mut buffer[..end - start];
-        codec.decode(&bytes[encoded], buffer)?;
-        bypass(buffer, &mut into[start..end]);
+        let bytes = &bytes[encoded];
+        if !is_long || start == 0 {
+            codec.decode(bytes, &mut into[start..end])?;
+            if is_long {
+                buffer[..held].copy_from_slice(&into[first - held..first]);
+            }
+        } else if end - start == D::ELEMENTS {
+            codec.decode(bytes, &mut buffer[held..held + D::ELEMENTS])?;
+            bypass_many(&buffer[..D::ELEMENTS], &mut into[start - held..end - held]);
+            buffer.copy_within(D::ELEMENTS..D::ELEMENTS + IN_LINE, 0);
+        } else {
+            codec.decode(bytes, &mut into[start..end])?;
+        }
     }
-    fence();
+    if is_long {
+        let last = into.len() / D::ELEMENTS * D::ELEMENTS;
+        into[last - held..last].copy_from_slice(&buffer[..held]);
+        fence();
+    }
     Ok(())
-}
-
-/// Encodes so many elements. `into` has the right length.
-#[inline(always)]
-pub fn encode_tiles(mut codec: impl EncodeTile, elements: usize, into: &mut [u8]) {
-    /// More elements than elsewhere: their bytes are what must stay in the cache, and the ends of a tile are not whole
-    /// lines.
-    const TILES: usize = 4 * TILE;
-    if !bypasses(into) {
-        return codec.encode(0..elements, into);
-    }
-    // A byte for an element at the most, and what goes with every block.
-    let mut buffer = [0; TILES + TILES / 16];
-    for start in (0..elements).step_by(TILES) {
-        let end = (start + TILES).min(elements);
-        let into = &mut into[codec.bytes(start)..codec.bytes(end)];
-        let buffer = &mut buffer[..into.len()];
-        codec.encode(start..end, buffer);
-        bypass(buffer, into);
-    }
-    fence();
 }
 
 #[cfg(test)]

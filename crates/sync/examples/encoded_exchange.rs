@@ -135,12 +135,9 @@ impl Either {
     ) -> Either {
         match compression {
             None => Either::Plain(AllReduce::new(group, shards)),
-            Some(compression) => Either::Encoded(Box::new(Compressed::new(
-                group,
-                shards,
-                parameters,
-                compression,
-            ))),
+            Some(compression) => {
+                Either::Encoded(Box::new(Compressed::new(group, shards, parameters, compression)))
+            }
         }
     }
 
@@ -169,7 +166,8 @@ fn noise(seed: u64) -> f32 {
 }
 
 fn fnv_words(values: &[f32], start: u64) -> u64 {
-    let step = |hash: u64, value: &f32| (hash ^ u64::from(value.to_bits())).wrapping_mul(0x100_0000_01b3);
+    let step =
+        |hash: u64, value: &f32| (hash ^ u64::from(value.to_bits())).wrapping_mul(0x100_0000_01b3);
     values.iter().fold(start ^ 0xcbf2_9ce4_8422_2325, step)
 }
 

@@ -254,13 +254,7 @@ impl Values for Encoded<'_> {
 }
 
 /// Puts a piece in its place, in units of 1: its first element is the parameter's number `first`.
-fn finish(
-    piece: &mut [f32],
-    first: usize,
-    scale: Option<&Scale>,
-    is_long: bool,
-    into: &mut [f32],
-) {
+fn finish(piece: &mut [f32], first: usize, scale: Option<&Scale>, is_long: bool, into: &mut [f32]) {
     if let Some(scale) = scale {
         scale.multiply_from(first, piece);
     }

@@ -230,8 +230,11 @@ impl World<'_> {
             }
             T::narrow(leaf, 1.0 / factor, &mut narrow[..leaf.len()]);
         }
-        let mut whole: Vec<&mut [T]> =
-            narrow.iter_mut().zip(&*leaves).map(|(narrow, leaf)| &mut narrow[..leaf.len()]).collect();
+        let mut whole: Vec<&mut [T]> = narrow
+            .iter_mut()
+            .zip(&*leaves)
+            .map(|(narrow, leaf)| &mut narrow[..leaf.len()])
+            .collect();
         self.sum(&mut whole)?;
         T::widen(whole[0], Mean::new(factor, 1), &mut leaves[0]);
         Ok(())
