@@ -5,7 +5,7 @@
 //! the two 16-bit floats; [`fp16`](crate::fp16) has three bits more where the range is known.
 
 use crate::Wire;
-use crate::cast::{self, Format};
+use crate::cast::{self, Format, Mean};
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
 
@@ -18,7 +18,15 @@ pub struct Bf16;
 /// # Panics
 /// If the lengths differ.
 pub fn encode(values: &[f32], into: &mut [bf16]) {
-    cast::narrow::<Bf16>(values, into.reinterpret_cast_mut());
+    encode_scaled(values, 1.0, into);
+}
+
+/// As [`encode`], each value times a factor.
+///
+/// # Panics
+/// If the lengths differ.
+pub fn encode_scaled(values: &[f32], factor: f32, into: &mut [bf16]) {
+    cast::narrow::<Bf16>(values, factor, into.reinterpret_cast_mut());
 }
 
 /// The values of bf16 numbers.
@@ -26,7 +34,15 @@ pub fn encode(values: &[f32], into: &mut [bf16]) {
 /// # Panics
 /// If the lengths differ.
 pub fn decode(values: &[bf16], into: &mut [f32]) {
-    cast::widen::<Bf16>(values.reinterpret_cast(), into);
+    decode_mean(values, Mean::NONE, into);
+}
+
+/// The means of which bf16 numbers are the sums.
+///
+/// # Panics
+/// If the lengths differ.
+pub fn decode_mean(sums: &[bf16], mean: Mean, into: &mut [f32]) {
+    cast::widen::<Bf16>(sums.reinterpret_cast(), mean, into);
 }
 
 impl Format for Bf16 {

@@ -19,8 +19,10 @@
 //! The same loops are compiled for several instruction sets. Nothing in them is fused, and nothing
 //! is summed, so all of them write the same bytes.
 
+use crate::stream::{DecodeTile, ask_ahead, decode_tiles};
 use crate::{BadEncoding, Key, Rounding};
 use multiversion::multiversion;
+use std::ops::Range;
 
 /// How a block is quantized and packed.
 pub trait Quantizer: Copy {
@@ -86,11 +88,31 @@ macro_rules! quantized {
                 into: &mut [u8],
             ) {
                 let dither = $crate::block::dither(*self, key);
-                $crate::block::encode_owed(*self, dither, first, owed, into);
+                $crate::block::encode_owed(*self, dither, first, None, owed, into);
+            }
+
+            fn encode_fed(
+                &self,
+                key: $crate::Key,
+                first: usize,
+                fed: &[f32],
+                owed: &mut [f32],
+                into: &mut [u8],
+            ) {
+                let dither = $crate::block::dither(*self, key);
+                $crate::block::encode_owed(*self, dither, first, Some(fed), owed, into);
             }
 
             fn decode(&self, bytes: &[u8], into: &mut [f32]) -> Result<(), $crate::BadEncoding> {
                 $crate::block::decode(*self, bytes, into)
+            }
+
+            fn decode_add(
+                &self,
+                bytes: &[u8],
+                into: &mut [f32],
+            ) -> Result<(), $crate::BadEncoding> {
+                $crate::block::decode_add(*self, bytes, into)
             }
         }
     };
@@ -127,16 +149,17 @@ pub fn encode<Q: Quantizer>(
     encode_blocks(quantizer, dither, first, values, into);
 }
 
-/// As [`encode`], and takes from `owed` what will be decoded.
+/// As [`encode`], of `owed` and what is `fed` to it first, and takes from `owed` what will be decoded.
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"))]
 pub fn encode_owed<Q: Quantizer>(
     quantizer: Q,
     dither: Option<Key>,
     first: usize,
+    fed: Option<&[f32]>,
     owed: &mut [f32],
     into: &mut [u8],
 ) {
-    encode_owed_blocks(quantizer, dither, first, owed, into);
+    encode_owed_blocks(quantizer, dither, first, fed, owed, into);
 }
 
 /// Decodes a run of blocks.
@@ -147,6 +170,16 @@ pub fn decode<Q: Quantizer>(
     into: &mut [f32],
 ) -> Result<(), BadEncoding> {
     decode_blocks(quantizer, bytes, into)
+}
+
+/// As [`decode`], and adds what is decoded to what is there.
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"))]
+pub fn decode_add<Q: Quantizer>(
+    quantizer: Q,
+    bytes: &[u8],
+    into: &mut [f32],
+) -> Result<(), BadEncoding> {
+    decode_add_blocks(quantizer, bytes, into)
 }
 
 #[inline(always)]
@@ -160,14 +193,19 @@ fn encode_blocks<Q: Quantizer>(
     assert_eq!(into.len(), bytes(quantizer, values.len()), "room for the encoding");
     let mut codes = [0; LARGEST];
     let codes = &mut codes[..Q::BLOCK];
-    let blocks = values.chunks(Q::BLOCK).zip(into.chunks_mut(stride(quantizer)));
-    for (number, (block, into)) in blocks.enumerate() {
-        let seed = dither.map(|key| key.at((first + number * Q::BLOCK) as u64));
+    let starts = (0..values.len()).step_by(Q::BLOCK);
+    for (start, into) in starts.zip(into.chunks_mut(stride(quantizer))) {
+        let span = start..(start + Q::BLOCK).min(values.len());
+        let mut peak = Peak::default();
+        peak.note_all(values, span.clone());
+        let scale = scale(quantizer.levels(), peak.whole());
+        let seed = dither.map(|key| key.at((first + start) as u64));
+        let block = &values[span];
         // The same either way, but the first is compiled for a known length.
         if block.len() == Q::BLOCK {
-            encode_block(quantizer, seed, &block[..Q::BLOCK], codes, into);
+            encode_block(quantizer, seed, scale, &block[..Q::BLOCK], codes, into);
         } else {
-            encode_block(quantizer, seed, block, codes, into);
+            encode_block(quantizer, seed, scale, block, codes, into);
         }
     }
 }
@@ -177,19 +215,29 @@ fn encode_owed_blocks<Q: Quantizer>(
     quantizer: Q,
     dither: Option<Key>,
     first: usize,
+    fed: Option<&[f32]>,
     owed: &mut [f32],
     into: &mut [u8],
 ) {
     assert_eq!(into.len(), bytes(quantizer, owed.len()), "room for the encoding");
+    assert!(fed.is_none_or(|fed| fed.len() == owed.len()), "something fed for every element");
     let mut codes = [0; LARGEST];
     let codes = &mut codes[..Q::BLOCK];
-    let blocks = owed.chunks_mut(Q::BLOCK).zip(into.chunks_mut(stride(quantizer)));
-    for (number, (block, into)) in blocks.enumerate() {
-        let seed = dither.map(|key| key.at((first + number * Q::BLOCK) as u64));
+    let starts = (0..owed.len()).step_by(Q::BLOCK);
+    for (start, into) in starts.zip(into.chunks_mut(stride(quantizer))) {
+        let span = start..(start + Q::BLOCK).min(owed.len());
+        let mut peak = Peak::default();
+        match fed {
+            None => peak.note_all(owed, span.clone()),
+            Some(fed) => peak.note_fed(fed, owed, span.clone()),
+        }
+        let scale = scale(quantizer.levels(), peak.whole());
+        let seed = dither.map(|key| key.at((first + start) as u64));
+        let block = &mut owed[span];
         if block.len() == Q::BLOCK {
-            encode_owed_block(quantizer, seed, &mut block[..Q::BLOCK], codes, into);
+            encode_owed_block(quantizer, seed, scale, &mut block[..Q::BLOCK], codes, into);
         } else {
-            encode_owed_block(quantizer, seed, block, codes, into);
+            encode_owed_block(quantizer, seed, scale, block, codes, into);
         }
     }
 }
@@ -200,51 +248,69 @@ fn decode_blocks<Q: Quantizer>(
     bytes: &[u8],
     into: &mut [f32],
 ) -> Result<(), BadEncoding> {
-    let expected = self::bytes(quantizer, into.len());
-    if bytes.len() != expected {
-        return Err(BadEncoding::Length { codec: Q::NAME, expected, found: bytes.len() });
+    expect_length(quantizer, bytes, into.len())?;
+    decode_tiles(Decoder(quantizer), bytes, into)
+}
+
+#[inline(always)]
+fn decode_add_blocks<Q: Quantizer>(
+    quantizer: Q,
+    bytes: &[u8],
+    into: &mut [f32],
+) -> Result<(), BadEncoding> {
+    expect_length(quantizer, bytes, into.len())?;
+    decode_each::<Q, true>(quantizer, bytes, into)
+}
+
+fn expect_length<Q: Quantizer>(
+    quantizer: Q,
+    bytes: &[u8],
+    elements: usize,
+) -> Result<(), BadEncoding> {
+    match (self::bytes(quantizer, elements), bytes.len()) {
+        (expected, found) if expected == found => Ok(()),
+        (expected, found) => Err(BadEncoding::Length { codec: Q::NAME, expected, found }),
     }
+}
+
+struct Decoder<Q>(Q);
+
+impl<Q: Quantizer> DecodeTile for Decoder<Q> {
+    /// A multiple of every block.
+    const ELEMENTS: usize = LARGEST;
+
+    #[inline(always)]
+    fn bytes(&self, elements: usize) -> usize {
+        bytes(self.0, elements)
+    }
+
+    #[inline(always)]
+    fn decode(&mut self, bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding> {
+        decode_each::<Q, false>(self.0, bytes, into)
+    }
+}
+
+/// Decodes every block, and adds it to what is there or puts it in its place.
+#[inline(always)]
+fn decode_each<Q: Quantizer, const ADD: bool>(
+    quantizer: Q,
+    bytes: &[u8],
+    into: &mut [f32],
+) -> Result<(), BadEncoding> {
     let mut codes = [0; LARGEST];
     let codes = &mut codes[..Q::BLOCK];
     for (bytes, block) in bytes.chunks(stride(quantizer)).zip(into.chunks_mut(Q::BLOCK)) {
         if block.len() == Q::BLOCK {
-            decode_block(quantizer, bytes, codes, &mut block[..Q::BLOCK])?;
+            decode_block::<Q, ADD>(quantizer, bytes, codes, &mut block[..Q::BLOCK])?;
         } else {
-            decode_block(quantizer, bytes, codes, block)?;
+            decode_block::<Q, ADD>(quantizer, bytes, codes, block)?;
         }
     }
     Ok(())
 }
 
 #[inline(always)]
-fn encode_block<Q: Quantizer>(
-    quantizer: Q,
-    seed: Option<u64>,
-    block: &[f32],
-    codes: &mut [u8],
-    into: &mut [u8],
-) {
-    let scale = quantize(quantizer.levels(), seed, block, codes);
-    write(quantizer, scale, block.len(), codes, into);
-}
-
-#[inline(always)]
-fn encode_owed_block<Q: Quantizer>(
-    quantizer: Q,
-    seed: Option<u64>,
-    block: &mut [f32],
-    codes: &mut [u8],
-    into: &mut [u8],
-) {
-    let scale = quantize(quantizer.levels(), seed, block, codes);
-    for (owed, code) in block.iter_mut().zip(&*codes) {
-        *owed -= dequantize(quantizer.levels(), scale, *code);
-    }
-    write(quantizer, scale, block.len(), codes, into);
-}
-
-#[inline(always)]
-fn decode_block<Q: Quantizer>(
+fn decode_block<Q: Quantizer, const ADD: bool>(
     quantizer: Q,
     bytes: &[u8],
     codes: &mut [u8],
@@ -252,9 +318,84 @@ fn decode_block<Q: Quantizer>(
 ) -> Result<(), BadEncoding> {
     let scale = read(quantizer, block.len(), bytes, codes)?;
     for (value, code) in block.iter_mut().zip(&*codes) {
-        *value = dequantize(quantizer.levels(), scale, *code);
+        let decoded = dequantize(quantizer.levels(), scale, *code);
+        *value = if ADD { *value + decoded } else { decoded };
     }
     Ok(())
+}
+
+/// Elements that are taken in at once: some lines.
+const ROW: usize = 64;
+
+#[inline(always)]
+fn encode_block<Q: Quantizer>(
+    quantizer: Q,
+    seed: Option<u64>,
+    scale: f32,
+    block: &[f32],
+    codes: &mut [u8],
+    into: &mut [u8],
+) {
+    let levels = quantizer.levels();
+    let behind = block.len();
+    codes[behind..].fill(0);
+    // Not every CPU makes the same NaN of the same operation, so none comes near a code.
+    if scale > 0.0 {
+        let inverse = 1.0 / scale;
+        match seed {
+            None => {
+                for (value, code) in block.iter().zip(&mut *codes) {
+                    *code = nearest(levels, value * inverse) as u8;
+                }
+            }
+            Some(seed) => {
+                for ((value, code), place) in block.iter().zip(&mut *codes).zip(0..) {
+                    *code = nearest(levels, value * inverse + dither_at(seed, place)) as u8;
+                }
+            }
+        }
+    } else {
+        codes[..behind].fill(levels);
+    }
+    write(quantizer, scale, block.len(), codes, into);
+}
+
+#[inline(always)]
+fn encode_owed_block<Q: Quantizer>(
+    quantizer: Q,
+    seed: Option<u64>,
+    scale: f32,
+    block: &mut [f32],
+    codes: &mut [u8],
+    into: &mut [u8],
+) {
+    let levels = quantizer.levels();
+    let behind = block.len();
+    codes[behind..].fill(0);
+    if scale > 0.0 {
+        let inverse = 1.0 / scale;
+        match seed {
+            None => {
+                for (owed, code) in block.iter_mut().zip(&mut *codes) {
+                    let nearest = nearest(levels, *owed * inverse);
+                    *code = nearest as u8;
+                    *owed -= value(levels, scale, nearest);
+                }
+            }
+            Some(seed) => {
+                for ((owed, code), place) in block.iter_mut().zip(&mut *codes).zip(0..) {
+                    let nearest = nearest(levels, *owed * inverse + dither_at(seed, place));
+                    *code = nearest as u8;
+                    *owed -= value(levels, scale, nearest);
+                }
+            }
+        }
+    } else {
+        codes[..behind].fill(levels);
+        // Nothing is taken, or all of it is no number.
+        block.iter_mut().for_each(|owed| *owed -= 0.0 * scale);
+    }
+    write(quantizer, scale, block.len(), codes, into);
 }
 
 /// Bytes of a scale.
@@ -266,39 +407,61 @@ fn stride<Q: Quantizer>(quantizer: Q) -> usize {
     SCALE + quantizer.packed(Q::BLOCK)
 }
 
-/// Writes the codes of a block, with zeros behind them, and returns its scale.
-#[inline(always)]
-fn quantize(levels: u8, seed: Option<u64>, block: &[f32], codes: &mut [u8]) -> f32 {
-    let scale = scale(levels, peak(block));
-    let (codes, behind) = codes.split_at_mut(block.len());
-    behind.fill(0);
-    // Not every CPU makes the same NaN of the same operation, so none comes near a code.
-    if scale > 0.0 {
-        let inverse = 1.0 / scale;
-        let places = 0..block.len() as u32;
-        match seed {
-            None => {
-                for (value, code) in block.iter().zip(codes) {
-                    *code = nearest(levels, value * inverse);
-                }
-            }
-            Some(seed) => {
-                for ((value, code), place) in block.iter().zip(codes).zip(places) {
-                    *code = nearest(levels, value * inverse + dither_at(seed, place));
-                }
-            }
-        }
-    } else {
-        codes.fill(levels);
-    }
-    scale
-}
-
 /// The largest magnitude; a NaN counts more than infinity. The order of magnitudes is that of their
 /// bits, and the maximum of integers is the same in whatever order a CPU takes it.
+struct Peak([u32; ROW]);
+
+impl Default for Peak {
+    #[inline(always)]
+    fn default() -> Peak {
+        Peak([0; ROW])
+    }
+}
+
+impl Peak {
+    /// Takes the elements of a block.
+    #[inline(always)]
+    fn note_all(&mut self, all: &[f32], block: Range<usize>) {
+        let (rows, rest) = all[block.clone()].as_chunks::<ROW>();
+        for (row, start) in rows.iter().zip((block.start..).step_by(ROW)) {
+            ask_ahead(all, start..start + ROW);
+            self.note(row);
+        }
+        self.note(rest);
+    }
+
+    /// As [`Peak::note_all`], of what is owed and what is fed to it.
+    #[inline(always)]
+    fn note_fed(&mut self, fed: &[f32], owed: &mut [f32], block: Range<usize>) {
+        let whole = block.start + block.len() / ROW * ROW;
+        for start in (block.start..whole).step_by(ROW) {
+            ask_ahead(owed, start..start + ROW);
+            ask_ahead(fed, start..start + ROW);
+            let owed = &mut owed[start..start + ROW];
+            feed(owed, &fed[start..start + ROW]);
+            self.note(owed);
+        }
+        feed(&mut owed[whole..block.end], &fed[whole..block.end]);
+        self.note(&owed[whole..block.end]);
+    }
+
+    /// Takes a row, or a part of one.
+    #[inline(always)]
+    fn note(&mut self, row: &[f32]) {
+        for (peak, value) in self.0.iter_mut().zip(row) {
+            *peak = (*peak).max(value.to_bits() & 0x7fff_ffff);
+        }
+    }
+
+    #[inline(always)]
+    fn whole(self) -> f32 {
+        f32::from_bits(self.0.into_iter().fold(0, u32::max))
+    }
+}
+
 #[inline(always)]
-fn peak(block: &[f32]) -> f32 {
-    f32::from_bits(block.iter().fold(0, |peak, v| peak.max(v.to_bits() & 0x7fff_ffff)))
+fn feed(owed: &mut [f32], fed: &[f32]) {
+    owed.iter_mut().zip(fed).for_each(|(owed, fed)| *owed += fed);
 }
 
 /// Blocks with a smaller peak become zeros: the inverse of their scale could be infinite. No
@@ -329,19 +492,25 @@ fn largest_scale(levels: u8) -> u32 {
 
 /// The code of the level nearest to `value`, which is in units of the scale.
 #[inline(always)]
-fn nearest(levels: u8, value: f32) -> u8 {
+fn nearest(levels: u8, value: f32) -> i32 {
     // 1.5·2²³: a float of this size has no bits for a fraction, so that adding it rounds to the
     // nearest integer, and the last bits of the sum are that integer.
     const ROUNDER: f32 = 12_582_912.0;
     let level = (value + ROUNDER).to_bits().wrapping_sub(ROUNDER.to_bits()) as i32;
     let levels = i32::from(levels);
-    (level + levels).clamp(0, 2 * levels) as u8
+    (level + levels).clamp(0, 2 * levels)
 }
 
 /// What a code stands for.
 #[inline(always)]
 fn dequantize(levels: u8, scale: f32, code: u8) -> f32 {
-    (i32::from(code) - i32::from(levels)) as f32 * scale
+    value(levels, scale, i32::from(code))
+}
+
+/// As [`dequantize`], for a code in another type.
+#[inline(always)]
+fn value(levels: u8, scale: f32, code: i32) -> f32 {
+    (code - i32::from(levels)) as f32 * scale
 }
 
 /// A number from −½ to ½ for one element of a block: a hash of its place and both halves of the
@@ -464,8 +633,8 @@ pub mod tests {
         assert_eq!(bytes, bytes_anywhere);
 
         let (mut owed, mut owed_anywhere) = (values.to_vec(), values.to_vec());
-        encode_owed(quantizer, dither, first, &mut owed, &mut bytes);
-        encode_owed_blocks(quantizer, dither, first, &mut owed_anywhere, &mut bytes_anywhere);
+        encode_owed(quantizer, dither, first, None, &mut owed, &mut bytes);
+        encode_owed_blocks(quantizer, dither, first, None, &mut owed_anywhere, &mut bytes_anywhere);
         assert_eq!(bytes, bytes_anywhere);
         let finite = values.iter().all(|value| value.is_finite());
         assert!(owed == owed_anywhere || !finite);
@@ -473,6 +642,9 @@ pub mod tests {
         let (mut decoded, mut decoded_anywhere) = (owed.clone(), owed);
         decode(quantizer, &bytes, &mut decoded).unwrap();
         decode_blocks(quantizer, &bytes, &mut decoded_anywhere).unwrap();
+        assert!(decoded == decoded_anywhere || !finite);
+        decode_add(quantizer, &bytes, &mut decoded).unwrap();
+        decode_add_blocks(quantizer, &bytes, &mut decoded_anywhere).unwrap();
         assert!(decoded == decoded_anywhere || !finite);
     }
 

@@ -5,6 +5,7 @@
 //! codec hands the gradient on as it is, and the strategy that sends it casts it. As the values of a sparse
 //! codec they are bytes, two for each element, little-endian.
 
+use crate::stream::{TILE, sweep};
 use crate::{BadEncoding, Codec, Key, Passage, Spans, Summed, Task, Wire, elements};
 use multiversion::multiversion;
 use std::fmt;
@@ -87,120 +88,103 @@ impl<F: Format> Spans for F {
         });
     }
 
-    fn decode(&self, bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding> {
-        let expected = Spans::bytes(self, into.len());
-        if bytes.len() != expected {
-            return Err(BadEncoding::Length { codec: F::NAME, expected, found: bytes.len() });
+    fn encode_fed(&self, key: Key, first: usize, fed: &[f32], owed: &mut [f32], into: &mut [u8]) {
+        assert_eq!(fed.len(), owed.len(), "something fed for every element");
+        let tiles = into.chunks_mut(TILE * F::WIRE.bytes()).zip(owed.chunks_mut(TILE));
+        for ((into, owed), fed) in tiles.zip(fed.chunks(TILE)) {
+            add(fed, owed, |fed| fed);
+            self.encode_owed(key, first, owed, into);
         }
-        map(bytes.as_chunks().0, into, |bytes| F::widen(u16::from_le_bytes(bytes)));
+    }
+
+    fn decode(&self, bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding> {
+        let whole = whole::<F>(bytes, into.len())?;
+        map(whole, into, |bytes| F::widen(u16::from_le_bytes(bytes)));
+        Ok(())
+    }
+
+    fn decode_add(&self, bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding> {
+        let whole = whole::<F>(bytes, into.len())?;
+        add(whole, into, |bytes| F::widen(u16::from_le_bytes(bytes)));
         Ok(())
     }
 }
 
-/// Casts `values` to 16-bit floats.
+/// The encodings of as many elements, if the bytes are that.
+fn whole<F: Format>(bytes: &[u8], elements: usize) -> Result<&[[u8; 2]], BadEncoding> {
+    let expected = elements * F::WIRE.bytes();
+    if bytes.len() != expected {
+        return Err(BadEncoding::Length { codec: F::NAME, expected, found: bytes.len() });
+    }
+    Ok(bytes.as_chunks().0)
+}
+
+/// Casts `values`, each times a factor, to 16-bit floats.
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"))]
-pub fn narrow<F: Format>(values: &[f32], into: &mut [u16]) {
+pub fn narrow<F: Format>(values: &[f32], factor: f32, into: &mut [u16]) {
     sweep(values, into, |values, into| {
         for (value, into) in values.iter().zip(into) {
-            *into = F::narrow(*value);
+            *into = F::narrow(*value * factor);
         }
     });
 }
 
-/// Casts 16-bit floats to f32.
+/// Casts 16-bit floats to f32 and makes means of them.
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"))]
-pub fn widen<F: Format>(values: &[u16], into: &mut [f32]) {
+pub fn widen<F: Format>(values: &[u16], mean: Mean, into: &mut [f32]) {
     sweep(values, into, |values, into| {
-        for (bits, into) in values.iter().zip(into) {
+        for (bits, into) in values.iter().zip(into.iter_mut()) {
             *into = F::widen(*bits);
         }
+        mean.make(into);
     });
 }
 
-/// Has `cast` make all of `into` from the elements of `from`, in parts of equal lengths.
-///
-/// Casts are limited by memory, and what it costs to write depends on how: stores that straddle
-/// cache lines are slow, so the first part ends at the beginning of a line. And a line that is
-/// written is first read, for nothing, unless the stores bypass the caches. Large results do so;
-/// their beginning would not be in any cache at their end anyway.
-///
-/// # Panics
-/// If the lengths differ.
-#[inline(always)]
-pub fn sweep<A, B: Plain>(from: &[A], into: &mut [B], cast: impl Fn(&[A], &mut [B])) {
-    assert_eq!(from.len(), into.len(), "an element for every element");
-    let head = into.as_ptr().align_offset(LINE).min(into.len());
-    let (first, from) = from.split_at(head);
-    let (into_first, into) = into.split_at_mut(head);
-    cast(first, into_first);
-    if size_of_val(into) < BYPASS {
-        return cast(from, into);
-    }
-    let mut tile = [B::default(); TILE];
-    let (tiles, rest) = from.as_chunks::<TILE>();
-    let (into_tiles, into_rest) = into.as_chunks_mut::<TILE>();
-    for (from, into) in tiles.iter().zip(into_tiles) {
-        cast(from, &mut tile);
-        bypass(&tile, into);
-    }
-    fence();
-    cast(rest, into_rest);
+/// How a sum of what was scaled becomes a mean.
+#[derive(Clone, Copy, Debug)]
+pub struct Mean {
+    factor: f32,
+    shards: f32,
 }
 
-/// Any bits are an element, and there are no others between them.
-///
-/// # Safety
-/// So it is.
-pub unsafe trait Plain: Copy + Default {}
-// SAFETY: integers and floats have no padding.
-unsafe impl Plain for u16 {}
-// SAFETY: as above.
-unsafe impl Plain for f32 {}
+impl Mean {
+    /// Of so many shards, whose values were divided by `factor` before they were summed.
+    pub fn new(factor: f32, shards: usize) -> Mean {
+        Mean { factor, shards: shards as f32 }
+    }
 
-/// Bytes of a cache line.
-const LINE: usize = 64;
+    /// Of one, that was not scaled.
+    pub const NONE: Mean = Mean { factor: 1.0, shards: 1.0 };
 
-/// Elements that are cast at once before they are written past the caches. More would not stay in
-/// the first-level cache; with fewer, starting a loop for each shows.
-const TILE: usize = 1024;
-
-/// Bytes of the smallest result that bypasses the caches. A smaller limit is slower where the
-/// result would have stayed in the last-level cache until it is sent; a larger one wastes a third
-/// of the bandwidth on results that would not.
-const BYPASS: usize = 16 << 20;
-
-/// Copies a tile to memory past the caches. [`fence`] must follow the last.
-#[cfg(target_arch = "x86_64")]
-#[inline(always)]
-fn bypass<B: Plain>(tile: &[B; TILE], into: &mut [B; TILE]) {
-    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
-    let from = tile.as_ptr().cast::<__m128i>();
-    let into = into.as_mut_ptr().cast::<__m128i>();
-    assert!(into.is_aligned(), "tiles begin where lines do");
-    for i in 0..size_of_val(tile) / size_of::<__m128i>() {
-        // SAFETY: both are plain bytes of this length, a multiple of a vector's, and the
-        // destination is aligned. SSE2 is part of x86-64.
-        unsafe { _mm_stream_si128(into.add(i), _mm_loadu_si128(from.add(i))) };
+    /// Makes means of sums.
+    #[inline(always)]
+    pub fn make(self, sums: &mut [f32]) {
+        let Mean { factor, shards } = self;
+        if factor != 1.0 {
+            sums.iter_mut().for_each(|sum| *sum *= factor);
+        }
+        divide(sums, shards);
     }
 }
 
-/// Orders what was written past the caches before everything written later, as other threads expect
-/// of ordinary stores.
-#[cfg(target_arch = "x86_64")]
-#[inline(always)]
-fn fence() {
-    // SAFETY: SSE is part of x86-64.
-    unsafe { std::arch::x86_64::_mm_sfence() };
+/// Divides all by the same number.
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"))]
+pub fn divide_all(values: &mut [f32], by: f32) {
+    divide(values, by);
 }
 
-#[cfg(not(target_arch = "x86_64"))]
+/// As [`divide_all`], compiled with its caller.
 #[inline(always)]
-fn bypass<B: Plain>(tile: &[B; TILE], into: &mut [B; TILE]) {
-    *into = *tile;
+fn divide(values: &mut [f32], by: f32) {
+    // The inverse of a power of two is exact, and so both round the same number; multiplying is much faster.
+    let inverse = 1.0 / by;
+    let is_exact = by.to_bits() & 0x007f_ffff == 0 && by.is_normal() && inverse.is_normal();
+    match is_exact {
+        true if by == 1.0 => {}
+        true => values.iter_mut().for_each(|value| *value *= inverse),
+        false => values.iter_mut().for_each(|value| *value /= by),
+    }
 }
-
-#[cfg(not(target_arch = "x86_64"))]
-fn fence() {}
 
 /// Makes every element of `into` from its counterpart. `each` is inlined, and so compiled for every
 /// instruction set.
@@ -209,6 +193,15 @@ fn map<A: Copy, B, F: Fn(A) -> B>(from: &[A], into: &mut [B], each: F) {
     assert_eq!(from.len(), into.len(), "an element for every element");
     for (from, into) in from.iter().zip(into) {
         *into = each(*from);
+    }
+}
+
+/// As [`map`], and adds to what is there.
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"))]
+fn add<A: Copy, F: Fn(A) -> f32>(from: &[A], into: &mut [f32], each: F) {
+    assert_eq!(from.len(), into.len(), "an element for every element");
+    for (from, into) in from.iter().zip(into) {
+        *into += each(*from);
     }
 }
 
@@ -226,15 +219,45 @@ mod tests {
     use super::*;
     use crate::bf16::Bf16;
     use crate::fp16::{self, Fp16};
+    use crate::stream::BYPASS;
     use half::slice::HalfBitsSliceExt;
 
     /// Long enough for results past the caches, and beginning and ending within a line.
-    const LONG: std::ops::Range<usize> = 3..(BYPASS / 2 + 5 * TILE + 7);
+    const LONG: std::ops::Range<usize> = 3..(BYPASS / 2 + 5 * 1024 + 7);
+
+    fn plain_narrow<F: Format>(values: &[f32], into: &mut [u16]) {
+        narrow::<F>(values, 1.0, into);
+    }
+
+    fn plain_widen<F: Format>(values: &[u16], into: &mut [f32]) {
+        widen::<F>(values, Mean::NONE, into);
+    }
 
     fn values() -> Vec<f32> {
         let key = Key::new(9);
         let bits = LONG.map(|i| key.at(i as u64) as u32);
         bits.map(f32::from_bits).collect()
+    }
+
+    #[test]
+    fn means_are_quotients_to_the_bit() {
+        let values = values();
+        for shards in [1usize, 2, 3, 4, 6, 7, 8, 1000] {
+            let factor = shards.next_power_of_two() as f32;
+            let mut means = values.clone();
+            Mean::new(factor, shards).make(&mut means);
+            let mut quotients = values.clone();
+            divide_all(&mut quotients, shards as f32);
+            for ((value, mean), quotient) in values.iter().zip(&means).zip(&quotients) {
+                let expected = value / (1.0 / factor) / shards as f32;
+                assert!(
+                    mean.to_bits() == expected.to_bits() || value.is_nan(),
+                    "{value:e} {shards}"
+                );
+                let expected = value / shards as f32;
+                assert!(quotient.to_bits() == expected.to_bits() || value.is_nan(), "{value:e}");
+            }
+        }
     }
 
     #[test]
@@ -252,8 +275,8 @@ mod tests {
             let mut pairs = encoded.iter().zip(&decoded);
             assert!(pairs.all(|(bits, v)| F::widen(*bits).to_bits() == v.to_bits()));
         }
-        check::<Fp16>(narrow::<Fp16>, widen::<Fp16>);
-        check::<Bf16>(narrow::<Bf16>, widen::<Bf16>);
+        check::<Fp16>(plain_narrow::<Fp16>, plain_widen::<Fp16>);
+        check::<Bf16>(plain_narrow::<Bf16>, plain_widen::<Bf16>);
         // As they are called from outside, with the instructions of this CPU.
         check::<Fp16>(
             |values, into| fp16::encode(values, into.reinterpret_cast_mut()),

@@ -5,7 +5,7 @@
 //! trace; where that matters, [`bf16`](crate::bf16) has the range of f32.
 
 use crate::Wire;
-use crate::cast::{self, Format};
+use crate::cast::{self, Format, Mean};
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 
@@ -18,13 +18,21 @@ pub struct Fp16;
 /// # Panics
 /// If the lengths differ.
 pub fn encode(values: &[f32], into: &mut [f16]) {
+    encode_scaled(values, 1.0, into);
+}
+
+/// As [`encode`], each value times a factor.
+///
+/// # Panics
+/// If the lengths differ.
+pub fn encode_scaled(values: &[f32], factor: f32, into: &mut [f16]) {
     let into = into.reinterpret_cast_mut();
     #[cfg(target_arch = "x86_64")]
     if std::arch::is_x86_feature_detected!("f16c") {
         // SAFETY: this CPU has it, and AVX with it.
-        return unsafe { f16c::narrow(values, into) };
+        return unsafe { f16c::narrow(values, factor, into) };
     }
-    cast::narrow::<Fp16>(values, into);
+    cast::narrow::<Fp16>(values, factor, into);
 }
 
 /// The values of f16 numbers.
@@ -32,13 +40,21 @@ pub fn encode(values: &[f32], into: &mut [f16]) {
 /// # Panics
 /// If the lengths differ.
 pub fn decode(values: &[f16], into: &mut [f32]) {
-    let values = values.reinterpret_cast();
+    decode_mean(values, Mean::NONE, into);
+}
+
+/// The means of which f16 numbers are the sums.
+///
+/// # Panics
+/// If the lengths differ.
+pub fn decode_mean(sums: &[f16], mean: Mean, into: &mut [f32]) {
+    let sums = sums.reinterpret_cast();
     #[cfg(target_arch = "x86_64")]
     if std::arch::is_x86_feature_detected!("f16c") {
         // SAFETY: this CPU has it, and AVX with it.
-        return unsafe { f16c::widen(values, into) };
+        return unsafe { f16c::widen(sums, mean, into) };
     }
-    cast::widen::<Fp16>(values, into);
+    cast::widen::<Fp16>(sums, mean, into);
 }
 
 impl Format for Fp16 {
@@ -77,31 +93,32 @@ impl Format for Fp16 {
 /// [`Fp16`] does, to the bit.
 #[cfg(target_arch = "x86_64")]
 mod f16c {
-    use super::{Format, Fp16};
-    use crate::cast::sweep;
+    use super::{Format, Fp16, Mean};
+    use crate::stream::sweep;
     use std::arch::x86_64::*;
 
     #[target_feature(enable = "avx,f16c")]
-    pub fn narrow(values: &[f32], into: &mut [u16]) {
+    pub fn narrow(values: &[f32], factor: f32, into: &mut [u16]) {
+        let factors = _mm256_set1_ps(factor);
         sweep(values, into, |values, into| {
             let (vectors, rest) = values.as_chunks::<8>();
             let (into_vectors, into_rest) = into.as_chunks_mut::<8>();
             for (vector, into) in vectors.iter().zip(into_vectors) {
                 // SAFETY: eight f32 are a vector, and eight u16 half of one.
                 unsafe {
-                    let wide = _mm256_loadu_ps(vector.as_ptr());
+                    let wide = _mm256_mul_ps(_mm256_loadu_ps(vector.as_ptr()), factors);
                     let narrow = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(wide);
                     _mm_storeu_si128(into.as_mut_ptr().cast(), narrow);
                 }
             }
             for (value, into) in rest.iter().zip(into_rest) {
-                *into = Fp16::narrow(*value);
+                *into = Fp16::narrow(*value * factor);
             }
         });
     }
 
     #[target_feature(enable = "avx,f16c")]
-    pub fn widen(values: &[u16], into: &mut [f32]) {
+    pub fn widen(values: &[u16], mean: Mean, into: &mut [f32]) {
         sweep(values, into, |values, into| {
             let (vectors, rest) = values.as_chunks::<8>();
             let (into_vectors, into_rest) = into.as_chunks_mut::<8>();
@@ -115,6 +132,7 @@ mod f16c {
             for (bits, into) in rest.iter().zip(into_rest) {
                 *into = Fp16::widen(*bits);
             }
+            mean.make(into);
         });
     }
 }

@@ -39,10 +39,12 @@ pub mod sender;
 pub mod sign;
 mod sparse;
 pub mod spec;
+pub mod stream;
 pub mod topk;
 
 use std::fmt;
 
+pub use cast::{Mean, divide_all};
 pub use random::Key;
 pub use round_trip::RoundTrip;
 pub use rules::{Rule, Rules, UnusedRule};
@@ -214,8 +216,23 @@ pub trait Spans: fmt::Debug + Send + Sync {
     /// decoded.
     fn encode_owed(&self, key: Key, first: usize, owed: &mut [f32], into: &mut [u8]);
 
+    /// As [`Spans::encode_owed`], and adds what is `fed` to what is `owed` first: in one pass, if it matters.
+    fn encode_fed(&self, key: Key, first: usize, fed: &[f32], owed: &mut [f32], into: &mut [u8]) {
+        owed.iter_mut().zip(fed).for_each(|(owed, fed)| *owed += fed);
+        self.encode_owed(key, first, owed, into);
+    }
+
     /// Decodes a run of blocks. Never reads or writes out of bounds, whatever the bytes.
     fn decode(&self, bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding>;
+
+    /// As [`Spans::decode`], and adds what is decoded to what is there: in one pass, if it matters. After an error, `into`
+    /// holds unspecified values.
+    fn decode_add(&self, bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding> {
+        let mut decoded = vec![0.0; into.len()];
+        self.decode(bytes, &mut decoded)?;
+        into.iter_mut().zip(decoded).for_each(|(into, decoded)| *into += decoded);
+        Ok(())
+    }
 }
 
 /// Whether the mean of so many shards' [`Spans`] is encoded again. Between two nothing is gained by that: each worker

@@ -54,6 +54,19 @@ impl<'a> RoundTrip<'a> {
         }
     }
 
+    /// Whether what its encodings leave out is remembered, so that [`RoundTrip::encode_fed`] is how it is used.
+    pub fn is_fed(&self) -> bool {
+        self.codec.is_biased() && matches!(self.codec.passage(), Passage::Spans(_))
+    }
+
+    /// Encodes what is owed and, added to it, `values`; what is left out is owed. Only for those that are
+    /// [fed](RoundTrip::is_fed); others do nothing.
+    pub fn encode_fed(&mut self, values: &[f32], owed: &mut [f32]) {
+        if let Passage::Spans(spans) = self.codec.passage() {
+            spans.encode_fed(self.task.key(0), 0, values, owed, &mut self.bytes);
+        }
+    }
+
     /// Decodes what was encoded last.
     pub fn decode(&mut self, into: &mut [f32]) -> Result<(), BadEncoding> {
         match self.codec.passage() {

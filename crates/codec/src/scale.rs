@@ -13,6 +13,9 @@
 //! Measured on the gradients before they are encoded, they do not depend on what the codec makes
 //! of them.
 
+use multiversion::multiversion;
+use std::ops::Range;
+
 /// Steps between two measurements. More: slower to notice a change. Fewer: more to send.
 const INTERVAL: u64 = 16;
 
@@ -156,31 +159,81 @@ impl Scale {
 
     /// Divides a gradient by the usual.
     pub fn divide(&self, gradient: &mut [f32]) {
-        let (rows, columns) = self.units.split_at(self.rows);
-        for (row, unit) in gradient.chunks_exact_mut(self.columns.max(1)).zip(rows) {
-            row.iter_mut().zip(columns).for_each(|(g, column)| *g /= unit * column);
-        }
+        self.divide_from(0, gradient);
     }
 
     /// As [`Scale::divide`], for a part of the elements that begins with the number `first`.
     pub fn divide_from(&self, first: usize, part: &mut [f32]) {
-        part.iter_mut().enumerate().for_each(|(i, x)| *x /= self.unit(first + i));
+        let (rows, columns) = self.units.split_at(self.rows);
+        divide(rows, columns, first, part);
     }
 
-    /// As [`Scale::multiply`], for a part of the elements that begins with the number `first`.
-    pub fn multiply_from(&self, first: usize, part: &mut [f32]) {
-        part.iter_mut().enumerate().for_each(|(i, x)| *x *= self.unit(first + i));
-    }
-
-    fn unit(&self, element: usize) -> f32 {
-        self.units[element / self.columns] * self.units[self.rows + element % self.columns]
+    /// As [`Scale::divide_from`], and writes what comes out elsewhere.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn divide_into(&self, first: usize, part: &[f32], into: &mut [f32]) {
+        let (rows, columns) = self.units.split_at(self.rows);
+        divide_into(rows, columns, first, part, into);
     }
 
     /// Multiplies by the usual what was divided by it.
     pub fn multiply(&self, gradient: &mut [f32]) {
+        self.multiply_from(0, gradient);
+    }
+
+    /// As [`Scale::multiply`], for a part of the elements that begins with the number `first`.
+    pub fn multiply_from(&self, first: usize, part: &mut [f32]) {
         let (rows, columns) = self.units.split_at(self.rows);
-        for (row, unit) in gradient.chunks_exact_mut(self.columns.max(1)).zip(rows) {
-            row.iter_mut().zip(columns).for_each(|(g, column)| *g *= unit * column);
+        multiply(rows, columns, first, part);
+    }
+}
+
+/// The runs of so many elements from `first` on that lie in one row: where they are among these, their row, and their
+/// columns.
+#[inline(always)]
+fn runs(
+    columns: usize,
+    first: usize,
+    count: usize,
+) -> impl Iterator<Item = (Range<usize>, usize, Range<usize>)> {
+    let (mut at, mut row, mut column) = (0, first / columns.max(1), first % columns.max(1));
+    std::iter::from_fn(move || {
+        let length = (columns - column).min(count - at);
+        let run = (length > 0).then(|| (at..at + length, row, column..column + length));
+        (at, row, column) = (at + length, row + 1, 0);
+        run
+    })
+}
+
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"))]
+fn divide(rows: &[f32], columns: &[f32], first: usize, part: &mut [f32]) {
+    for (run, row, at) in runs(columns.len(), first, part.len()) {
+        let unit = rows[row];
+        for (value, column) in part[run].iter_mut().zip(&columns[at]) {
+            *value /= unit * column;
+        }
+    }
+}
+
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"))]
+fn divide_into(rows: &[f32], columns: &[f32], first: usize, part: &[f32], into: &mut [f32]) {
+    assert_eq!(part.len(), into.len(), "an element for every element");
+    for (run, row, at) in runs(columns.len(), first, part.len()) {
+        let unit = rows[row];
+        let values = into[run.clone()].iter_mut().zip(&part[run]);
+        for ((into, value), column) in values.zip(&columns[at]) {
+            *into = value / (unit * column);
+        }
+    }
+}
+
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"))]
+fn multiply(rows: &[f32], columns: &[f32], first: usize, part: &mut [f32]) {
+    for (run, row, at) in runs(columns.len(), first, part.len()) {
+        let unit = rows[row];
+        for (value, column) in part[run].iter_mut().zip(&columns[at]) {
+            *value *= unit * column;
         }
     }
 }
@@ -217,6 +270,12 @@ mod tests {
             for value in &values {
                 assert!((value.abs() - 1.0).abs() < 1e-4, "{rows}×{columns}: {value}");
             }
+            let mut divided = original.clone();
+            let (left, right) = divided.split_at_mut(rows * columns / 4);
+            let (from, and_from) = original.split_at(left.len());
+            scale.divide_into(0, from, left);
+            scale.divide_into(left.len(), and_from, right);
+            assert_eq!(divided, values, "parts are divided alike");
             let mut parts = values.clone();
             let (left, right) = parts.split_at_mut(rows * columns / 3);
             scale.multiply_from(0, left);

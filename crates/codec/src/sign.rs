@@ -15,6 +15,7 @@
 //! Sums of floats depend on their order, so the mean is taken in a fixed number of lanes, which are
 //! folded in halves, whatever the vectors of the CPU.
 
+use crate::stream::{DecodeTile, ask_ahead, decode_tiles};
 use crate::{BadEncoding, Codec, Key, Passage, Spans, elements};
 use multiversion::multiversion;
 
@@ -56,15 +57,32 @@ impl Spans for Sign {
 
     fn encode_owed(&self, _: Key, _: usize, owed: &mut [f32], into: &mut [u8]) {
         assert_eq!(into.len(), self.bytes(owed.len()), "room for the encoding");
-        encode_owed(owed, into);
+        encode_owed(None, owed, into);
+    }
+
+    fn encode_fed(&self, _: Key, _: usize, fed: &[f32], owed: &mut [f32], into: &mut [u8]) {
+        assert_eq!(into.len(), self.bytes(owed.len()), "room for the encoding");
+        assert_eq!(fed.len(), owed.len(), "something fed for every element");
+        encode_owed(Some(fed), owed, into);
     }
 
     fn decode(&self, bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding> {
-        let expected = self.bytes(into.len());
-        if bytes.len() != expected {
-            return Err(BadEncoding::Length { codec: "sign", expected, found: bytes.len() });
-        }
+        self.expect_length(bytes, into.len())?;
         decode(bytes, into)
+    }
+
+    fn decode_add(&self, bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding> {
+        self.expect_length(bytes, into.len())?;
+        decode_add(bytes, into)
+    }
+}
+
+impl Sign {
+    fn expect_length(&self, bytes: &[u8], elements: usize) -> Result<(), BadEncoding> {
+        match (self.bytes(elements), bytes.len()) {
+            (expected, found) if expected == found => Ok(()),
+            (expected, found) => Err(BadEncoding::Length { codec: "sign", expected, found }),
+        }
     }
 }
 
@@ -91,32 +109,179 @@ fn words(elements: usize) -> usize {
 
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"))]
 fn encode(values: &[f32], into: &mut [u8]) {
-    for (block, into) in values.chunks(BLOCK).zip(into.chunks_mut(STRIDE)) {
-        encode_block(block, into);
-    }
+    encode_blocks(values, into);
 }
 
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"))]
-fn encode_owed(owed: &mut [f32], into: &mut [u8]) {
-    for (block, into) in owed.chunks_mut(BLOCK).zip(into.chunks_mut(STRIDE)) {
-        let scale = encode_block(block, into);
-        for owed in block {
-            *owed -= scale.copysign(*owed);
-        }
-    }
+fn encode_owed(fed: Option<&[f32]>, owed: &mut [f32], into: &mut [u8]) {
+    encode_owed_blocks(fed, owed, into);
 }
 
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"))]
 fn decode(bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding> {
-    for (block, bytes) in into.chunks_mut(BLOCK).zip(bytes.chunks(STRIDE)) {
-        decode_block(bytes, block)?;
+    decode_blocks(bytes, into)
+}
+
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"))]
+fn decode_add(bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding> {
+    decode_add_blocks(bytes, into)
+}
+
+#[inline(always)]
+fn encode_blocks(values: &[f32], into: &mut [u8]) {
+    let (blocks, last) = values.as_chunks::<BLOCK>();
+    let (encodings, into_last) = into.split_at_mut(blocks.len() * STRIDE);
+    for (number, (block, into)) in blocks.iter().zip(encodings.chunks_mut(STRIDE)).enumerate() {
+        let mut found = Found::default();
+        for (row, value) in block.as_chunks::<WORDS>().0.iter().enumerate() {
+            let start = number * BLOCK + row * WORDS;
+            ask_ahead(values, start..start + WORDS);
+            found.note(value);
+        }
+        found.write(into);
+    }
+    if !last.is_empty() {
+        encode_last(last, into_last);
+    }
+}
+
+#[inline(always)]
+fn encode_owed_blocks(fed: Option<&[f32]>, owed: &mut [f32], into: &mut [u8]) {
+    let whole = owed.len() / BLOCK;
+    let (encodings, into_last) = into.split_at_mut(whole * STRIDE);
+    for (number, into) in encodings.chunks_mut(STRIDE).enumerate() {
+        let mut found = Found::default();
+        for start in (number * BLOCK..(number + 1) * BLOCK).step_by(WORDS) {
+            let span = start..start + WORDS;
+            ask_ahead(owed, span.clone());
+            if let Some(fed) = fed {
+                ask_ahead(fed, span.clone());
+                let fed = &fed[span.clone()];
+                owed[span.clone()].iter_mut().zip(fed).for_each(|(owed, fed)| *owed += fed);
+            }
+            found.note(owed[span].as_chunks().0.first().expect("a row is as long as this"));
+        }
+        let scale = found.write(into);
+        pay(scale, &mut owed[number * BLOCK..(number + 1) * BLOCK]);
+    }
+    let last = &mut owed[whole * BLOCK..];
+    if !last.is_empty() {
+        if let Some(fed) = fed {
+            let fed = &fed[whole * BLOCK..];
+            last.iter_mut().zip(fed).for_each(|(owed, fed)| *owed += fed);
+        }
+        pay(encode_last(last, into_last), last);
+    }
+}
+
+/// Takes from a block what will be decoded.
+#[inline(always)]
+fn pay(scale: f32, block: &mut [f32]) {
+    block.iter_mut().for_each(|owed| *owed -= scale.copysign(*owed));
+}
+
+#[inline(always)]
+fn decode_blocks(bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding> {
+    decode_tiles(Decoder, bytes, into)
+}
+
+#[inline(always)]
+fn decode_add_blocks(bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding> {
+    decode_each::<true>(bytes, into)
+}
+
+struct Decoder;
+
+impl DecodeTile for Decoder {
+    const ELEMENTS: usize = BLOCK;
+
+    #[inline(always)]
+    fn bytes(&self, elements: usize) -> usize {
+        Sign.bytes(elements)
+    }
+
+    #[inline(always)]
+    fn decode(&mut self, bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding> {
+        decode_each::<false>(bytes, into)
+    }
+}
+
+/// Decodes every block, and adds it to what is there or puts it in its place.
+#[inline(always)]
+fn decode_each<const ADD: bool>(bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding> {
+    for (bytes, block) in bytes.chunks(STRIDE).zip(into.chunks_mut(BLOCK)) {
+        let ([head, packed @ ..], _) = bytes.as_chunks::<4>() else {
+            unreachable!("the length was checked, and every block has a scale");
+        };
+        let scale = u32::from_le_bytes(*head);
+        if scale > f32::MAX.to_bits() && scale != NAN {
+            let found = u64::from(scale);
+            return Err(BadEncoding::Field { codec: "sign", field: "scale", found });
+        }
+        let mut signs = [0u32; WORDS];
+        for (word, bytes) in signs.iter_mut().zip(packed) {
+            *word = u32::from_le_bytes(*bytes);
+        }
+        // The same either way, but the first is compiled for a known length.
+        if block.len() == BLOCK {
+            for into in block.as_chunks_mut::<WORDS>().0 {
+                decode_row::<ADD>(scale, &mut signs, into);
+            }
+        } else {
+            for into in block.chunks_mut(packed.len()) {
+                decode_row::<ADD>(scale, &mut signs, into);
+            }
+        }
     }
     Ok(())
 }
 
-/// Encodes a block and returns its scale.
+/// Decodes a row by the lowest bits of the signs, and takes these away.
 #[inline(always)]
-fn encode_block(block: &[f32], into: &mut [u8]) -> f32 {
+fn decode_row<const ADD: bool>(scale: u32, signs: &mut [u32; WORDS], into: &mut [f32]) {
+    for (value, word) in into.iter_mut().zip(signs) {
+        let decoded = f32::from_bits(scale | (*word << 31));
+        *word >>= 1;
+        *value = if ADD { *value + decoded } else { decoded };
+    }
+}
+
+/// What is known of a full block after some of its rows.
+struct Found {
+    lanes: [f32; LANES],
+    /// The signs of the last row so far are the highest bits.
+    signs: [u32; WORDS],
+}
+
+impl Default for Found {
+    #[inline(always)]
+    fn default() -> Found {
+        Found { lanes: [0.0; LANES], signs: [0; WORDS] }
+    }
+}
+
+impl Found {
+    /// Takes the next row.
+    #[inline(always)]
+    fn note(&mut self, row: &[f32; WORDS]) {
+        for ((lane, word), value) in self.lanes.iter_mut().zip(&mut self.signs).zip(row) {
+            *lane += value.abs() * SHARE;
+            *word = (*word >> 1) | (value.to_bits() & (1 << 31));
+        }
+    }
+
+    /// Writes the encoding, after all rows, and returns the scale.
+    #[inline(always)]
+    fn write(self, into: &mut [u8]) -> f32 {
+        let scale = mean(self.lanes, BLOCK);
+        write(scale, &self.signs, into);
+        scale
+    }
+}
+
+/// Encodes the last block, which is not full, and returns its scale.
+#[inline(always)]
+fn encode_last(block: &[f32], into: &mut [u8]) -> f32 {
     let scale = mean_magnitude(block);
     let mut signs = [0u32; WORDS];
     let signs = &mut signs[..words(block.len())];
@@ -125,49 +290,41 @@ fn encode_block(block: &[f32], into: &mut [u8]) -> f32 {
             *word |= (value.to_bits() >> 31) << row;
         }
     }
+    write(scale, signs, into);
+    scale
+}
+
+#[inline(always)]
+fn write(scale: f32, signs: &[u32], into: &mut [u8]) {
     let (head, packed) = into.split_at_mut(SCALE);
     head.copy_from_slice(&scale.to_bits().to_le_bytes());
     for (bytes, word) in packed.as_chunks_mut().0.iter_mut().zip(signs) {
         *bytes = word.to_le_bytes();
     }
-    scale
 }
 
-#[inline(always)]
-fn decode_block(bytes: &[u8], block: &mut [f32]) -> Result<(), BadEncoding> {
-    let ([head, packed @ ..], _) = bytes.as_chunks::<4>() else {
-        unreachable!("the length was checked, and every block has a scale");
-    };
-    let scale = u32::from_le_bytes(*head);
-    if scale > f32::MAX.to_bits() && scale != NAN {
-        let found = u64::from(scale);
-        return Err(BadEncoding::Field { codec: "sign", field: "scale", found });
-    }
-    for (row, values) in block.chunks_mut(packed.len()).enumerate() {
-        for (value, word) in values.iter_mut().zip(packed) {
-            *value = f32::from_bits(scale | ((u32::from_le_bytes(*word) >> row) << 31));
-        }
-    }
-    Ok(())
-}
+/// Every element is divided first: the sum of a block of large ones would overflow. Rounding
+/// is monotonic, and the sum of a full block of the largest number is exact: it never does.
+const SHARE: f32 = 1.0 / BLOCK as f32;
+
+/// Lanes in which magnitudes are summed: one for each element of a row.
+const LANES: usize = WORDS;
 
 /// The mean of the magnitudes, NaN if any is not finite.
 #[inline(always)]
 fn mean_magnitude(block: &[f32]) -> f32 {
-    // Every element is divided first: the sum of a block of large ones would overflow. Rounding
-    // is monotonic, and the sum of a full block of the largest number is exact: it never does.
-    const SHARE: f32 = 1.0 / BLOCK as f32;
-    const LANES: usize = 64;
     let mut lanes = [0.0f32; LANES];
-    let (rows, rest) = block.as_chunks::<LANES>();
-    for row in rows {
+    for row in block.chunks(LANES) {
         for (lane, value) in lanes.iter_mut().zip(row) {
             *lane += value.abs() * SHARE;
         }
     }
-    for (lane, value) in lanes.iter_mut().zip(rest) {
-        *lane += value.abs() * SHARE;
-    }
+    mean(lanes, block.len())
+}
+
+/// The mean of as many magnitudes, given their sums in lanes.
+#[inline(always)]
+fn mean(mut lanes: [f32; LANES], elements: usize) -> f32 {
     let mut half = LANES / 2;
     while half > 0 {
         let (lower, upper) = lanes.split_at_mut(half);
@@ -175,7 +332,7 @@ fn mean_magnitude(block: &[f32]) -> f32 {
         half /= 2;
     }
     if lanes[0].is_finite() {
-        (lanes[0] * (BLOCK as f32 / block.len() as f32)).min(f32::MAX)
+        (lanes[0] * (BLOCK as f32 / elements as f32)).min(f32::MAX)
     } else {
         f32::from_bits(NAN)
     }
@@ -239,18 +396,36 @@ mod tests {
 
         #[test]
         fn all_instruction_sets_do_the_same(
-            values in prop::collection::vec(-1.0f32..1.0, 1..=BLOCK)
+            values in prop::collection::vec(-1.0f32..1.0, 1..=3 * BLOCK)
         ) {
             let mut bytes = vec![0; Sign.bytes(values.len())];
             let mut bytes_anywhere = bytes.clone();
             encode(&values, &mut bytes);
-            encode_block(&values, &mut bytes_anywhere);
+            encode_blocks(&values, &mut bytes_anywhere);
             prop_assert_eq!(&bytes, &bytes_anywhere);
+
+            let (mut owed, mut owed_anywhere) = (values.clone(), values.clone());
+            encode_owed(Some(&values), &mut owed, &mut bytes);
+            encode_owed_blocks(Some(&values), &mut owed_anywhere, &mut bytes_anywhere);
+            prop_assert_eq!((&owed, &bytes), (&owed_anywhere, &bytes_anywhere));
 
             let (mut decoded, mut decoded_anywhere) = (values.clone(), values);
             decode(&bytes, &mut decoded).unwrap();
-            decode_block(&bytes, &mut decoded_anywhere).unwrap();
+            decode_blocks(&bytes, &mut decoded_anywhere).unwrap();
+            prop_assert_eq!(&decoded, &decoded_anywhere);
+            decode_add(&bytes, &mut decoded).unwrap();
+            decode_add_blocks(&bytes, &mut decoded_anywhere).unwrap();
             prop_assert_eq!(decoded, decoded_anywhere);
+        }
+
+        /// Full blocks are packed as a block of any length is.
+        #[test]
+        fn full_blocks_are_like_others(values in prop::collection::vec(-1.0f32..1.0, BLOCK)) {
+            let mut bytes = vec![0; Sign.bytes(BLOCK)];
+            let mut as_last = bytes.clone();
+            encode(&values, &mut bytes);
+            encode_last(&values, &mut as_last);
+            prop_assert_eq!(bytes, as_last);
         }
     }
 }

@@ -64,6 +64,31 @@ proptest! {
         }
     }
 
+    /// In one pass or in two.
+    #[test]
+    fn what_is_fed_is_added_first_and_what_is_decoded_may_be_added(
+        fed in values(0..5000), seed: u64, block in 0..1000usize
+    ) {
+        for codec in codecs() {
+            let (key, first) = (Key::new(seed), block * codec.block());
+            let mut owed: Vec<f32> = fed.iter().rev().map(|v| v * 0.7 - 0.01).collect();
+            let mut expected: Vec<f32> = owed.iter().zip(&fed).map(|(owed, fed)| owed + fed).collect();
+            let mut bytes = vec![0xaa; codec.bytes(fed.len())];
+            let mut expected_bytes = vec![0x55; bytes.len()];
+            codec.encode_fed(key, first, &fed, &mut owed, &mut bytes);
+            codec.encode_owed(key, first, &mut expected, &mut expected_bytes);
+            prop_assert_eq!(&bytes, &expected_bytes, "{:?}", codec);
+            prop_assert_eq!(&owed, &expected, "{:?}", codec);
+
+            let decoded = decode(&*codec, &bytes, fed.len()).unwrap();
+            let mut sum = fed.clone();
+            codec.decode_add(&bytes, &mut sum).unwrap();
+            for ((sum, fed), decoded) in sum.iter().zip(&fed).zip(decoded) {
+                prop_assert_eq!(*sum, fed + decoded, "{:?}", codec);
+            }
+        }
+    }
+
     #[test]
     fn a_run_of_blocks_has_the_same_bytes_alone(
         values in values(1..9000), seed: u64, ends in (0.0f64..1.0, 0.0f64..1.0)
@@ -90,6 +115,8 @@ proptest! {
             let expected = codec.bytes(elements);
             let decoded = decode(&*codec, &bytes, elements);
             prop_assert!(decoded.is_err() || bytes.len() == expected, "{:?}", codec);
+            let added = codec.decode_add(&bytes, &mut vec![0.0; elements]);
+            prop_assert_eq!(added.is_err(), decoded.is_err(), "{:?}", codec);
             // And of the right length, whether they are refused or not.
             let fitting: Vec<u8> = bytes.iter().chain(&[0x3c]).copied().cycle().take(expected).collect();
             let _ = decode(&*codec, &fitting, elements);
@@ -108,6 +135,39 @@ proptest! {
                     if expected == bytes.len() && found == wrong.len());
                 prop_assert!(is_length, "{:?}: {:?}", codec, error);
             }
+        }
+    }
+}
+
+/// Long runs are asked for ahead, and what is decoded of them is written past the caches, wherever lines begin.
+#[test]
+fn long_runs_are_like_their_blocks() {
+    const LONG: usize = (16 << 20) / 4 + 3 * 2048 + 77;
+    let values: Vec<f32> =
+        (0..LONG).map(|i| ((i * 7919 % 10_007) as f32 - 5000.0) * 1e-4).collect();
+    let codecs: [&dyn Spans; 3] = [&Int8::default(), &Int4::default(), &Sign];
+    for codec in codecs {
+        let key = Key::new(5);
+        let (mut bytes, mut pieces) = (vec![0; codec.bytes(LONG)], vec![0; codec.bytes(LONG)]);
+        let (mut owed, mut owed_pieces) = (values.clone(), values.clone());
+        codec.encode_fed(key, 0, &values, &mut owed, &mut bytes);
+        for start in (0..LONG).step_by(4096) {
+            let at = start..(start + 4096).min(LONG);
+            let into = &mut pieces[codec.bytes(at.start)..codec.bytes(at.end)];
+            codec.encode_fed(key, start, &values[at.clone()], &mut owed_pieces[at], into);
+        }
+        assert!(bytes == pieces && owed == owed_pieces, "{codec:?}");
+        for offset in [0, 1, 4, 15] {
+            let mut memory = vec![777.0; LONG + 32];
+            codec.decode(&bytes, &mut memory[offset..offset + LONG]).unwrap();
+            for start in (0..LONG).step_by(4096) {
+                let at = start..(start + 4096).min(LONG);
+                let piece = &bytes[codec.bytes(at.start)..codec.bytes(at.end)];
+                let decoded = decode(codec, piece, at.len()).unwrap();
+                assert!(memory[offset..][at] == decoded, "{codec:?} from {offset}: {start}");
+            }
+            let outside = memory[..offset].iter().chain(&memory[offset + LONG..]);
+            assert!(outside.copied().all(|value| value == 777.0), "{codec:?} from {offset}");
         }
     }
 }

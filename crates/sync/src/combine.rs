@@ -121,10 +121,10 @@ impl Exchange {
 }
 
 /// Replaces the first of a worker's leaves by the sums of its subtrees, in order; how many there are.
-pub fn fold_leaves<T: Element>(
+pub fn fold_leaves<T: Element, S: DerefMut<Target = [T]>>(
     shards: Shards,
     own: std::ops::Range<usize>,
-    leaves: &mut [Vec<T>],
+    leaves: &mut [S],
 ) -> usize {
     let subtrees = tree::maximal_subtrees(shards.count(), own.clone());
     for (i, subtree) in subtrees.iter().enumerate() {

@@ -2,11 +2,12 @@
 //!
 //! What the workers of one host all-reduce lies in memory that they [read of each other in
 //! place](unisono_collective::Registered), if they share a host: it belongs to their group, and is cut anew when the
-//! sizes of buckets change. Everything else is memory of the process.
+//! sizes of buckets change. Encodings that travel in place lie in such memory, too. Everything else is memory of the
+//! process.
 
 use std::ops::{Deref, DerefMut};
 
-use unisono_collective::{Error, Group, Registered};
+use unisono_collective::{Element, Error, Group, Registered};
 
 use crate::error::SyncError;
 
@@ -20,17 +21,17 @@ const LEAST: usize = 1 << 20;
 
 /// Numbers of a bucket.
 #[derive(Debug)]
-pub enum Slot {
+pub enum Slot<T: Element = f32> {
     /// In memory of the process.
-    Own(Vec<f32>),
+    Own(Vec<T>),
     /// In memory that other workers read.
-    Lent(Registered<f32>),
+    Lent(Registered<T>),
 }
 
-impl Deref for Slot {
-    type Target = [f32];
+impl<T: Element> Deref for Slot<T> {
+    type Target = [T];
 
-    fn deref(&self) -> &[f32] {
+    fn deref(&self) -> &[T] {
         match self {
             Slot::Own(numbers) => numbers,
             Slot::Lent(numbers) => numbers,
@@ -38,18 +39,56 @@ impl Deref for Slot {
     }
 }
 
-impl DerefMut for Slot {
-    fn deref_mut(&mut self) -> &mut [f32] {
+impl<T: Element> DerefMut for Slot<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
         match self {
             Slot::Own(numbers) => numbers,
             Slot::Lent(numbers) => numbers,
         }
+    }
+}
+
+impl<T: Element> Default for Slot<T> {
+    fn default() -> Slot<T> {
+        Slot::Own(Vec::new())
+    }
+}
+
+impl<T: Element + Default> Slot<T> {
+    /// Makes room for so many numbers, whatever they are, in memory that other workers read if that is worth it. All
+    /// workers call this, with the same number, on slots that they have treated alike.
+    pub fn make_room(&mut self, group: &Group, count: usize) -> Result<(), SyncError> {
+        if self.len() < count {
+            // What was there is given back first.
+            *self = Slot::default();
+            *self = match lend(group, count)? {
+                Some(memory) => Slot::Lent(memory),
+                None => Slot::Own(vec![T::default(); count]),
+            };
+        }
+        Ok(())
     }
 }
 
 impl From<Vec<f32>> for Slot {
     fn from(numbers: Vec<f32>) -> Slot {
         Slot::Own(numbers)
+    }
+}
+
+/// Memory of a group for so many numbers, if it is worth it and there is some. All workers call this.
+fn lend<T: Element>(group: &Group, count: usize) -> Result<Option<Registered<T>>, SyncError> {
+    let is_near = group.topology().is_one_host() && (2..=MOST).contains(&group.size());
+    if !is_near || count * size_of::<T>() < LEAST {
+        return Ok(None);
+    }
+    match group.allocate(count) {
+        Ok(memory) => Ok(Some(memory)),
+        Err(Error::System { what, reason }) => {
+            log::debug!("{what}: {reason}; it is in memory of each worker");
+            Ok(None)
+        }
+        Err(error) => Err(error.into()),
     }
 }
 
@@ -65,18 +104,7 @@ pub struct Arena {
 impl Arena {
     /// For buckets of so many numbers in all. All workers call this; without memory for it, they go on without.
     pub fn new(group: &Group, numbers: usize) -> Result<Arena, SyncError> {
-        let is_near = group.topology().is_one_host() && (2..=MOST).contains(&group.size());
-        if !is_near || numbers * 4 < LEAST {
-            return Ok(Arena::default());
-        }
-        match group.allocate(numbers) {
-            Ok(memory) => Ok(Arena { rest: Some(memory), is_used: false }),
-            Err(Error::System { what, reason }) => {
-                log::debug!("{what}: {reason}; buckets are in memory of each worker");
-                Ok(Arena::default())
-            }
-            Err(error) => Err(error.into()),
-        }
+        Ok(Arena { rest: lend(group, numbers)?, is_used: false })
     }
 
     /// So many numbers of it, all of them 0, or of other memory if it has no more.

@@ -4,6 +4,10 @@
 //! a heavy tail. They take turns, and a copy of the gradient takes its turn among them, so that whatever
 //! disturbs the machine disturbs all alike. Every repetition starts from a fresh gradient, as one does
 //! that backward has just written.
+//!
+//! Beside every rate is what it is of the *limit*: the bytes that must be read and written, at the rate at which the
+//! fastest copy reads and writes them in the same run. A residual is read and written, too. A codec that writes more
+//! than it reads can be above it, for a core writes faster than it reads; one that hardly writes stays below.
 
 mod device;
 mod products;
@@ -18,7 +22,7 @@ use clap::Args;
 use serde::Serialize;
 
 use unisono_codec::topk::Selection;
-use unisono_codec::{BadCodec, Codec, CodecSpec, Key, Rounding, Task};
+use unisono_codec::{BadCodec, Codec, CodecSpec, Key, Rounding, Task, stream};
 
 use super::device::{DeviceArgs, DeviceKind};
 use super::{FEWEST, expect_memory, expect_seconds, median, print, sizes};
@@ -64,6 +68,16 @@ struct Row {
     gbs: f64,
     memcpy_gbs: f64,
     of_memcpy: f64,
+    /// The faster of memcpy and a copy past the caches.
+    copy_gbs: f64,
+    /// What must be moved at the rate of that copy, as a share of the time that it took.
+    encode_of_limit: f64,
+    decode_of_limit: f64,
+    /// Of encoding with the residual, for codecs that keep one and encode by blocks.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    fed_gbs: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    fed_of_limit: Option<f64>,
     /// The length of what is lost in one round trip, as a part of the gradient's.
     error: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -90,9 +104,9 @@ pub fn run(args: CodecArgs) -> anyhow::Result<ExitCode> {
     let shape = [ROWS, bytes / 4 / ROWS];
     let codecs: Vec<(CodecSpec, Arc<dyn Codec>)> =
         specs.iter().map(|spec| (spec.clone(), spec.build())).collect();
-    // The gradient, the copy that is encoded, what is decoded, and the momentum of one codec.
+    // The gradient, the copy that is encoded, what is decoded, what is owed, and the momentum of one codec.
     let encodings: usize = codecs.iter().map(|(_, codec)| codec.encoded_bytes(&shape)).sum();
-    let needed = bytes.saturating_mul(4).saturating_add(encodings);
+    let needed = bytes.saturating_mul(5).saturating_add(encodings);
     expect_memory("--size: this needs", needed, "a smaller size")?;
     for (spec, codec) in &codecs {
         demand!(
@@ -109,9 +123,11 @@ pub fn run(args: CodecArgs) -> anyhow::Result<ExitCode> {
         None => {
             let mut entries: Vec<Entry> =
                 codecs.iter().map(|(spec, codec)| Entry::new(spec, codec.as_ref(), task)).collect();
-            let memcpy = measure(&mut entries, bytes, args.seconds)?.median();
+            let (memcpy, copy) = measure(&mut entries, bytes, args.seconds)?;
+            let (memcpy, copy) = (memcpy.median(), copy.median());
             let figures = entries.iter().map(Entry::figures).collect();
-            Report { figures, memcpy, place: "one core".to_owned(), device: None }
+            let place = "one core".to_owned();
+            Report { figures, memcpy, copy: copy.min(memcpy), place, device: None }
         }
     };
     report.print(bytes, args.json)
@@ -131,29 +147,38 @@ fn parse_codecs(list: &str) -> Result<Vec<CodecSpec>, BadCodec> {
     texts.iter().map(|text| text.parse()).collect()
 }
 
-/// Times all entries and, in between, a copy of the gradient, of which the times are returned.
-fn measure(entries: &mut [Entry], bytes: usize, seconds: f64) -> anyhow::Result<Times> {
+/// Times all entries and, in between, copies of the gradient, of which the times are returned: memcpy, and one past the
+/// caches.
+fn measure(entries: &mut [Entry], bytes: usize, seconds: f64) -> anyhow::Result<(Times, Times)> {
     let gradient = gradient(bytes / 4);
     let (mut values, mut decoded) = (gradient.clone(), vec![0.0; gradient.len()]);
-    let mut memcpy = Times::default();
+    let mut owed = gradient.clone();
+    let (mut memcpy, mut copy) = (Times::default(), Times::default());
     let deadline = Duration::try_from_secs_f64(seconds * entries.len() as f64)?;
     let start = Instant::now();
     while memcpy.0.len() < FEWEST || start.elapsed() < deadline {
         values.copy_from_slice(&gradient);
         memcpy.time(|| std::hint::black_box(&mut decoded).copy_from_slice(&values));
+        values.copy_from_slice(&gradient);
+        copy.time(|| stream::copy(&values, std::hint::black_box(&mut decoded)));
         for entry in entries.iter_mut() {
             values.copy_from_slice(&gradient);
             entry.encode.time(|| entry.trip.encode(&mut values));
             let outcome = entry.decode.time(|| entry.trip.decode(&mut decoded));
             outcome.with_context(|| format!("{} cannot decode what it encoded", entry.spec))?;
             entry.verify(&gradient, &decoded)?;
+            if entry.trip.is_fed() {
+                owed.copy_from_slice(&gradient);
+                values.copy_from_slice(&gradient);
+                entry.fed.time(|| entry.trip.encode_fed(&values, &mut owed));
+            }
             if let Some((products, times)) = &mut entry.products {
                 times.time(|| products.multiply(&gradient, &mut decoded));
                 products.verify(&gradient, &decoded)?;
             }
         }
     }
-    Ok(memcpy)
+    Ok((memcpy, copy))
 }
 
 /// What was measured of all codecs.
@@ -161,6 +186,8 @@ struct Report {
     figures: Vec<Figures>,
     /// Seconds of a copy of the gradient.
     memcpy: f64,
+    /// Of the fastest one.
+    copy: f64,
     /// Where, in words.
     place: String,
     device: Option<DeviceKind>,
@@ -171,6 +198,8 @@ struct Figures {
     codec: String,
     encoded_bytes: usize,
     encode: f64,
+    /// With the residual.
+    fed: Option<f64>,
     decode: f64,
     error: f64,
     products: Option<f64>,
@@ -181,17 +210,17 @@ impl Report {
         let memcpy_gbs = bytes as f64 / self.memcpy / 1e9;
         if !json {
             result_line!(
-                "{} of f32 on {}, memcpy {memcpy_gbs:.2} GB/s; every result verified",
+                "{} of f32 on {}, memcpy {memcpy_gbs:.2} GB/s, the fastest copy {:.2} GB/s; every result verified",
                 sizes::format(bytes),
-                self.place
+                self.place,
+                bytes as f64 / self.copy / 1e9
             )?;
             let rest = match self.device {
-                None => format!("{:>12}", "of products"),
-                // What each reads and writes, beside what a copy does.
-                Some(_) => format!("{:>15} {:>15}", "encode of copy", "decode of copy"),
+                None => format!("{:>16} {:>12}", "residual of copy", "of products"),
+                Some(_) => String::new(),
             };
             result_line!(
-                "{:<18} {:>8} {:>12} {:>12} {:>10} {:>10} {:>9} {rest}",
+                "{:<18} {:>8} {:>12} {:>12} {:>10} {:>10} {:>9} {:>15} {:>15} {rest}",
                 "codec",
                 "ratio",
                 "encode GB/s",
@@ -199,11 +228,14 @@ impl Report {
                 "both GB/s",
                 "of memcpy",
                 "error",
+                // What each reads and writes, beside what a copy does.
+                "encode of copy",
+                "decode of copy",
             )?;
         }
         for figures in &self.figures {
             let row = self.row(figures, bytes);
-            print(&row, json, || self.line(&row, figures))?;
+            print(&row, json, || self.line(&row))?;
         }
         Ok(ExitCode::SUCCESS)
     }
@@ -211,6 +243,10 @@ impl Report {
     fn row(&self, figures: &Figures, bytes: usize) -> Row {
         let gbs = |seconds: f64| bytes as f64 / seconds / 1e9;
         let Figures { encode, decode, encoded_bytes, .. } = *figures;
+        let of_limit = |times: usize, seconds: f64| {
+            let moved = (times * bytes + encoded_bytes) as f64 / (2 * bytes) as f64;
+            moved * self.copy / seconds
+        };
         Row {
             codec: figures.codec.clone(),
             bytes,
@@ -221,6 +257,12 @@ impl Report {
             gbs: gbs(encode + decode),
             memcpy_gbs: gbs(self.memcpy),
             of_memcpy: gbs(encode + decode) / gbs(self.memcpy),
+            copy_gbs: gbs(self.copy),
+            encode_of_limit: of_limit(1, encode),
+            decode_of_limit: of_limit(1, decode),
+            fed_gbs: figures.fed.map(gbs),
+            // The gradient is read, the residual read and written.
+            fed_of_limit: figures.fed.map(|seconds| of_limit(3, seconds)),
             error: figures.error,
             products_gbs: figures.products.map(gbs),
             of_products: figures.products.map(|products| products / (encode + decode)),
@@ -228,21 +270,20 @@ impl Report {
         }
     }
 
-    fn line(&self, row: &Row, figures: &Figures) -> String {
+    fn line(&self, row: &Row) -> String {
         let Row { codec, ratio, encode_gbs, decode_gbs, gbs, of_memcpy, error, .. } = row;
-        let rest = match (self.device, row.of_products) {
-            (Some(_), _) => {
-                let moved = (row.bytes + row.encoded_bytes) as f64 / (2 * row.bytes) as f64;
-                let of_copy = |seconds: f64| moved * self.memcpy / seconds;
-                let (encode, decode) = (of_copy(figures.encode), of_copy(figures.decode));
-                format!("{encode:>15.3} {decode:>15.3}")
-            }
-            (None, Some(share)) => format!("{share:>12.3}"),
-            (None, None) => format!("{:>12}", ""),
+        let Row { encode_of_limit, decode_of_limit, .. } = row;
+        let share = |share: Option<f64>, width: usize| match share {
+            Some(share) => format!("{share:>width$.3}"),
+            None => format!("{:>width$}", ""),
+        };
+        let rest = match self.device {
+            Some(_) => String::new(),
+            None => format!("{} {}", share(row.fed_of_limit, 16), share(row.of_products, 12)),
         };
         format!(
             "{codec:<18} {ratio:>8.2} {encode_gbs:>12.2} {decode_gbs:>12.2} {gbs:>10.2} \
-             {of_memcpy:>10.3} {error:>9.6} {rest}"
+             {of_memcpy:>10.3} {error:>9.6} {encode_of_limit:>15.3} {decode_of_limit:>15.3} {rest}"
         )
     }
 }
@@ -252,6 +293,8 @@ struct Entry<'a> {
     spec: &'a CodecSpec,
     trip: Trip<'a>,
     encode: Times,
+    /// With the residual, if there is one.
+    fed: Times,
     decode: Times,
     /// The error of the first round trip: some codecs learn from those before.
     error: f64,
@@ -271,6 +314,7 @@ impl<'a> Entry<'a> {
             spec,
             trip: Trip::new(spec, codec, task),
             encode: Times::default(),
+            fed: Times::default(),
             decode: Times::default(),
             error: f64::NAN,
             products,
@@ -290,6 +334,7 @@ impl<'a> Entry<'a> {
             codec: self.spec.to_string(),
             encoded_bytes: self.trip.bytes(),
             encode: self.encode.median(),
+            fed: self.trip.is_fed().then(|| self.fed.median()),
             decode: self.decode.median(),
             error: self.error,
             products: self.products.as_ref().map(|(_, times)| times.median()),

@@ -40,18 +40,20 @@ pub fn run(
             Err(error) => return Err(error.into()),
         }
     }
-    let memcpy = measure(&gpu, &mut entries, task, seconds)?;
+    let memcpy = measure(&gpu, &mut entries, task, seconds)?.median();
     let figures = entries.iter().map(|entry| Figures {
         codec: entry.spec.to_string(),
         encoded_bytes: entry.length,
         encode: entry.encode.median(),
+        fed: None,
         decode: entry.decode.median(),
         error: entry.error,
         products: None,
     });
     Ok(Report {
         figures: figures.collect(),
-        memcpy: memcpy.median(),
+        memcpy,
+        copy: memcpy,
         place: gpu.name()?,
         device: Some(DeviceKind::Cuda),
     })

@@ -44,6 +44,18 @@ impl<'a> Trip<'a> {
         }
     }
 
+    /// Whether what its encodings leave out is remembered.
+    pub fn is_fed(&self) -> bool {
+        self.codec.as_ref().is_some_and(RoundTrip::is_fed)
+    }
+
+    /// Encodes values and what is owed, and leaves there what is owed now.
+    pub fn encode_fed(&mut self, values: &[f32], owed: &mut [f32]) {
+        if let Some(codec) = &mut self.codec {
+            codec.encode_fed(values, owed);
+        }
+    }
+
     /// Decodes what was encoded last.
     pub fn decode(&mut self, into: &mut [f32]) -> Result<(), BadEncoding> {
         match &mut self.codec {

@@ -35,6 +35,7 @@ use crate::bucket::Layout;
 use crate::combine::{Combiner, alignment, fold_leaves};
 use crate::error::SyncError;
 use crate::shards::Shards;
+use crate::slot::Slot;
 use crate::synchronizer::Parameter;
 use crate::times::StepTimes;
 use auto::{Choice, Observer};
@@ -122,6 +123,8 @@ struct Buffers {
     incoming: Vec<u8>,
     mine: Vec<u8>,
     all: Vec<u8>,
+    /// What every worker gets of all, in place.
+    whole: Slot<u8>,
 }
 
 impl Compressed {
@@ -328,7 +331,11 @@ impl Strategy for Compressed {
                 let codec = self.codecs[codec].clone();
                 let feeds_back = self.feeds_back(&*codec);
                 self.hand_over_velocity(&parameters);
-                self.divide_by_scale(&parameters, gradients);
+                // Spans are scaled on the way.
+                let scales_here = !matches!(codec.passage(), Passage::Spans(_));
+                if scales_here {
+                    self.divide_by_scale(&parameters, gradients);
+                }
                 match codec.passage() {
                     Passage::Summed(summed) => {
                         self.exchange_summed(summed, feeds_back, &parameters, gradients)?;
@@ -340,7 +347,9 @@ impl Strategy for Compressed {
                         self.exchange_gathered(gathered, feeds_back, &parameters, gradients)?;
                     }
                 }
-                self.multiply_by_scale(&parameters, gradients);
+                if scales_here {
+                    self.multiply_by_scale(&parameters, gradients);
+                }
             }
         } else {
             self.combiner.sum(&mut gradients.slots[..gradients.filled])?;

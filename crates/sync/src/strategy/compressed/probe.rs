@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use half::{bf16, f16};
-use unisono_codec::{Codec, Gathered, Memory, Passage, Spans, Summed, Task, Wire};
+use unisono_codec::{Codec, Gathered, Mean, Memory, Passage, Spans, Summed, Task, Wire};
 
 use super::spans::pieces;
 use super::summed::Narrow;
@@ -162,6 +162,18 @@ impl<'a> Trial<'a> {
 
     fn summed(&mut self, summed: &dyn Summed, feeds_back: bool, gradient: &[f32]) -> Parts {
         let mut parts = Parts::default();
+        let (leaf, mean) = (&mut self.leaf, &mut self.mean);
+        match summed.wire() {
+            Wire::Fp16 if summed.is_identity() => {
+                through(gradient, &mut self.narrow.0, mean, &mut parts);
+                return parts;
+            }
+            Wire::Bf16 if summed.is_identity() => {
+                through(gradient, &mut self.narrow.1, mean, &mut parts);
+                return parts;
+            }
+            _ => {}
+        }
         let residual = &mut self.memory.residual;
         if feeds_back {
             timed(&mut parts.own, || add(residual, gradient));
@@ -172,35 +184,33 @@ impl<'a> Trial<'a> {
             let values = if feeds_back { &residual[..] } else { gradient };
             let (before, now) = self.means.split_at_mut(round);
             let given = before.last().unwrap_or(&self.common);
-            let leaf = &mut self.leaf;
             timed(&mut parts.own, || {
                 leaf.resize(summed.encoded(self.task.shape, round), 0.0);
-                match summed.is_identity() {
-                    true => leaf.copy_from_slice(values),
-                    false => summed.encode(round, &self.task, values, given, leaf),
-                }
+                summed.encode(round, &self.task, values, given, leaf);
             });
+            // As it comes back.
+            let mut sum = vec![0.0; leaf.len()];
             match summed.wire() {
                 // It is folded where it is.
-                Wire::F32 => timed(&mut parts.own, || leaf.iter_mut().for_each(|x| *x += *x)),
-                Wire::Fp16 => through(leaf, &mut self.narrow.0, &mut parts),
-                Wire::Bf16 => through(leaf, &mut self.narrow.1, &mut parts),
+                Wire::F32 => {
+                    timed(&mut parts.own, || leaf.iter_mut().for_each(|x| *x += *x));
+                    std::mem::swap(&mut sum, leaf);
+                }
+                Wire::Fp16 => through(leaf, &mut self.narrow.0, &mut sum, &mut parts),
+                Wire::Bf16 => through(leaf, &mut self.narrow.1, &mut sum, &mut parts),
             }
             timed(&mut parts.mean, || {
                 now[0].clear();
-                now[0].extend(leaf.iter().map(|sum| sum / 2.0));
+                now[0].extend(sum.iter().map(|sum| sum / 2.0));
                 if round + 1 < rounds {
                     summed.settle(round, &self.task, &mut now[0]);
                 }
             });
         }
         let means: Vec<&[f32]> = self.means.iter().map(Vec::as_slice).collect();
-        timed(&mut parts.mean, || match summed.is_identity() {
-            true => self.mean.copy_from_slice(means[0]),
-            false => summed.decode(&self.task, &means, &mut self.common, &mut self.mean),
-        });
+        timed(&mut parts.mean, || summed.decode(&self.task, &means, &mut self.common, mean));
         if feeds_back {
-            timed(&mut parts.own, || summed.pay(&self.task, residual, &self.mean));
+            timed(&mut parts.own, || summed.pay(&self.task, residual, mean));
         }
         parts
     }
@@ -209,22 +219,16 @@ impl<'a> Trial<'a> {
         let mut parts = Parts::default();
         let (key, elements) = (self.task.key(0), self.task.elements());
         let encoded = |at: &Range<usize>| spans.bytes(at.start)..spans.bytes(at.end);
-        timed(&mut parts.own, || {
-            if !feeds_back {
-                return spans.encode(key, 0, gradient, &mut self.bytes);
+        timed(&mut parts.own, || match feeds_back {
+            true => {
+                spans.encode_fed(key, 0, gradient, &mut self.memory.residual, &mut self.bytes);
             }
-            for at in pieces(spans, elements) {
-                let owed = &mut self.memory.residual[at.clone()];
-                add(owed, &gradient[at.clone()]);
-                spans.encode_owed(key, at.start, owed, &mut self.bytes[encoded(&at)]);
-            }
+            false => spans.encode(key, 0, gradient, &mut self.bytes),
         });
         let decodes = "what was encoded can be decoded";
         timed(&mut parts.any, || {
             for at in pieces(spans, elements) {
-                self.leaf.resize(at.len(), 0.0);
-                spans.decode(&self.bytes[encoded(&at)], &mut self.leaf).expect(decodes);
-                add(&mut self.mean[at], &self.leaf);
+                spans.decode_add(&self.bytes[encoded(&at)], &mut self.mean[at]).expect(decodes);
             }
         });
         timed(&mut parts.mean, || spans.decode(&self.bytes, &mut self.mean).expect(decodes));
@@ -249,16 +253,12 @@ impl<'a> Trial<'a> {
 }
 
 /// Rounds a leaf to a narrower type, as it would travel, and back.
-fn through<T: Narrow>(leaf: &mut [f32], narrow: &mut Vec<T>, parts: &mut Parts) {
+fn through<T: Narrow>(leaf: &[f32], narrow: &mut Vec<T>, back: &mut [f32], parts: &mut Parts) {
     timed(&mut parts.own, || {
-        leaf.iter_mut().for_each(|x| *x *= 0.5);
         narrow.resize(leaf.len(), T::ZERO);
-        T::narrow(leaf, narrow);
+        T::narrow(leaf, 0.5, narrow);
     });
-    timed(&mut parts.mean, || {
-        T::widen(narrow, leaf);
-        leaf.iter_mut().for_each(|x| *x /= 0.5);
-    });
+    timed(&mut parts.mean, || T::widen(narrow, Mean::new(2.0, 1), back));
 }
 
 fn add(into: &mut [f32], values: &[f32]) {

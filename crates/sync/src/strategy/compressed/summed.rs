@@ -3,15 +3,21 @@
 //! In every round, each leaf of every parameter is encoded into one vector per shard, these are
 //! rounded to the type in which they travel, and the canonical tree over the shards adds them up,
 //! rounding at every node: the same bits whichever worker holds which shards.
+//!
+//! Where an encoding is nothing but the gradient in a narrower type, one pass over it scales and rounds it, straight into
+//! memory that the workers of a host read in place, and one pass makes the mean of the sum.
+
+use std::ops::DerefMut;
 
 use half::{bf16, f16};
-use unisono_codec::{Summed, Wire};
+use unisono_codec::{Mean, Summed, Wire};
 use unisono_collective::{Element, Error};
 
 use super::{Compressed, task, timed};
 use crate::combine::{Combiner, alignment, fold_leaves};
 use crate::error::SyncError;
 use crate::shards::Shards;
+use crate::slot::Slot;
 use crate::strategy::Gradients;
 
 /// Memory that is kept from call to call.
@@ -19,8 +25,8 @@ use crate::strategy::Gradients;
 pub struct SummedBuffers {
     /// Encodings, by shard.
     leaves: Vec<Vec<f32>>,
-    fp16: Vec<Vec<f16>>,
-    bf16: Vec<Vec<bf16>>,
+    fp16: Vec<Slot<f16>>,
+    bf16: Vec<Slot<bf16>>,
     /// The means of all rounds.
     means: Vec<Vec<f32>>,
 }
@@ -34,6 +40,14 @@ impl Compressed {
         gradients: &mut Gradients,
     ) -> Result<(), SyncError> {
         let mut buffers = std::mem::take(&mut self.buffers.summed);
+        if summed.is_identity() && !feeds_back && summed.wire() != Wire::F32 {
+            let outcome = match summed.wire() {
+                Wire::Bf16 => self.exchange_cast(&mut buffers.bf16, parameters, gradients),
+                _ => self.exchange_cast(&mut buffers.fp16, parameters, gradients),
+            };
+            self.buffers.summed = buffers;
+            return outcome;
+        }
         let layout = gradients.layout.clone();
         let step = gradients.step;
         let shape = |parameter: usize| &self.parameters[parameter].shape;
@@ -70,10 +84,6 @@ impl Compressed {
                         };
                         let into = &mut leaf[at..at + encoded(parameter)];
                         at += into.len();
-                        if summed.is_identity() {
-                            into.copy_from_slice(values);
-                            continue;
-                        }
                         let task = self.task(parameter, step);
                         let given = match round {
                             0 => &self.states[parameter].common[..],
@@ -116,10 +126,6 @@ impl Compressed {
                     *at += length;
                 }
                 let into = &mut gradients.slots[0][layout.span(parameter)];
-                if summed.is_identity() {
-                    into.copy_from_slice(means[0]);
-                    continue;
-                }
                 let task = task(&self.parameters, &self.compression, parameter, step);
                 let state = &mut self.states[parameter];
                 summed.decode(&task, &means, &mut state.common, into);
@@ -136,6 +142,59 @@ impl Compressed {
     }
 }
 
+impl Compressed {
+    /// Sums gradients in a narrower type, which is all that their encoding is.
+    fn exchange_cast<T: Narrow>(
+        &mut self,
+        leaves: &mut Vec<Slot<T>>,
+        parameters: &[usize],
+        gradients: &mut Gradients,
+    ) -> Result<(), SyncError> {
+        let layout = gradients.layout.clone();
+        let length: usize = parameters.iter().map(|p| layout.span(*p).len()).sum();
+        let padded = length.next_multiple_of(alignment(self.shards, self.workers()));
+        leaves.resize_with(gradients.filled, Slot::default);
+        // The first leaf is what travels.
+        for (i, leaf) in leaves.iter_mut().enumerate() {
+            match i {
+                0 => leaf.make_room(self.combiner.group(), padded)?,
+                _ if leaf.len() < padded => *leaf = Slot::Own(vec![T::ZERO; padded]),
+                _ => {}
+            }
+        }
+        let world = World { combiner: &mut self.combiner, shards: self.shards };
+        let factor = world.factor();
+        let mut coding = self.coding;
+        timed(&mut coding, || {
+            for (leaf, slot) in leaves.iter_mut().zip(&gradients.slots) {
+                let mut rest = &mut leaf[..];
+                for &parameter in parameters {
+                    let values = &slot[layout.span(parameter)];
+                    let (into, after) = rest.split_at_mut(values.len());
+                    rest = after;
+                    T::narrow(values, 1.0 / factor, into);
+                }
+                rest[..padded - length].fill(T::ZERO);
+            }
+        });
+        let mut whole: Vec<&mut [T]> = leaves.iter_mut().map(|leaf| &mut leaf[..padded]).collect();
+        world.sum(&mut whole)?;
+        let sum = &whole[0];
+        timed(&mut coding, || {
+            let mean = Mean::new(factor, gradients.shards);
+            let mut rest = &sum[..length];
+            for &parameter in parameters {
+                let into = &mut gradients.slots[0][layout.span(parameter)];
+                let (sums, after) = rest.split_at(into.len());
+                rest = after;
+                T::widen(sums, mean, into);
+            }
+        });
+        self.coding = coding;
+        Ok(())
+    }
+}
+
 /// Those who sum.
 struct World<'a> {
     combiner: &'a mut Combiner,
@@ -144,61 +203,73 @@ struct World<'a> {
 
 impl World<'_> {
     /// Replaces the first leaf by the sum over all shards.
-    fn sum<T: Element>(self, leaves: &mut [Vec<T>]) -> Result<(), Error> {
+    fn sum<T: Element, S: DerefMut<Target = [T]>>(self, leaves: &mut [S]) -> Result<(), Error> {
         let group = self.combiner.group();
         let own = self.shards.of(group.rank(), group.size());
         let subtrees = fold_leaves(self.shards, own, leaves);
         self.combiner.sum(&mut leaves[..subtrees])
     }
 
-    /// As [`World::sum`], in a narrower type. Leaves are scaled down, so that no sum overflows unless a
-    /// leaf does: by a power of two, which costs no bits.
+    /// What leaves in a narrower type are divided by, so that no sum overflows unless a leaf does: a power of two, which
+    /// costs no bits.
+    fn factor(&self) -> f32 {
+        self.shards.count().next_power_of_two() as f32
+    }
+
+    /// As [`World::sum`], in a narrower type.
     fn sum_narrow<T: Narrow>(
         self,
         leaves: &mut [Vec<f32>],
-        narrow: &mut Vec<Vec<T>>,
+        narrow: &mut Vec<Slot<T>>,
     ) -> Result<(), Error> {
-        let scale = 1.0 / self.shards.count().next_power_of_two() as f32;
-        narrow.resize(leaves.len(), Vec::new());
+        let factor = self.factor();
+        narrow.resize_with(leaves.len(), Slot::default);
         for (leaf, narrow) in leaves.iter_mut().zip(narrow.iter_mut()) {
-            leaf.iter_mut().for_each(|x| *x *= scale);
-            narrow.resize(leaf.len(), T::ZERO);
-            T::narrow(leaf, narrow);
+            if narrow.len() < leaf.len() {
+                *narrow = Slot::Own(vec![T::ZERO; leaf.len()]);
+            }
+            T::narrow(leaf, 1.0 / factor, &mut narrow[..leaf.len()]);
         }
-        self.sum(narrow)?;
-        T::widen(&narrow[0], &mut leaves[0]);
-        leaves[0].iter_mut().for_each(|x| *x /= scale);
+        let mut whole: Vec<&mut [T]> = narrow
+            .iter_mut()
+            .zip(&*leaves)
+            .map(|(narrow, leaf)| &mut narrow[..leaf.len()])
+            .collect();
+        self.sum(&mut whole)?;
+        T::widen(whole[0], Mean::new(factor, 1), &mut leaves[0]);
         Ok(())
     }
 }
 
 /// A type that f32 can be rounded to.
-pub(super) trait Narrow: Element {
+pub(super) trait Narrow: Element + Default {
     const ZERO: Self;
-    fn narrow(from: &[f32], into: &mut [Self]);
-    fn widen(from: &[Self], into: &mut [f32]);
+    /// Rounds every value times a factor.
+    fn narrow(from: &[f32], factor: f32, into: &mut [Self]);
+    /// Makes means of sums.
+    fn widen(sums: &[Self], mean: Mean, into: &mut [f32]);
 }
 
 impl Narrow for f16 {
     const ZERO: f16 = f16::ZERO;
 
-    fn narrow(from: &[f32], into: &mut [f16]) {
-        unisono_codec::fp16::encode(from, into);
+    fn narrow(from: &[f32], factor: f32, into: &mut [f16]) {
+        unisono_codec::fp16::encode_scaled(from, factor, into);
     }
 
-    fn widen(from: &[f16], into: &mut [f32]) {
-        unisono_codec::fp16::decode(from, into);
+    fn widen(sums: &[f16], mean: Mean, into: &mut [f32]) {
+        unisono_codec::fp16::decode_mean(sums, mean, into);
     }
 }
 
 impl Narrow for bf16 {
     const ZERO: bf16 = bf16::ZERO;
 
-    fn narrow(from: &[f32], into: &mut [bf16]) {
-        unisono_codec::bf16::encode(from, into);
+    fn narrow(from: &[f32], factor: f32, into: &mut [bf16]) {
+        unisono_codec::bf16::encode_scaled(from, factor, into);
     }
 
-    fn widen(from: &[bf16], into: &mut [f32]) {
-        unisono_codec::bf16::decode(from, into);
+    fn widen(sums: &[bf16], mean: Mean, into: &mut [f32]) {
+        unisono_codec::bf16::decode_mean(sums, mean, into);
     }
 }
