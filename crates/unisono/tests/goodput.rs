@@ -28,6 +28,7 @@ const BYTES: usize = 16 << 20;
 /// Of a link between regions.
 const DELAY: Duration = Duration::from_millis(20);
 const LOSS: f64 = 0.002;
+const FAR_BYTES: usize = 4 << 20;
 
 /// Repetitions that count, after a few in which TCP finds out the rate.
 const REPEATS: usize = 7;
@@ -49,7 +50,7 @@ fn all_reduce_fills_the_links() {
     let mut medians = Vec::new();
     for hosts in [2, 3, 4] {
         let Some(lab) = lab_or_skip(hosts, Link::new(RATE)) else { return };
-        let measured = measure(&lab, None);
+        let measured = measure(&lab, BYTES, None);
         let must_send = BYTES as f64 * 2.0 * (hosts as f64 - 1.0) / hosts as f64;
         let limit = must_send * 8.0 / RATE.as_bits_per_second() as f64;
         let (median, best) = (limit / measured.all_reduce.median, limit / measured.all_reduce.best);
@@ -79,12 +80,12 @@ fn all_reduce_fills_the_links() {
 fn more_streams_are_quicker_over_long_links_that_lose_packets() {
     let link = Link::new(RATE).with_delay(DELAY).with_loss(LOSS);
     let Some(lab) = lab_or_skip(2, link) else { return };
-    let best = |streams| measure(&lab, streams).all_reduce.best;
+    let best = |streams| measure(&lab, FAR_BYTES, streams).all_reduce.best;
     let (one, chosen) = (best(Some(1)), best(None));
     println!(
         "2 hosts, {DELAY:?} apart, {LOSS} of the packets lost, {} MiB: {:.0} ms with one stream, {:.0} ms with as many as \
          the group chose, {:.1} times as quick",
-        BYTES >> 20,
+        FAR_BYTES >> 20,
         one * 1e3,
         chosen * 1e3,
         one / chosen
@@ -119,7 +120,7 @@ impl Seconds {
     }
 }
 
-fn measure(lab: &Lab, streams: Option<usize>) -> Measured {
+fn measure(lab: &Lab, bytes: usize, streams: Option<usize>) -> Measured {
     let mut world = World::in_lab(lab, 1, Host::address);
     let mut settings = Settings::new(Transport::Auto);
     settings.streams = streams;
@@ -127,7 +128,7 @@ fn measure(lab: &Lab, streams: Option<usize>) -> Measured {
     world.form(&settings);
     let repeats = WARM_UP + REPEATS;
     let ranks: Vec<Timed> = world
-        .all(&Command::Time { bytes: BYTES, repeats })
+        .all(&Command::Time { bytes, repeats })
         .into_iter()
         .map(|reply| match reply {
             Reply::Timed(timed) => timed,
