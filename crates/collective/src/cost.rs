@@ -93,14 +93,20 @@ impl Costs {
         Costs { crowd, ..self }
     }
 
+    /// Bytes that are under way between two hosts if nothing holds them up. The rate is that of a good network: what the
+    /// first small messages over a long link tell of its own is how slowly TCP begins.
+    pub(crate) fn under_way(&self, topology: &Topology) -> usize {
+        const RATE: f64 = 1.25e9;
+        let round_trip = if topology.hosts() > 1 { 2.0 * self.far.latency } else { 0.0 };
+        (round_trip * RATE) as usize
+    }
+
     /// Streams that a link should have for long messages: some where several threads of a rank can use them at once, and more
     /// the longer messages are under way between hosts, since a stream has only so much under way.
     pub(crate) fn streams(&self, topology: &Topology) -> usize {
-        /// What a stream has under way at most, as systems limit it unless told otherwise; and the bytes per second that
-        /// streams should suffice for.
-        const UNDER_WAY: f64 = 4e6;
-        const RATE: f64 = 1.25e9;
-        const MOST: f64 = 16.0;
+        /// What a stream has under way at most, as systems limit it unless told otherwise.
+        const OF_STREAM: usize = 4_000_000;
+        const MOST: usize = 16;
         let helped = match topology.world() {
             // With two only while the program rests, what it gains then is lost before.
             _ if self.threads < 2.0 => 1,
@@ -109,10 +115,9 @@ impl Costs {
             // Sockets of all pairs add up.
             17.. => 1,
         };
-        let round_trip = if topology.hosts() > 1 { 2.0 * self.far.latency } else { 0.0 };
         // As many in each direction.
-        let far = 2.0 * (round_trip * RATE / UNDER_WAY).floor().min(MOST);
-        helped.max(far as usize)
+        let far = 2 * (self.under_way(topology) / OF_STREAM).min(MOST);
+        helped.max(far)
     }
 
     /// As they travel.

@@ -167,15 +167,14 @@ impl Options {
             let bytes = parse_size(&value);
             bytes.map(Some).map_err(|reason| BadSetting { name, value, reason: reason.into() })
         }
-        /// A number from 1 to 64.
+        /// A number from 1 to 64, or none.
         fn few(name: &'static str, value: Option<String>) -> Result<Option<usize>, BadSetting> {
-            let mut number = 0;
-            parse(name, value.clone(), &mut number)?;
-            match value {
-                None => Ok(None),
-                Some(text) if text.is_empty() => Ok(None),
-                Some(_) if (1..=64).contains(&number) => Ok(Some(number)),
-                Some(value) => Err(BadSetting { name, value, reason: "expected 1 to 64".into() }),
+            let Some(value) = value.filter(|v| !v.is_empty() && v != "auto") else {
+                return Ok(None);
+            };
+            match value.parse() {
+                Ok(number) if (1..=64).contains(&number) => Ok(Some(number)),
+                _ => Err(BadSetting { name, value, reason: "expected auto, or 1 to 64".into() }),
             }
         }
         let mut options = Options::default();
@@ -197,7 +196,6 @@ impl Options {
                 value: timeout.to_string(),
                 reason: "expected seconds, from 0.05 to 31536000 (a year)".into(),
             })?;
-        let streams = lookup("UNISONO_STREAMS").filter(|value| value != "auto");
         let bytes = |name| size(name, lookup(name));
         options.segment = bytes("UNISONO_SEGMENT")?;
         if options.segment == Some(0) {
@@ -205,7 +203,7 @@ impl Options {
             return Err(BadSetting { name: "UNISONO_SEGMENT", value, reason });
         }
         options.staging = bytes("UNISONO_STAGING")?.unwrap_or(options.staging);
-        options.streams = few("UNISONO_STREAMS", streams)?;
+        options.streams = few("UNISONO_STREAMS", lookup("UNISONO_STREAMS"))?;
         options.threads = few("UNISONO_THREADS", lookup("UNISONO_THREADS"))?;
         Ok(options)
     }
@@ -287,7 +285,11 @@ mod tests {
         assert_eq!(with("UNISONO_STREAMS", "").unwrap().streams, None);
         assert_eq!(with("UNISONO_STREAMS", "4").unwrap().streams, Some(4));
         for bad in ["0", "65", "many"] {
-            assert_eq!(with("UNISONO_STREAMS", bad).unwrap_err().name, "UNISONO_STREAMS");
+            let error = with("UNISONO_STREAMS", bad).unwrap_err();
+            assert_eq!(
+                error.to_string(),
+                format!("UNISONO_STREAMS={bad}: expected auto, or 1 to 64")
+            );
         }
     }
 

@@ -116,7 +116,8 @@ impl Wire {
                 // A device that is down takes nothing: the packet is lost, as on a cable that is cut.
                 let _ = self.host.write(&packet[..bytes]);
             }
-            while let Some((_, packet)) = waiting.pop_front_if(|(due, _)| *due <= Instant::now()) {
+            while waiting.front().is_some_and(|(due, _)| *due <= Instant::now()) {
+                let Some((_, packet)) = waiting.pop_front() else { break };
                 let _ = self.switch.write(&packet);
                 spare.push(packet);
             }

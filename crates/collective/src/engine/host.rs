@@ -343,9 +343,13 @@ impl HostEngine {
 
     /// Elements of a column: the same on all ranks, so it depends on nothing that differs.
     fn column(&self, request: &Request<'_>, schedule: &Schedule, algorithm: Algorithm) -> usize {
-        let line = 64 / request.dtype().size();
+        let size = request.dtype().size();
+        let line = 64 / size;
         let (blocks, longest) = self.blocks(request, schedule);
-        let segment = self.options.segment.unwrap_or_else(|| self.segment(algorithm));
+        let segment = self
+            .options
+            .segment
+            .unwrap_or_else(|| self.segment(algorithm, blocks * longest * size));
         let segment = segment.min(LARGEST_SEGMENT);
         let pieces = match algorithm {
             // The whole segments of all ranks arrive at once.
@@ -362,15 +366,20 @@ impl HostEngine {
     }
 
     /// Bytes of a segment, over all its blocks. Larger: the staging buffers, and what was staged
-    /// and is still to be collected, fall out of the cache. Smaller: more waiting.
-    fn segment(&self, algorithm: Algorithm) -> usize {
+    /// and is still to be collected, fall out of the cache. Smaller: more waiting. Of a call of so many bytes, those in
+    /// flight are as many as can be under way between hosts.
+    fn segment(&self, algorithm: Algorithm, bytes: usize) -> usize {
+        let far = self.costs.under_way(&self.topology).min(bytes / DEPTH);
         match algorithm {
             Algorithm::Window if self.costs.crowd <= 1.0 => 512 << 10,
             Algorithm::Window | Algorithm::WindowDirect => 256 << 10,
             Algorithm::Hierarchical => 1 << 20,
             // With lanes, messages that are as long with any number of ranks.
-            _ if self.links.has_lanes() => (256 << 10) * self.topology.world().clamp(2, 16),
-            _ => 512 << 10,
+            _ if self.links.has_lanes() => {
+                let near = (256 << 10) * self.topology.world().clamp(2, 16);
+                near.max(far)
+            }
+            _ => far.max(512 << 10),
         }
     }
 }

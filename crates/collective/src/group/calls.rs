@@ -64,6 +64,13 @@ impl Calls {
             false => host.take_memory(rank, bytes),
         };
         let all: Result<Vec<_>, _> = (0..if is_shared { world } else { 0 }).map(memory).collect();
+        // A rank that hands over nothing may have died. Then all ranks hear of that, and not that this one could not.
+        if all.is_err()
+            && let Some(error) = self.state.verdict()
+        {
+            self.engine.host().withdraw_memory();
+            return Err(error);
+        }
         let said = self.exchange(taking, [0, i64::from(all.is_err())]);
         let host = self.engine.host();
         host.withdraw_memory();

@@ -526,7 +526,7 @@ def check_ddp_average(rank, world):
         return
     torch.manual_seed(5)
     replica = DistributedDataParallel(nn.Linear(40, 30), gradient_as_bucket_view=True)
-    replica.register_comm_hook(None, unisono.torch.average)
+    unisono.torch.average(replica)
     batch = torch.randn(3, 40, generator=torch.Generator().manual_seed(rank))
     for _ in range(2):
         replica.zero_grad()
@@ -539,6 +539,13 @@ def check_ddp_average(rank, world):
         replica(batch).pow(2).mean().backward()
         for parameter, mean in zip(replica.parameters(), means, strict=True):
             assert torch.equal(parameter.grad, mean)
+    # Of a group of its own, among its ranks alone.
+    alone = [dist.new_group([member]) for member in range(world)][rank]
+    replica = DistributedDataParallel(nn.Linear(2, 2), process_group=alone)
+    unisono.torch.average(replica)
+    replica(torch.full((1, 2), float(rank))).sum().backward()
+    equal(replica.module.weight.grad, torch.full((2, 2), float(rank)))
+    raises(unisono.InvalidCall, unisono.torch.average, nn.Linear(2, 2))
 
 
 def check_ddp_powersgd(rank, world):
