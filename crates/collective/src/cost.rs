@@ -101,23 +101,18 @@ impl Costs {
         (round_trip * RATE) as usize
     }
 
-    /// Streams that a link should have for long messages: some where several threads of a rank can use them at once, and more
-    /// the longer messages are under way between hosts, since a stream has only so much under way.
+    /// Streams that a link should have for long messages: some where several threads of a rank can use them at once. Not for the
+    /// sake of distance: over a link of 40 ms that loses packets, 24 streams took longer for 4 MiB than one, since each has to
+    /// find out the rate, and waits for what it has lost.
     pub(crate) fn streams(&self, topology: &Topology) -> usize {
-        /// What a stream has under way at most, as systems limit it unless told otherwise.
-        const OF_STREAM: usize = 4_000_000;
-        const MOST: usize = 16;
-        let helped = match topology.world() {
+        match topology.world() {
             // With two only while the program rests, what it gains then is lost before.
             _ if self.threads < 2.0 => 1,
             ..=8 => 4,
             9..=16 => 2,
             // Sockets of all pairs add up.
             17.. => 1,
-        };
-        // As many in each direction.
-        let far = 2 * (self.under_way(topology) / OF_STREAM).min(MOST);
-        helped.max(far)
+        }
     }
 
     /// As they travel.
@@ -435,41 +430,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn links_have_more_streams_where_threads_or_distance_can_use_them() {
-        let streams = |threads: f64, world: usize, latency: f64| {
-            let far = LinkCost { latency, ..Costs::default().far };
-            Costs { threads, far, ..Costs::default() }.streams(&Topology::all_apart(world))
+    fn links_have_more_streams_where_threads_can_use_them() {
+        let streams = |threads: f64, world: usize| {
+            Costs { threads, ..Costs::default() }.streams(&Topology::all_apart(world))
         };
-        assert_eq!(streams(1.0, 2, 30e-6), 1, "one thread would only share it between sockets");
-        assert_eq!(streams(4.0, 8, 30e-6), 4);
-        assert_eq!(streams(4.0, 64, 30e-6), 1, "too many sockets");
-        assert_eq!(streams(1.0, 2, 20e-3), 24, "a round trip of 40 ms");
-        assert_eq!(streams(1.0, 2, 10.0), 32);
-        let together =
-            Costs { far: LinkCost { latency: 1.0, ..Costs::default().far }, ..Costs::default() };
-        assert_eq!(together.streams(&Topology::one_host(2)), 1, "there is no far link");
-    }
-    use crate::schedule::candidates;
-
-    /// Cuts `bytes` per buffer (or per block, where ranks have their own) as an executor might.
-    fn cut(op: Op, world: usize, bytes: usize) -> impl Fn(Algorithm, &Schedule) -> Cut {
-        move |_, schedule| {
-            let blocks = if op.has_blocks() { world } else { schedule.parts as usize };
-            let block = if op.has_blocks() { bytes } else { bytes.div_ceil(blocks) };
-            let column = (512 * 1024 / blocks).clamp(1, block.max(1));
-            Cut { column: column.min(block), segments: block.div_ceil(column).max(1), in_flight: 4 }
-        }
+        assert_eq!(streams(1.0, 2), 1, "one thread would only share it between sockets");
+        assert_eq!(streams(4.0, 8), 4);
+        assert_eq!(streams(4.0, 64), 1, "too many sockets");
     }
 
-    fn ranking(op: Op, topology: &Topology, canonical: bool, bytes: usize) -> Vec<Algorithm> {
-        let contest = Contest::new(op, topology, &candidates(op, topology, canonical), None);
-        let cut = cut(op, topology.world(), bytes);
-        let predictions = contest.predict(&Costs::default(), cut);
-        predictions.into_iter().map(|prediction| prediction.algorithm).collect()
-    }
-
-    fn best(topology: &Topology, bytes: usize) -> Algorithm {
-        ranking(Op::AllReduce, topology, true, bytes)[0]
+    #[test]
+    fn more_is_under_way_the_longer_it_takes() {
+        let far = |latency| LinkCost { latency, ..Costs::default().far };
+        let costs = |latency| Costs { far: far(latency), ..Costs::default() };
+        assert_eq!(costs(20e-3).under_way(&Topology::all_apart(2)), 50_000_000);
+        assert!(costs(30e-6).under_way(&Topology::all_apart(2)) < 512 << 10, "a local network");
+        assert_eq!(costs(1.0).under_way(&Topology::one_host(2)), 0, "there is no far link");
     }
 
     #[test]
