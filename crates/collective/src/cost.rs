@@ -428,6 +428,28 @@ fn columns(blocks: &Blocks) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::schedule::candidates;
+
+    /// Cuts `bytes` per buffer (or per block, where ranks have their own) as an executor might.
+    fn cut(op: Op, world: usize, bytes: usize) -> impl Fn(Algorithm, &Schedule) -> Cut {
+        move |_, schedule| {
+            let blocks = if op.has_blocks() { world } else { schedule.parts as usize };
+            let block = if op.has_blocks() { bytes } else { bytes.div_ceil(blocks) };
+            let column = (512 * 1024 / blocks).clamp(1, block.max(1));
+            Cut { column: column.min(block), segments: block.div_ceil(column).max(1), in_flight: 4 }
+        }
+    }
+
+    fn ranking(op: Op, topology: &Topology, canonical: bool, bytes: usize) -> Vec<Algorithm> {
+        let contest = Contest::new(op, topology, &candidates(op, topology, canonical), None);
+        let cut = cut(op, topology.world(), bytes);
+        let predictions = contest.predict(&Costs::default(), cut);
+        predictions.into_iter().map(|prediction| prediction.algorithm).collect()
+    }
+
+    fn best(topology: &Topology, bytes: usize) -> Algorithm {
+        ranking(Op::AllReduce, topology, true, bytes)[0]
+    }
 
     #[test]
     fn links_have_more_streams_where_threads_can_use_them() {
