@@ -97,7 +97,8 @@ struct Event {
 
     void happen(uint64_t number) {
         std::lock_guard<std::mutex> lock(mutex);
-        happened = number;
+        // One that was recorded again on a stream that was quicker has happened already.
+        happened = std::max(happened, number);
         change.notify_all();
     }
     void wait(uint64_t number) {
