@@ -8,6 +8,7 @@
 // FAKE_DEVICE is the last byte of the device's UUID, and after FAKE_LAUNCHES kernels no more are launched. With FAKE_NO_IPC
 // no memory of another process can be opened, and with FAKE_NO_REGISTER none of the host registered.
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdio>
