@@ -24,13 +24,15 @@ _pretending = False
 
 
 def driver(folder: str) -> str | None:
-    """Compiles the driver into a folder, unless it is there; its library, or None without the sources."""
+    """Compiles the driver into a folder, unless what is there is newer than its sources; its library, or None without them."""
     source = _CRATE / "tests/window/host_device.cpp"
     if not source.exists():
         return None
     os.makedirs(folder, exist_ok=True)
     library = os.path.join(folder, "libcuda.so")
-    if os.path.exists(library):
+    sources = [source, *(_CRATE / "kernels").glob("*.cu*"), *(_CRATE / "tests/without_device").iterdir()]
+    newest = max(path.stat().st_mtime for path in sources)
+    if os.path.exists(library) and os.path.getmtime(library) > newest:
         return library
     compiler = ["c++", "-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-pthread"]
     kernels = _CRATE / "tests/without_device/kernels.cpp"
