@@ -97,8 +97,11 @@ impl Links {
         watcher: Watcher,
         patience: Patience,
     ) -> Links {
+        Links::unopened(rank, world, Some(Opener::new(rank, network, watcher)), patience)
+    }
+
+    fn unopened(rank: usize, world: usize, opener: Option<Opener>, patience: Patience) -> Links {
         let (streams, flights, scratch) = Default::default();
-        let opener = Some(Opener::new(rank, network, watcher));
         let (of_peer, inputs) = (vec![Link::default(); world], Vec::with_capacity(world));
         let (lanes, is_wide, directions) = Default::default();
         Links {
@@ -124,25 +127,11 @@ impl Links {
     /// The only link of a rank, to another one.
     #[cfg(test)]
     fn to_one(peer: usize, connection: unisono_net::Connection, patience: Patience) -> Links {
-        let (mut streams, flights, inputs, scratch): (Vec<Stream>, _, _, _) = Default::default();
+        let mut links = Links::unopened(0, peer + 1, None, patience);
         connection.socket().set_nonblocking(true).unwrap();
-        streams.push(Stream::new(connection, peer));
-        let mut of_peer = vec![Link::default(); peer + 1];
-        of_peer[peer].first = Some(0);
-        let (rank, lanes, is_wide, opener, directions) = Default::default();
-        Links {
-            rank,
-            streams,
-            of_peer,
-            lanes,
-            is_wide,
-            opener,
-            patience,
-            flights,
-            inputs,
-            directions,
-            scratch,
-        }
+        links.streams.push(Stream::new(connection, peer));
+        links.of_peer[peer].first = Some(0);
+        links
     }
 
     /// Room for the inputs of a fold between runs.
