@@ -21,10 +21,11 @@ const STEPS: u64 = 200;
 const MIDDLE: u64 = 90;
 
 /// All that promise canonical bits, and whichever is the cheapest.
-const ALGORITHMS: [&str; 8] = [
+const ALGORITHMS: [&str; 9] = [
     "",
     "--algorithm tree",
     "--algorithm halving-doubling",
+    "--algorithm recursive-doubling",
     "--algorithm pairwise",
     "--algorithm direct",
     "--algorithm window",

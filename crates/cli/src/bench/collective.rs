@@ -13,8 +13,9 @@ use unisono::collective::cost::Prediction;
 use unisono::{Algorithm, Dtype, Group, Job, Options, Reduction, Transport};
 
 use super::device::{self, DeviceKind, EngineArgs, Gpu, Roofline, Sharing, Way};
+use super::limit::{self, Ring};
 use super::workload::{self, Operation, Workload, verify_step};
-use super::{expect_memory, limit, sizes};
+use super::{expect_memory, sizes};
 use crate::exit::Wrong;
 use unisono::insight::units::counted;
 
@@ -43,7 +44,7 @@ pub struct CollectiveArgs {
     #[arg(long, default_value_t = 4)]
     factor: usize,
     /// Use this algorithm instead of the cheapest: ring, tree, double-tree, halving-doubling,
-    /// pairwise, direct, window, window-direct or hierarchical.
+    /// recursive-doubling, pairwise, direct, window, window-direct or hierarchical.
     #[arg(long)]
     algorithm: Option<Algorithm>,
     /// Use memory that the ranks of a host read of each other in place, as `Group::allocate` makes it: for
@@ -209,6 +210,8 @@ struct Report<'a> {
     ip: std::net::IpAddr,
     /// The ranks' devices, if the calls are on their memory.
     devices: Option<Devices>,
+    /// Plain connections, which say what TCP could do at best; made when first needed.
+    ring: Option<Ring>,
     started: bool,
 }
 
@@ -265,7 +268,7 @@ impl<'a> Report<'a> {
             _ if topology.is_all_apart() => "tcp",
             _ => "shm+tcp",
         };
-        Ok(Report { args, transport, ip: job.ip(), devices, started: false })
+        Ok(Report { args, transport, ip: job.ip(), devices, ring: None, started: false })
     }
 
     fn add(
@@ -284,7 +287,15 @@ impl<'a> Report<'a> {
                 devices.limit(args.op, explanation.engine, group, self.ip)?
             }
             None if self.transport == "shm" => limit::memory_bus(args.op, group, workload.bytes())?,
-            None => limit::link_rate(group, self.ip)?,
+            None => {
+                // What the operation must send and receive, at least.
+                let moved = args.op.bus_factor(world) * workload.bytes() as f64;
+                match &mut self.ring {
+                    Some(ring) => ring,
+                    unknown => unknown.insert(Ring::connect(group, self.ip)?),
+                }
+                .rate(group, moved as usize)?
+            }
         };
         if group.rank() != 0 {
             return Ok(());

@@ -1,13 +1,13 @@
 //! What the machine could do at best, measured in the same run.
 
-use std::io::{Read, Write};
-use std::net::{IpAddr, TcpListener, TcpStream};
+mod links;
+
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
 use unisono::{Group, Reduction};
 
 use super::workload::Operation;
+pub use links::{Ring, link_rate};
 
 /// Time spent on one measurement of a limit.
 const BUDGET: Duration = Duration::from_millis(60);
@@ -15,47 +15,6 @@ const BUDGET: Duration = Duration::from_millis(60);
 /// Bytes that are passed over between two looks at the clock. More: fewer of them fit into the time. Fewer: the
 /// looks count.
 const SHORT: usize = 256 << 10;
-
-/// Bytes that every rank can send per second to the next one while all do so, over plain TCP.
-pub fn link_rate(group: &Group, ip: IpAddr) -> anyhow::Result<f64> {
-    let (rank, world) = (group.rank(), group.size());
-    let listener = TcpListener::bind((ip, 0)).context("listening for the limit's measurement")?;
-    let mut place = [0u8; 18];
-    match ip {
-        IpAddr::V4(v4) => place[..16].copy_from_slice(&v4.to_ipv6_mapped().octets()),
-        IpAddr::V6(v6) => place[..16].copy_from_slice(&v6.octets()),
-    }
-    place[16..].copy_from_slice(&listener.local_addr()?.port().to_le_bytes());
-    let mut places = vec![0u8; place.len() * world];
-    group.all_gather(&place, &mut places)?;
-    let next = &places[(rank + 1) % world * place.len()..][..place.len()];
-    let octets: [u8; 16] = next[..16].try_into().expect("sixteen bytes");
-    let port = u16::from_le_bytes([next[16], next[17]]);
-    let next = IpAddr::from(std::net::Ipv6Addr::from(octets)).to_canonical();
-    let mut out = TcpStream::connect((next, port)).context("connecting to the next rank")?;
-    let (mut input, _) = listener.accept().context("accepting the previous rank")?;
-    group.barrier()?;
-    let sender = std::thread::spawn(move || -> std::io::Result<()> {
-        let chunk = vec![7u8; 256 << 10];
-        let start = Instant::now();
-        while start.elapsed() < 2 * BUDGET {
-            out.write_all(&chunk)?;
-        }
-        Ok(())
-    });
-    let mut chunk = vec![0u8; 256 << 10];
-    let start = Instant::now();
-    let mut received = 0;
-    loop {
-        match input.read(&mut chunk)? {
-            0 => break,
-            n => received += n,
-        }
-    }
-    let rate = received as f64 / start.elapsed().as_secs_f64();
-    sender.join().expect("the sender does not panic")?;
-    slowest(group, rate)
-}
 
 /// The bus bandwidth, in bytes per second, of an operation on a buffer of this size that passes once over memory,
 /// as each must: all ranks read what goes in and write what comes out, at the same time, in memory of their own. What

@@ -371,6 +371,8 @@ impl HostEngine {
     fn segment(&self, algorithm: Algorithm, bytes: usize) -> usize {
         let far = self.costs.under_way(&self.topology).min(bytes / DEPTH);
         match algorithm {
+            // Many ranks wait longer for the last of them.
+            Algorithm::Window if self.costs.crowd <= 1.0 && self.topology.world() >= 8 => 1 << 20,
             Algorithm::Window if self.costs.crowd <= 1.0 => 512 << 10,
             Algorithm::Window | Algorithm::WindowDirect => 256 << 10,
             Algorithm::Hierarchical => 1 << 20,

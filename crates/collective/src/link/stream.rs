@@ -19,7 +19,7 @@ use crate::schedule::Area;
 
 /// Bytes read ahead while looking for a header. Larger: more of a payload is copied twice.
 /// Smaller: small messages need a second system call.
-const LOOK_AHEAD: usize = 4096;
+const LOOK_AHEAD: usize = 8192;
 
 /// Pieces of memory handed to the kernel at once.
 const PIECES: usize = 16;

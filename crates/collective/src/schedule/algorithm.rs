@@ -2,7 +2,7 @@
 
 use super::{
     Area, Fold, Op, Phase, Problem, Round, Schedule, Topology, agreement, block, direct,
-    double_tree, halving_doubling, hierarchical, pairwise, ring, tree, window,
+    double_tree, halving_doubling, hierarchical, pairwise, recursive_doubling, ring, tree, window,
 };
 use crate::tree::Tree;
 
@@ -28,11 +28,13 @@ pub enum Algorithm {
     WindowDirect,
     /// Shared memory inside the hosts, pairwise exchange between them.
     Hierarchical,
+    /// In every step, pairs of ranks exchange all they have added so far.
+    RecursiveDoubling,
 }
 
 impl Algorithm {
     /// Every algorithm, in the order of their wire codes.
-    pub const ALL: [Algorithm; 9] = [
+    pub const ALL: [Algorithm; 10] = [
         Algorithm::Ring,
         Algorithm::Tree,
         Algorithm::DoubleTree,
@@ -42,6 +44,7 @@ impl Algorithm {
         Algorithm::Window,
         Algorithm::WindowDirect,
         Algorithm::Hierarchical,
+        Algorithm::RecursiveDoubling,
     ];
 
     /// The algorithm with this wire code, which is its place in [`Algorithm::ALL`].
@@ -61,6 +64,7 @@ impl Algorithm {
             Algorithm::Window => "window",
             Algorithm::WindowDirect => "window-direct",
             Algorithm::Hierarchical => "hierarchical",
+            Algorithm::RecursiveDoubling => "recursive-doubling",
         }
     }
 
@@ -80,7 +84,7 @@ impl Algorithm {
                 matches!(op, Op::AllReduce | Op::ReduceScatter | Op::AllGather)
             }
             Algorithm::Tree => !matches!(op, Op::ReduceScatter | Op::AllGather | Op::AllToAll),
-            Algorithm::DoubleTree => op == Op::AllReduce,
+            Algorithm::DoubleTree | Algorithm::RecursiveDoubling => op == Op::AllReduce,
             Algorithm::HalvingDoubling => match op {
                 Op::AllReduce => true,
                 Op::ReduceScatter | Op::AllGather => world.is_power_of_two(),
@@ -142,6 +146,7 @@ pub fn build(algorithm: Algorithm, problem: &Problem, topology: &Topology) -> Op
         Algorithm::Direct => direct::build(problem),
         Algorithm::Window => Some(window::build(problem)),
         Algorithm::WindowDirect => window::build_direct(problem),
+        Algorithm::RecursiveDoubling => recursive_doubling::build(problem),
         // Its leaders agree among themselves.
         Algorithm::Hierarchical => return hierarchical::build(problem, topology),
     }?;

@@ -6,15 +6,15 @@
 //! are nodes of the canonical tree. The *doubling* runs the steps backwards to give every rank
 //! all finished blocks. Bytes are the least possible, in `2 log₂ n` rounds of one message each.
 //!
-//! A world that is no power of two is cut into *teams* whose sizes are powers of two, largest
-//! first: the binary digits of `n`. The canonical tree over such a world is
-//! `team₀ + (team₁ + (team₂ + …))`. So every team halves on its own, then the smallest passes its
+//! A world that is no power of two is cut into [teams](super::teams), whose sizes are powers of two.
+//! Every team halves on its own, then the smallest passes its
 //! sums to the next larger one, which adds them and passes them on, up to the largest; the
 //! results come back the same way. A member of a smaller team keeps more blocks and exchanges
 //! them with several members of the larger one, namely those with the same low bits.
 
 use std::ops::Range;
 
+use super::teams::{Timeline, is_upper, steps, teams};
 use super::{Area, Fold, Op, Problem, Recv, Round, Schedule, Send, block, blocks};
 use crate::tree::Tree;
 
@@ -211,50 +211,7 @@ fn halves(range: &Range<usize>, index: usize, step: usize) -> (Range<usize>, Ran
     if is_upper(index, step) { (upper, lower) } else { (lower, upper) }
 }
 
-/// Whether a member is the upper one of its pair.
-fn is_upper(index: usize, step: usize) -> bool {
-    index >> step & 1 == 1
-}
-
-/// The binary digits of the world, as ranges of ranks, largest first.
-fn teams(world: usize) -> Vec<Range<usize>> {
-    let mut teams = Vec::new();
-    let mut start = 0;
-    while start < world {
-        let size = 1 << (world - start).ilog2();
-        teams.push(start..start + size);
-        start += size;
-    }
-    teams
-}
-
-/// The halving steps of a team.
-fn steps(team: &Range<usize>) -> usize {
-    team.len().ilog2() as usize
-}
-
 /// The lowest `bits` bits of `index` in reverse order.
 fn reversed(index: usize, bits: usize) -> usize {
     (0..bits).fold(0, |out, bit| out << 1 | (index >> bit & 1))
-}
-
-/// Rounds by number, growing on demand.
-#[derive(Default)]
-struct Timeline {
-    rounds: Vec<Round>,
-}
-
-impl Timeline {
-    fn at(&mut self, number: usize) -> &mut Round {
-        if self.rounds.len() <= number {
-            self.rounds.resize_with(number + 1, Round::default);
-        }
-        &mut self.rounds[number]
-    }
-
-    /// All rounds, as many as the busiest rank has.
-    fn padded(mut self, rounds: usize) -> Vec<Round> {
-        self.rounds.resize_with(rounds, Round::default);
-        self.rounds
-    }
 }
