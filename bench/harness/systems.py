@@ -9,6 +9,7 @@ No rank of any system is bound to cores: the threads that Gloo has beside a rank
 one core with it, and a comparison that binds some systems and not others compares the binding.
 """
 
+import json
 import os
 import re
 import shutil
@@ -49,6 +50,15 @@ class Unisono:
         serve = [self.program, "bench", "serve", "--fifo-dir", directory, "--name", name,
                  "--transport", transport]
         return [([self.program, "run", "-n", str(world), "--", *serve], {})]
+
+    def limits(self, op, world, transport, sizes):
+        """The microseconds that the machine needs at least for each size, measured now."""
+        out = _output(self.program, "bench", "collective", "--op", op, "--ranks", str(world),
+                      "--transport", transport, "--sizes", ",".join(map(str, sizes)),
+                      "--seconds", "0.01", "--json")
+        rows = [json.loads(line) for line in out.splitlines()]
+        # busbw is algbw by a factor of the operation, and so is the limit.
+        return {row["bytes"]: row["median_us"] * row["busbw_gbs"] / row["limit_gbs"] for row in rows}
 
 
 class Before(Unisono):

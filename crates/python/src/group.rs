@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 use pyo3::prelude::*;
 use unisono_collective::{Error, Rank, Request};
 
+use crate::allocated::Allocated;
 use crate::closable::{Closable, PATIENCE};
 use crate::deadline::{self, Deadlines};
 use crate::device::{self, Device, Flight, GREETING};
@@ -274,6 +275,21 @@ impl Group {
         let group = self.open(py, site)?;
         let formed = py.detach(|| group.subgroup(&members));
         Ok(Group::new(formed.map_err(|error| site.not_formed(py, &error))?))
+    }
+
+    /// Memory of so many bytes, at first 0, that the other ranks of the host read in place. All ranks call it, in the order
+    /// of the other calls of this group.
+    fn allocate(&self, py: Python<'_>, bytes: usize, seconds: f64) -> PyResult<Allocated> {
+        let site = self.site(Operation::Collective("allocate"));
+        let group = self.open(py, site)?;
+        let (outcome, interruption) = py.detach(|| {
+            let _noted = self.deadlines.note(deadline::limit(seconds));
+            signals::during(|| group.allocate(bytes))
+        });
+        match interruption {
+            Some(raised) => Err(raised),
+            None => outcome.map(Allocated::new).map_err(|error| site.failed(py, &error)),
+        }
     }
 
     /// The group of the same ranks for calls on the memory of a device of each. All ranks call it, in the

@@ -6,6 +6,7 @@
 //!
 //! `unisono/_native.pyi` has the same interface with Python's types.
 
+mod allocated;
 mod closable;
 mod deadline;
 mod device;
@@ -50,6 +51,8 @@ mod _native {
     use super::sync::{DeviceExchange, DeviceSums, LocalSteps, Sums, Synchronizer, shards_of};
     #[pymodule_export]
     use super::work::Work;
+    #[pymodule_export]
+    use super::allocated::Allocated;
 
     /// Shows the engine's warnings, such as which rank keeps a call waiting.
     #[pymodule_init]

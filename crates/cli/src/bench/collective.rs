@@ -13,7 +13,7 @@ use unisono::collective::cost::Prediction;
 use unisono::{Algorithm, Dtype, Group, Job, Options, Reduction, Transport};
 
 use super::device::{self, DeviceKind, EngineArgs, Gpu, Roofline, Sharing, Way};
-use super::limit::{self, Ring};
+use super::limit::{Neighbours, Ring};
 use super::workload::{self, Operation, Workload, verify_step};
 use super::{expect_memory, sizes};
 use crate::exit::Wrong;
@@ -212,6 +212,8 @@ struct Report<'a> {
     devices: Option<Devices>,
     /// Plain connections, which say what TCP could do at best; made when first needed.
     ring: Option<Ring>,
+    /// Memory of all ranks, which says what that could do at best; made when first needed.
+    neighbours: Option<Neighbours>,
     started: bool,
 }
 
@@ -268,7 +270,15 @@ impl<'a> Report<'a> {
             _ if topology.is_all_apart() => "tcp",
             _ => "shm+tcp",
         };
-        Ok(Report { args, transport, ip: job.ip(), devices, ring: None, started: false })
+        Ok(Report {
+            args,
+            transport,
+            ip: job.ip(),
+            devices,
+            ring: None,
+            neighbours: None,
+            started: false,
+        })
     }
 
     fn add(
@@ -286,7 +296,11 @@ impl<'a> Report<'a> {
                 self.transport = explanation.engine;
                 devices.limit(args.op, explanation.engine, group, self.ip)?
             }
-            None if self.transport == "shm" => limit::memory_bus(args.op, group, workload.bytes())?,
+            None if self.transport == "shm" => match &mut self.neighbours {
+                Some(neighbours) => neighbours,
+                unknown => unknown.insert(Neighbours::map(group)?),
+            }
+            .bus(args.op, group, workload.bytes())?,
             None => {
                 // What the operation must send and receive, at least.
                 let moved = args.op.bus_factor(world) * workload.bytes() as f64;

@@ -371,17 +371,12 @@ impl HostEngine {
     fn segment(&self, algorithm: Algorithm, bytes: usize) -> usize {
         let far = self.costs.under_way(&self.topology).min(bytes / DEPTH);
         match algorithm {
-            // Many ranks wait longer for the last of them.
-            Algorithm::Window if self.costs.crowd <= 1.0 && self.topology.world() >= 8 => 1 << 20,
-            Algorithm::Window if self.costs.crowd <= 1.0 => 512 << 10,
+            Algorithm::Window if self.costs.crowd <= 1.0 => 1 << 20,
             Algorithm::Window | Algorithm::WindowDirect => 256 << 10,
             Algorithm::Hierarchical => 1 << 20,
-            // With lanes, messages that are as long with any number of ranks.
-            _ if self.links.has_lanes() => {
-                let near = (256 << 10) * self.topology.world().clamp(2, 16);
-                near.max(far)
-            }
-            _ => far.max(512 << 10),
+            _ if self.costs.crowd > 1.0 => far.max(512 << 10),
+            // Messages that are as long with any number of ranks.
+            _ => far.max((256 << 10) * self.topology.world().clamp(2, 8)),
         }
     }
 }

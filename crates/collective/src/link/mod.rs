@@ -151,14 +151,9 @@ impl Links {
         self.lanes = if lanes > 1 { lanes } else { 0 };
     }
 
-    /// Whether large calls have lanes.
-    pub fn has_lanes(&self) -> bool {
-        self.lanes > 0
-    }
-
     /// A call of so many bytes begins: as many on all ranks. It has lanes where it could have helpers.
     pub fn begin(&mut self, bytes: usize) {
-        self.is_wide = self.has_lanes() && bytes >= LARGE_CALL;
+        self.is_wide = self.lanes > 0 && bytes >= LARGE_CALL;
     }
 
     /// The streams that carry a message of `bytes` to or from `peer`, with the part each

@@ -183,6 +183,9 @@ class Group:
     def subgroup(self, members: Sequence[int]) -> Group:
         """The group of these ranks, in this order. Only they call it, all with the same list."""
 
+    def allocate(self, bytes: int, seconds: float) -> Allocated:
+        """Memory, at first 0, that the other ranks of the host read in place. All call it."""
+
     def calls(self) -> int:
         """The number of the last call, also of one that waits in line; 0 before the first."""
 
@@ -200,6 +203,13 @@ class Group:
 
         Ranks that still need this one are told the reason, if there is one.
         """
+
+class Allocated:
+    """Memory of this rank that calls of its group read in place."""
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
 
 class Call:
     """A collective call: what to do, by the codes of `unisono.torch._backend.codes`, and with what."""

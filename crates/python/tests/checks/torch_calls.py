@@ -47,6 +47,40 @@ def check_all_reduce_types(rank, world):
     equal(tensor, torch.full((3,), complex(world, sum(range(world)))))
 
 
+def check_allocated(rank, world):
+    """Memory that ranks read in place: the same results, on all of it and on a part."""
+    if on_gloo():
+        return
+    tensor = unisono.torch.allocate(3, 1 << 19)
+    assert tensor.shape == (3, 1 << 19) and not tensor.any()
+    tensor.copy_(torch.arange(tensor.numel()).view_as(tensor) % 97 + rank)
+    expected = (torch.arange(tensor.numel()).view_as(tensor) % 97) * world + sum(range(world))
+    dist.all_reduce(tensor)
+    equal(tensor, expected.float())
+    part = tensor[1]
+    dist.all_reduce(part, dist.ReduceOp.AVG)
+    equal(tensor, expected.float())
+    dist.broadcast(tensor, src=world - 1)
+    equal(tensor, expected.float())
+    halves = unisono.torch.allocate(7, dtype=torch.float16)
+    halves += rank + 1
+    dist.all_reduce(halves)
+    equal(halves, torch.full((7,), world * (world + 1) / 2, dtype=torch.float16))
+    assert unisono.torch.allocate(0, 4).shape == (0, 4)
+    raises(unisono.errors.InvalidCall, unisono.torch.allocate, -1)
+
+
+def check_allocated_by_some(rank, world):
+    """In place is how it runs: a rank whose tensor lies elsewhere makes another call."""
+    if on_gloo() or world == 1:
+        return
+    group = dist.new_group()
+    tensor = unisono.torch.allocate(1 << 20, group=group)
+    mine = tensor if rank == 0 else torch.zeros(1 << 20)
+    error = raises(unisono.errors.Mismatch, dist.all_reduce, mine, group=group)
+    assert "rank" in str(error), error
+
+
 def check_all_reduce_reductions(rank, world):
     factorial = torch.arange(1, world + 1).prod().item()
     expected = {

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from unisono.torch import _untraced
 from unisono.torch._backend import holding as _holding  # Before its functions are marked.
+from unisono.torch._backend.allocate import allocate
 from unisono.torch._backend.group import Group, create
 from unisono.torch._gradients.accumulate import accumulate
 from unisono.torch._gradients.average import average
@@ -33,6 +34,7 @@ __all__ = [
     "ShardedSampler",
     "ShardedStep",
     "accumulate",
+    "allocate",
     "average",
     "compress",
     "profile",
