@@ -1,6 +1,6 @@
 //! Handles to operations under way.
 
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::time::Instant;
 
 use crate::error::Error;
@@ -23,6 +23,14 @@ struct Shared {
     done: Condvar,
     /// The group whose call it is, if it is one: then a thread that waits for it waits in the group.
     group: Option<Arc<GroupState>>,
+    /// The queue in which it waits, if it is a call.
+    queue: Option<Weak<dyn Runs>>,
+}
+
+/// Who can run an operation that waits in line.
+pub(crate) trait Runs: Send + Sync {
+    /// Runs it on this thread if it is the next one and nothing is under way; whether it did.
+    fn run_if_next(&self, work: &Work) -> bool;
 }
 
 #[derive(Default)]
@@ -39,6 +47,7 @@ impl Work {
     /// Waits until the operation has ended. If it is a call, asks now and then whether to
     /// [stop waiting](crate::Group::stop_waiting_if).
     pub fn wait(&self) -> Outcome {
+        self.run_if_next();
         let _waits = self.waits_here();
         loop {
             if let Some(outcome) = self.wait_until(Instant::now() + ASK_EVERY) {
@@ -48,6 +57,14 @@ impl Work {
                 group.ask_to_stop();
             }
         }
+    }
+
+    /// Runs the operation on this thread, if it is a call that has not begun and is the next of its
+    /// group; whether it did. A thread that would only wait has the result sooner this way than if
+    /// the progress thread woke up for it.
+    pub fn run_if_next(&self) -> bool {
+        let queue = self.shared.queue.as_ref().and_then(Weak::upgrade);
+        queue.is_some_and(|queue| !self.is_done() && queue.run_if_next(self))
     }
 
     /// The number of the call in its group, from 1; `None` if it is a message or a task.
@@ -106,8 +123,13 @@ impl Work {
         }
     }
 
-    fn new(group: Option<Arc<GroupState>>) -> Work {
-        Work { shared: Arc::new(Shared { group, ..Shared::default() }) }
+    fn new(group: Option<Arc<GroupState>>, queue: Option<Weak<dyn Runs>>) -> Work {
+        Work { shared: Arc::new(Shared { group, queue, ..Shared::default() }) }
+    }
+
+    /// Whether both are handles to the same operation.
+    pub(crate) fn is(&self, other: &Work) -> bool {
+        Arc::ptr_eq(&self.shared, &other.shared)
     }
 
     /// Ends the operation; later endings are ignored.
@@ -171,8 +193,9 @@ impl Ended<'_> {
 pub(crate) struct WorkPool {
     handles: Vec<Work>,
     next: usize,
-    /// The group whose calls the handles are of, if they are of calls.
+    /// The group whose calls the handles are of, if they are of calls, and its queue.
     group: Option<Arc<GroupState>>,
+    queue: Option<Weak<dyn Runs>>,
 }
 
 impl WorkPool {
@@ -184,14 +207,14 @@ impl WorkPool {
     /// moment longer than the one that waits for it: with fewer, now and then all would be in use.
     const FIRST: usize = 16;
 
-    /// Handles of a group's calls.
-    pub fn of(group: Arc<GroupState>) -> WorkPool {
-        WorkPool { group: Some(group), ..WorkPool::default() }
+    /// Handles of a group's calls, which wait in this queue.
+    pub fn of(group: Arc<GroupState>, queue: Weak<dyn Runs>) -> WorkPool {
+        WorkPool { group: Some(group), queue: Some(queue), ..WorkPool::default() }
     }
 
     /// A handle that is not in use, for the call with this number.
     pub fn take(&mut self, number: Option<u32>) -> Work {
-        let new = || Work::new(self.group.clone());
+        let new = || Work::new(self.group.clone(), self.queue.clone());
         if self.handles.is_empty() {
             self.handles.reserve(Self::KEPT);
             self.handles.extend(std::iter::repeat_with(new).take(Self::FIRST));

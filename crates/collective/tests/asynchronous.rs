@@ -67,6 +67,37 @@ fn a_wait_with_a_deadline_gives_up_and_the_operation_goes_on() {
     }
 }
 
+/// Whoever runs it, the waiter or the progress thread, every call ends once and in order.
+#[test]
+fn who_waits_for_the_next_call_may_run_it() {
+    const CALLS: usize = 300;
+    for groups in worlds(2) {
+        let ran_here: usize = on_all(&groups, |group| {
+            let mut ran_here = 0;
+            for call in 0..CALLS {
+                let first = group.submit_all_reduce(vec![call as i32; 9], Reduction::Sum).unwrap();
+                let second = group.submit_all_reduce(vec![1i32; 3], Reduction::Sum).unwrap();
+                // The second is not the next one, unless the first has ended.
+                let was_over = first.work().is_done();
+                if second.work().run_if_next() {
+                    assert!(was_over || first.work().is_done());
+                }
+                if first.work().run_if_next() {
+                    assert!(first.work().is_done());
+                    ran_here += 1;
+                }
+                assert!(!second.work().is_done() || first.work().is_done());
+                assert_eq!(first.wait().unwrap(), vec![2 * call as i32; 9]);
+                assert_eq!(second.wait().unwrap(), vec![2; 3]);
+            }
+            ran_here
+        })
+        .into_iter()
+        .sum();
+        assert!(ran_here > 0, "the progress thread was quicker each of {CALLS} times");
+    }
+}
+
 #[test]
 fn a_callback_after_the_end_runs_at_once_on_the_callers_thread() {
     for groups in worlds(2) {

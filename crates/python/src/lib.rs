@@ -32,6 +32,8 @@ mod _native {
     use pyo3::prelude::*;
 
     #[pymodule_export]
+    use super::allocated::Allocated;
+    #[pymodule_export]
     use super::elastic::ElasticJob;
     #[pymodule_export]
     use super::endpoint::{Endpoint, new_token};
@@ -51,8 +53,6 @@ mod _native {
     use super::sync::{DeviceExchange, DeviceSums, LocalSteps, Sums, Synchronizer, shards_of};
     #[pymodule_export]
     use super::work::Work;
-    #[pymodule_export]
-    use super::allocated::Allocated;
 
     /// Shows the engine's warnings, such as which rank keeps a call waiting.
     #[pymodule_init]

@@ -33,6 +33,19 @@ impl Work {
         led.map_err(|error| self.site.failed(py, &failed(error)))
     }
 
+    /// Runs a call of host memory that has not begun on this thread, which would only wait for it.
+    fn run_if_next(&self, py: Python<'_>, limit: Duration) -> PyResult<()> {
+        if self.flight.is_some() || self.work.is_done() {
+            return Ok(());
+        }
+        let (_, interruption) = py.detach(|| {
+            let _noted = self.deadlines.note(limit);
+            let _rests = self.work.program_rests();
+            signals::during(|| self.work.run_if_next())
+        });
+        interruption.map_or(Ok(()), Err)
+    }
+
     /// Ends the group because the operation takes too long; what became of the operation.
     fn time_out(&self, py: Python<'_>, limit: Duration) -> PyResult<()> {
         let (group, operation) = (self.deadlines.group(), self.site.operation);
@@ -66,6 +79,7 @@ impl Work {
     fn wait(&self, py: Python<'_>, seconds: f64, stream: Option<usize>) -> PyResult<()> {
         let limit = deadline::limit(seconds);
         let end = Instant::now() + limit;
+        self.run_if_next(py, limit)?;
         let _waits = self.work.waits_here();
         // In DDP this is the thread of `backward`, when it is over.
         let _rests = self.work.program_rests();

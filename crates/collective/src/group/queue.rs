@@ -2,11 +2,12 @@
 //!
 //! A blocking call on an idle group runs on the caller's thread: handing it to another one costs
 //! more than a small all-reduce. Everything else is queued for a progress thread, which starts
-//! with the first submission.
+//! with the first submission; a thread that waits for the next call of the queue runs it itself if
+//! the progress thread has not come to it.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 use std::thread::{JoinHandle, ThreadId};
 
 use super::calls::Calls;
@@ -16,7 +17,7 @@ use crate::helpers::LARGE_CALL;
 use crate::registered::Allocation;
 use crate::request::Checked;
 use crate::state::GroupState;
-use crate::work::{Work, WorkPool};
+use crate::work::{Runs, Work, WorkPool};
 
 /// What the progress thread does between calls.
 type Task = Box<dyn FnOnce() + Send>;
@@ -53,12 +54,14 @@ enum Entry {
 
 impl Queue {
     pub fn new(calls: Calls, state: Arc<GroupState>) -> Queue {
-        let entries = VecDeque::with_capacity(64);
-        let pool = WorkPool::of(state.clone());
-        let line = Line { entries, busy: false, in_task: None, closed: false, pool };
-        let (line, calls) = (Mutex::new(line), Mutex::new(calls));
-        let shared = Shared { line, change: Condvar::new(), calls, state };
-        Queue { shared: Arc::new(shared), thread: Mutex::default() }
+        let shared = Arc::new_cyclic(|shared: &Weak<Shared>| {
+            let entries = VecDeque::with_capacity(64);
+            let pool = WorkPool::of(state.clone(), shared.clone());
+            let line = Line { entries, busy: false, in_task: None, closed: false, pool };
+            let (line, calls) = (Mutex::new(line), Mutex::new(calls));
+            Shared { line, change: Condvar::new(), calls, state }
+        });
+        Queue { shared, thread: Mutex::default() }
     }
 
     /// Runs a call after all earlier ones and waits for it; its number.
@@ -221,22 +224,48 @@ impl Shared {
                 line.in_task = Some(std::thread::current().id());
             }
             drop(line);
-            let outcome = match entry {
-                Entry::Call(number, mut request) => self.calls().make(number, &mut request),
-                Entry::Task(task) => catch_unwind(AssertUnwindSafe(task)).map_err(|_| {
-                    let reason = "it panicked".into();
-                    Error::System { what: "a task", reason }
-                }),
-            };
-            // The end of this call is seen before the group is seen idle, so that no later call
-            // ends first; and the group is idle for the caller that the end woke.
-            line = self.lock();
-            (line.busy, line.in_task) = (false, None);
-            let ended = work.end(outcome);
-            drop(line);
-            ended.notify();
-            drop(work);
+            self.perform(entry, work);
             line = self.lock();
         }
+    }
+
+    /// Runs what was taken from the line, which is busy for it.
+    fn perform(&self, entry: Entry, work: Work) {
+        let outcome = match entry {
+            Entry::Call(number, mut request) => self.calls().make(number, &mut request),
+            Entry::Task(task) => catch_unwind(AssertUnwindSafe(task)).map_err(|_| {
+                let reason = "it panicked".into();
+                Error::System { what: "a task", reason }
+            }),
+        };
+        // The end of this call is seen before the group is seen idle, so that no later call
+        // ends first; and the group is idle for the caller that the end woke.
+        let mut line = self.lock();
+        (line.busy, line.in_task) = (false, None);
+        let ended = work.end(outcome);
+        drop(line);
+        ended.notify();
+    }
+}
+
+impl Runs for Shared {
+    fn run_if_next(&self, work: &Work) -> bool {
+        let mut line = self.lock();
+        let next = line.entries.front();
+        let is_next = next.is_some_and(|(entry, next)| {
+            matches!(entry, Entry::Call(..)) && next.is(work) && !line.busy
+        });
+        if !is_next {
+            return false;
+        }
+        let (entry, work) = line.entries.pop_front().expect("checked above");
+        line.busy = true;
+        drop(line);
+        self.perform(entry, work);
+        // The progress thread found the line busy and sleeps.
+        if !self.lock().entries.is_empty() {
+            self.change.notify_all();
+        }
+        true
     }
 }
