@@ -60,7 +60,10 @@ impl Tuner {
 
     /// The sizes to use now.
     pub fn sizes(&self) -> BucketSizes {
-        BucketSizes { others: self.sizes[self.trying], ..BucketSizes::default() }
+        let others = self.sizes[self.trying];
+        // Until the first bucket is complete nothing travels, and where communication takes longer than backward nothing makes
+        // up for that. So it is smaller than the others also where those are small.
+        BucketSizes { first: BucketSizes::default().first.min(others / 2), others }
     }
 
     /// Whether the search is over.
