@@ -166,6 +166,13 @@ mod tests {
     }
 
     #[test]
+    fn communication_starts_early_also_with_small_buckets() {
+        let sizes = |bytes| Tuner::new(bytes).sizes();
+        assert_eq!(sizes(16 << 20), BucketSizes { first: 512 << 10, others: 1 << 20 });
+        assert_eq!(sizes(128 << 20), BucketSizes { first: 1 << 20, others: 8 << 20 });
+    }
+
+    #[test]
     fn a_small_model_is_not_tuned() {
         assert!(Tuner::new(1000).is_settled());
         assert!(Tuner::new(1 << 20).is_settled());
