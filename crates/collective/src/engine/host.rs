@@ -305,7 +305,11 @@ impl HostEngine {
             }
             cut
         });
-        predictions.retain(|prediction| !too_long.contains(&prediction.algorithm));
+        let is_too_long = |prediction: &Prediction| too_long.contains(&prediction.algorithm);
+        // A group of one rank has nothing else.
+        if !predictions.iter().all(is_too_long) {
+            predictions.retain(|prediction| !is_too_long(prediction));
+        }
         self.contests.insert(key, contest);
         predictions
     }
