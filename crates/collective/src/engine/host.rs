@@ -396,7 +396,7 @@ impl HostEngine {
 /// Whether an algorithm saves rounds, and nothing else: every rank receives whole buffers and adds them up, where others do
 /// so with parts of them. Once a call has more segments than are in flight at a time, rounds of different segments
 /// overlap and there is nothing left to save. Their prices do not tell them apart on a busy machine, where what a message
-/// costs is measured too high: between two hosts, recursive doubling was chosen for 64 MiB and took 1.2 to 2
+/// costs is measured too high: between two hosts, recursive doubling was chosen for 64 MiB and took 1.3
 /// times as long as pairwise exchange.
 fn saves_only_rounds(op: Op, algorithm: Algorithm) -> bool {
     op == Op::AllReduce && matches!(algorithm, Algorithm::Direct | Algorithm::RecursiveDoubling)
