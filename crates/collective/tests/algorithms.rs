@@ -254,6 +254,25 @@ fn an_algorithm_forced_for_the_group_is_used_where_it_can_be() {
     }
 }
 
+/// What saves rounds at the price of bytes and additions is for short calls, whatever the machine was busy with when
+/// the group measured its links.
+#[test]
+fn whole_buffers_are_for_short_calls() {
+    for world in [2, 3] {
+        let groups = Kind::Tcp.start(world, &Options::default());
+        on_all(&groups, |group| {
+            let compete = |bytes: usize| {
+                let request = Request::sized(Op::AllReduce, Dtype::F32, bytes / 4);
+                let candidates = group.explain(request).unwrap().candidates;
+                let whole = [Algorithm::Direct, Algorithm::RecursiveDoubling];
+                candidates.iter().filter(|it| whole.contains(&it.algorithm)).count()
+            };
+            assert_eq!(compete(1 << 10), 2);
+            assert_eq!(compete(64 << 20), 0);
+        });
+    }
+}
+
 /// Where canonical bits are promised, the model never chooses what does not give them.
 #[test]
 fn the_model_chooses_canonical_algorithms_for_floats() {

@@ -60,7 +60,10 @@ impl Tuner {
 
     /// The sizes to use now.
     pub fn sizes(&self) -> BucketSizes {
-        BucketSizes { others: self.sizes[self.trying], ..BucketSizes::default() }
+        let others = self.sizes[self.trying];
+        // Until the first bucket is complete nothing travels, and where communication takes longer than backward nothing makes
+        // up for that. So it is smaller than the others also where those are small.
+        BucketSizes { first: BucketSizes::default().first.min(others / 2), others }
     }
 
     /// Whether the search is over.
@@ -160,6 +163,13 @@ mod tests {
             1.0 + 0.01 * f64::from(steps.get() % 3)
         };
         assert_eq!(search(128 << 20, noisy).1, 8);
+    }
+
+    #[test]
+    fn communication_starts_early_also_with_small_buckets() {
+        let sizes = |bytes| Tuner::new(bytes).sizes();
+        assert_eq!(sizes(16 << 20), BucketSizes { first: 512 << 10, others: 1 << 20 });
+        assert_eq!(sizes(128 << 20), BucketSizes { first: 1 << 20, others: 8 << 20 });
     }
 
     #[test]

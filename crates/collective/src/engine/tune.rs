@@ -38,7 +38,7 @@ const MANY: usize = 16;
 /// measurement. Fewer: large groups form sooner; each of a thousand ranks sends a thousand.
 const MESSAGES: usize = 200_000;
 
-/// How many times slower than typical shared memory may seem before it is not believed.
+/// How many times slower than typical shared memory, or the effort for a message, may seem before it is not believed.
 const UNLIKELY: f64 = 4.0;
 
 /// Bytes of a column in the measurement of a window, and columns.
@@ -219,6 +219,9 @@ fn costs(findings: &Findings, large: &Findings, topology: &Topology) -> Costs {
             Some(all) if peers > 1.0 => (all - latency).max(0.0) / (2.0 * (peers - 1.0)),
             _ => latency / 4.0,
         };
+        // Ranks that had no core meanwhile seem to take long for a message. Large calls would then go by an algorithm of
+        // few messages and many bytes: between three hosts by a tree, at half the rate of the links.
+        let message = message.min(UNLIKELY * crowd * typical.message);
         LinkCost { latency: (latency - 2.0 * message).max(latency / 4.0), message, byte }
     };
     Costs {
@@ -500,5 +503,22 @@ mod tests {
         findings.add(Finding::NearProbe, Some(1e-4));
         let costs = costs(&findings, &Findings::default(), &Topology::all_apart(2));
         assert_eq!(costs.near.byte, 2e-10);
+    }
+
+    #[test]
+    fn a_busy_machine_does_not_make_messages_dear() {
+        let far = |latency: f64, all: f64, world: usize| {
+            let mut findings = Findings::default();
+            findings.add(Finding::FarLatency, Some(latency));
+            findings.add(Finding::All, Some(all));
+            costs(&findings, &Findings::default(), &Topology::all_apart(world)).far
+        };
+        let most = UNLIKELY * Costs::default().far.message;
+        // Each of three ranks was kept from running while all exchanged messages.
+        assert_eq!(far(1e-4, 9e-3, 3).message, most);
+        assert_eq!(far(9e-3, 9e-3, 2).message, most);
+        // A long way is no effort: what is not believed of the message is latency.
+        assert_eq!(far(20e-3, 20e-3, 2).latency, 20e-3 - 2.0 * most);
+        assert_eq!(far(40e-6, 40e-6, 2).message, 10e-6);
     }
 }

@@ -24,6 +24,11 @@ const LOOK_AHEAD: usize = 8192;
 /// Pieces of memory handed to the kernel at once.
 const PIECES: usize = 16;
 
+/// Bytes of a message, header included, that are copied together before they are sent. Larger: the copy takes longer than
+/// the kernel needs for several pieces. Smaller: the kernel has to look at every piece, which for 1 KiB over loopback
+/// takes 0.15 to 0.3 of 6 µs.
+const SHORT_MESSAGE: usize = 2048;
+
 /// Bytes that one thread sends on a stream before it says so. Larger: what was received meanwhile waits. Smaller:
 /// threads meet more often.
 const PUMPED: usize = 256 << 10;
@@ -42,6 +47,8 @@ pub struct Stream {
 pub struct Outbound {
     sender: Sender,
     output: VecDeque<Outgoing>,
+    /// Where a short message is put together.
+    short: Box<[u8; SHORT_MESSAGE]>,
     /// What [`Outbound::pump`] did.
     pumped: Pumped,
 }
@@ -122,7 +129,8 @@ impl Stream {
         let Connection { sender, receiver } = connection;
         let input = Input { bytes: Box::new([0; LOOK_AHEAD]), filled: 0..0 };
         let pumped = Pumped { bytes: Ok(0), done: Vec::with_capacity(32) };
-        let outbound = Outbound { sender, output: VecDeque::with_capacity(32), pumped };
+        let (output, short) = (VecDeque::with_capacity(32), Box::new([0; SHORT_MESSAGE]));
+        let outbound = Outbound { sender, output, short, pumped };
         let (body, parked, last, pumped) = (None, None, None, Ok(false));
         let inbound = Inbound { receiver, input, body, parked, last, pumped };
         Stream { peer, expected: 0, outbound, inbound }
@@ -187,21 +195,35 @@ impl Outbound {
     pub unsafe fn send(&mut self, buffers: &Buffers<'_>) -> Result<(usize, Option<usize>), Errno> {
         let Some(message) = self.output.front_mut() else { return Ok((0, None)) };
         let total = MessageHeader::SIZE + message.part.bytes.len();
-        let mut slices = [IoSlice::new(&[]); PIECES];
-        let mut used = 0;
         let header = message.header.as_bytes();
-        if message.sent < header.len() {
-            slices[0] = IoSlice::new(&header[message.sent..]);
-            used = 1;
-        }
-        let skip = message.sent.saturating_sub(header.len());
-        for (address, len) in message.part.pieces(buffers, skip).take(PIECES - used) {
-            // SAFETY: pieces lie in the call's buffers, which outlive the call and are not
-            // written while a message that names them is queued.
-            slices[used] = IoSlice::new(unsafe { std::slice::from_raw_parts(address, len) });
-            used += 1;
-        }
-        match self.sender.send_vectored(&slices[..used], SendFlags::empty()) {
+        let sent = if message.sent == 0 && total <= SHORT_MESSAGE {
+            let mut used = header.len();
+            self.short[..used].copy_from_slice(header);
+            for (address, len) in message.part.pieces(buffers, 0) {
+                // SAFETY: pieces lie in the call's buffers, which outlive the call and are not
+                // written while a message that names them is queued. Together with the header they are `total` bytes.
+                unsafe {
+                    self.short[used..][..len].as_mut_ptr().copy_from_nonoverlapping(address, len)
+                };
+                used += len;
+            }
+            self.sender.send(&self.short[..used], SendFlags::empty())
+        } else {
+            let mut slices = [IoSlice::new(&[]); PIECES];
+            let mut used = 0;
+            if message.sent < header.len() {
+                slices[0] = IoSlice::new(&header[message.sent..]);
+                used = 1;
+            }
+            let skip = message.sent.saturating_sub(header.len());
+            for (address, len) in message.part.pieces(buffers, skip).take(PIECES - used) {
+                // SAFETY: as above.
+                slices[used] = IoSlice::new(unsafe { std::slice::from_raw_parts(address, len) });
+                used += 1;
+            }
+            self.sender.send_vectored(&slices[..used], SendFlags::empty())
+        };
+        match sent {
             Ok(sent) => {
                 message.sent += sent;
                 // What is encrypted may be on its way when the last byte was taken.
