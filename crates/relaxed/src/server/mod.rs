@@ -7,6 +7,7 @@
 
 mod client;
 pub mod core;
+mod crew;
 pub mod journal;
 pub mod layout;
 pub mod link;
@@ -15,6 +16,7 @@ pub mod outbox;
 mod run;
 mod serve;
 mod silence;
+mod source;
 pub mod store;
 pub mod wire;
 

@@ -16,6 +16,8 @@ use unisono_collective::{Dtype, Reduction, kernel};
 use super::checked::{Gradient, Rounds};
 use super::{Caller, ServedRun, State, Unserved};
 use crate::server::core::{self, Age, PushId, Refusal};
+use crate::server::source::Source;
+use crate::server::store::Change;
 use crate::server::wire::{Measured, Reply};
 
 /// What a worker has pushed for a round: the vectors of every piece.
@@ -31,7 +33,7 @@ impl ServedRun {
         caller: Caller,
         push: PushId,
         measured: Measured,
-        gradients: &[Gradient<'_>],
+        gradients: Vec<Gradient<'_>>,
         is_over: impl Fn() -> bool,
     ) -> Result<Reply, Unserved> {
         let mut state = self.lock()?;
@@ -50,11 +52,11 @@ impl ServedRun {
             }
             core::Pushed::Duplicate => {}
             _ => {
-                let vectors = |(piece, gradient): &Gradient<'_>| {
-                    let length = self.checked.pieces()[*piece].len().max(1);
-                    (*piece, gradient.chunks(length).map(<[f32]>::to_vec).collect())
+                let vectors = |(piece, gradient): Gradient<'_>| {
+                    let length = self.checked.pieces()[piece].len();
+                    (piece, vectors(gradient, length))
                 };
-                let pieces = gradients.iter().map(vectors).collect();
+                let pieces = gradients.into_iter().map(vectors).collect();
                 state.round.insert(push.worker, Contribution { pieces, measured });
                 self.settle_rounds(&mut state)?;
             }
@@ -98,17 +100,29 @@ impl ServedRun {
     ) -> Result<(), Unserved> {
         let round = std::mem::take(&mut state.round);
         let measured = round.values().map(|contribution| contribution.measured).collect();
-        let (mut gradients, mut versions) = (Vec::new(), Vec::new());
+        let mut changes = Vec::new();
         for (number, piece) in self.checked.pieces().iter().enumerate() {
             if let Some(mean) = mean(rounds, &round, number, piece.len()) {
                 state.versions[number] += 1;
-                versions.push(state.versions[number]);
-                gradients.push((number, Cow::Owned(mean)));
+                let version = state.versions[number];
+                changes.push(Change { piece: number, version, source: mean.into(), by: None });
             }
         }
-        self.write_down(state, entry, measured, &gradients)?;
-        self.apply(1.0, &versions, &gradients);
+        self.write_down(state, entry, measured, &changes)?;
+        // All workers wait for this.
+        self.apply(1.0, &changes, 0);
         self.snapshot_if_due(state)
+    }
+}
+
+/// Vectors of so many numbers, to keep.
+fn vectors(gradient: Source<'_>, length: usize) -> Vec<Vec<f32>> {
+    match gradient {
+        Source::Values(Cow::Owned(vector)) if vector.len() == length => vec![vector],
+        gradient => {
+            let values = gradient.values().expect("in lock-step gradients are made whole");
+            values.chunks(length.max(1)).map(<[f32]>::to_vec).collect()
+        }
     }
 }
 
