@@ -12,6 +12,7 @@ pub mod journal;
 pub mod layout;
 pub mod link;
 pub mod lives;
+mod mean;
 pub mod outbox;
 mod run;
 mod serve;

@@ -2,7 +2,8 @@
 //!
 //! An update needs a gradient block by block, each once. What is made of the bytes of a push only then, for one block, is
 //! still in the cache when the weights of the block are updated; a whole gradient would go to memory and come back.
-//! So an encoding is decoded there, and what a worker put into common memory is copied there.
+//! So an encoding is decoded there, what a worker put into common memory is copied there, and the mean of a round is
+//! made there.
 //!
 //! Where a gradient is written down, or kept until its round is complete, it is made whole first.
 
@@ -12,6 +13,7 @@ use std::ops::Range;
 use unisono_codec::Blockwise;
 
 use super::link::Place;
+use super::mean::Mean;
 
 /// A gradient of a piece, or in lock-step several vectors of it.
 pub enum Source<'a> {
@@ -21,6 +23,8 @@ pub enum Source<'a> {
     Encoded(Blockwise<'a>),
     /// Memory to which the worker can still write. Every number is read once.
     There(Place<'a>),
+    /// The mean of a round.
+    Mean(Mean<'a>),
 }
 
 /// Memory for a block of a gradient that is made when it is used.
@@ -34,6 +38,7 @@ impl Source<'_> {
             Source::Values(values) => values.len(),
             Source::Encoded(encoding) => encoding.len(),
             Source::There(place) => place.len(),
+            Source::Mean(mean) => mean.len(),
         }
     }
 
@@ -56,6 +61,7 @@ impl Source<'_> {
         match self {
             Source::Values(values) => room.0[..length].copy_from_slice(&values[span]),
             Source::Encoded(encoding) => encoding.decode(span, &mut room.0[..length]),
+            Source::Mean(mean) => mean.make(span, &mut room.0[..length]),
             Source::There(place) => {
                 place.read(span.start, &mut room.0[..length.next_multiple_of(2)]);
             }
@@ -67,7 +73,7 @@ impl Source<'_> {
     pub fn values(&self) -> Option<&[f32]> {
         match self {
             Source::Values(values) => Some(values),
-            Source::Encoded(_) | Source::There(_) => None,
+            Source::Encoded(_) | Source::There(_) | Source::Mean(_) => None,
         }
     }
 }

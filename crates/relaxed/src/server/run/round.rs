@@ -11,11 +11,11 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use unisono_collective::tree::Tree;
-use unisono_collective::{Dtype, Reduction, kernel};
 
 use super::checked::{Gradient, Rounds};
 use super::{Caller, ServedRun, State, Unserved};
 use crate::server::core::{self, Age, PushId, Refusal};
+use crate::server::mean::Mean;
 use crate::server::source::Source;
 use crate::server::store::Change;
 use crate::server::wire::{Measured, Reply};
@@ -105,7 +105,11 @@ impl ServedRun {
             if let Some(mean) = mean(rounds, &round, number, piece.len()) {
                 state.versions[number] += 1;
                 let version = state.versions[number];
-                changes.push(Change { piece: number, version, source: mean.into(), by: None });
+                let source = match self.keeps_journal {
+                    true => mean.whole().into(),
+                    false => Source::Mean(mean),
+                };
+                changes.push(Change { piece: number, version, source, by: None });
             }
         }
         self.write_down(state, entry, measured, &changes)?;
@@ -128,43 +132,27 @@ fn vectors(gradient: Source<'_>, length: usize) -> Vec<Vec<f32>> {
 
 /// The mean over the shards of the batch that were computed; `None` if no worker has a gradient of the
 /// piece, which then stays as it is.
-fn mean(
-    rounds: &Rounds,
-    round: &BTreeMap<u32, Contribution>,
+fn mean<'a>(
+    rounds: &'a Rounds,
+    round: &'a BTreeMap<u32, Contribution>,
     piece: usize,
     length: usize,
-) -> Option<Vec<f32>> {
+) -> Option<Mean<'a>> {
     if length == 0 || !round.values().any(|who| who.pieces.contains_key(&piece)) {
         return None;
     }
-    let zeros = vec![0.0; length];
     let (mut inputs, mut shards) = (Vec::new(), 0);
     for (worker, contribution) in round {
         let worker = *worker as usize;
         shards += rounds.shards[worker];
         match contribution.pieces.get(&piece) {
-            Some(vectors) => {
-                inputs.extend(vectors.iter().map(|vector| vector.as_ptr().cast::<u8>()));
-            }
-            None => inputs.extend(vec![zeros.as_ptr().cast::<u8>(); rounds.subtrees[worker]]),
+            Some(vectors) => inputs.extend(vectors.iter().map(|vector| Some(vector.as_slice()))),
+            None => inputs.extend(vec![None; rounds.subtrees[worker]]),
         }
     }
-    let of_those_here;
     let tree = match round.len() == rounds.shards.len() {
-        true => &rounds.tree,
-        false => {
-            of_those_here = Tree::canonical(inputs.len());
-            &of_those_here
-        }
+        true => Cow::Borrowed(&rounds.tree),
+        false => Cow::Owned(Tree::canonical(inputs.len())),
     };
-    let mut sum = vec![0.0f32; length];
-    let into = sum.as_mut_ptr().cast();
-    // SAFETY: every input is a vector of `length` numbers that lives until the end of this call:
-    // pushes are checked to be of that length, and of as many vectors as the worker has subtrees.
-    // `sum` is none of them.
-    unsafe {
-        kernel::fold(Dtype::F32, Reduction::Sum, tree, &inputs, into, None, length, None);
-    }
-    sum.iter_mut().for_each(|x| *x /= shards as f32);
-    Some(sum)
+    Some(Mean::new(inputs, tree, shards, length))
 }
