@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use unisono_relaxed::downpour::Downpour;
 use unisono_relaxed::server::wire::Measured;
 use unisono_relaxed::server::{
-    ASK_EVERY, Client, ClientOptions, Gradient, Pushed, Run, ServerError, Stopper, reports,
+    ASK_EVERY, Client, ClientOptions, Fill, Gradient, Pushed, Run, ServerError, Stopper, reports,
     wait_for_worker_zero,
 };
 use unisono_relaxed::spec::Level;
@@ -271,9 +271,7 @@ fn present<'a>(gradients: &[Option<&'a [f32]>]) -> Vec<Gradient<'a>> {
 }
 
 /// Puts weights where they belong.
-fn into<'a>(
-    weights: &'a mut [&mut [f32]],
-) -> impl FnMut(usize, usize, usize, &mut dyn FnMut(&mut [f32])) + 'a {
+fn into<'a>(weights: &'a mut [&mut [f32]]) -> impl FnMut(usize, usize, usize, &mut Fill<'_>) + 'a {
     |parameter, first, count, fill| fill(&mut weights[parameter][first..first + count])
 }
 

@@ -5,7 +5,7 @@ use unisono_codec::sender::{Origin, Scratch, Sender};
 use unisono_codec::{Codec, CodecSpec};
 use unisono_optimizer::OptimizerSpec;
 use unisono_relaxed::server::core::PushId;
-use unisono_relaxed::server::wire::{Measured, Part, Reply, Request};
+use unisono_relaxed::server::wire::{Measured, Part, Reply, Request, Setup};
 use unisono_relaxed::server::{Client, Files, Run, Transport};
 use unisono_relaxed::{Clock, Life};
 
@@ -29,7 +29,7 @@ fn run(optimizer: OptimizerSpec, codec: Option<&str>, stale: &str) -> Run {
     let suits = |codec: &CodecSpec, shape: &[usize]| codec.build().suits(shape);
     run.codecs = run.shapes.iter().map(|shape| codec.clone().filter(|c| suits(c, shape))).collect();
     run.stale = stale.parse().unwrap();
-    (run.workers, run.seed) = (2, 3);
+    (run.workers, run.shards, run.seed) = (2, 2, 3);
     run
 }
 
@@ -49,7 +49,7 @@ fn weights(run: &Run, transport: Transport, files: Files) -> Vec<Vec<u32>> {
     let mut lab = Lab::idle(1, transport);
     lab.serve(files.clone());
     let initial = |parameter: usize| gradient(99, zeros(run, parameter).len());
-    let mut join = |worker| Client::join(run, lab.options(worker), &initial).unwrap();
+    let join = |worker| Client::join(run, lab.options(worker), &initial).unwrap();
     let mut clients = [join(0), join(1)];
     for client in &mut clients {
         client.pull(None, &mut |_, _, _| {}).unwrap();
@@ -118,10 +118,15 @@ fn a_push_that_cannot_be_decoded_leaves_the_weights() {
                 let shapes = SHAPES.map(|length| vec![length]).to_vec();
                 let mut run = Run::new(shapes, descent(1.0), "async".parse().unwrap());
                 run.codecs = vec![Some(spec); 2];
-                run.workers = 2;
+                (run.workers, run.shards) = (2, 2);
                 lab.client(&run, 0).leave();
-                let mut link = lab.quiet(&run, 1, 0);
-                let setup = crate::lab::setup(&run, 1);
+                let codecs = run.codecs.clone();
+                let setup = Setup { codecs, ..crate::lab::setup(&run, 1) };
+                let mut link = lab.stranger(0, 1, 1);
+                let reply = call(&mut link, &Request::Join { run: setup.fingerprint() }, &[]);
+                assert!(matches!(reply, Some(Reply::Joined { .. })), "{reply:?}");
+                let reply = call(&mut link, &Request::Enter { clock: Clock(0) }, &[]);
+                assert_eq!(reply, Some(Reply::Done));
                 let good: Vec<Vec<u8>> =
                     (0..2).map(|piece| encode(&codec, &setup.pieces[piece].shape, piece)).collect();
                 let before = lab.weights(&run);

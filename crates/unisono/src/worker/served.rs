@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use unisono_optimizer::OptimizerSpec;
 use unisono_relaxed::downpour::Downpour;
-use unisono_relaxed::server::{Client, Run};
+use unisono_relaxed::server::{Client, Fill, Run};
 use unisono_relaxed::spec::Level;
 use unisono_sync::strategy::Weights;
 
@@ -108,7 +108,7 @@ impl Relaxed for Served {
 }
 
 /// Puts weights where they belong.
-fn into(weights: &mut dyn Weights) -> impl FnMut(usize, usize, usize, &mut dyn FnMut(&mut [f32])) {
+fn into(weights: &mut dyn Weights) -> impl FnMut(usize, usize, usize, &mut Fill<'_>) {
     |parameter, first, count, fill| {
         weights.change(parameter, &mut |own| fill(&mut own[first..first + count]));
     }

@@ -71,6 +71,9 @@ pub type Gradient<'a> = (usize, Vec<&'a [f32]>);
 /// Takes weights: the parameter, where they begin in it, the weights.
 pub type Take<'a> = dyn FnMut(usize, usize, &[f32]) + 'a;
 
+/// Writes weights to their place.
+pub type Fill<'a> = dyn FnMut(&mut [f32]) + 'a;
+
 /// Calls what it is given with the place of some weights, to be written: the parameter, the first of them, how many.
 pub type Lend<'a> = dyn FnMut(usize, usize, usize, &mut dyn FnMut(&mut [f32])) + 'a;
 

@@ -108,7 +108,9 @@ fn bulk_data_is_written_to_its_place() {
         for (mut worker, mut server) in pairs_for(lengths.iter().sum::<usize>() + 64) {
             std::thread::scope(|scope| {
                 scope.spawn(|| {
-                    (0..2u64).for_each(|_| server.send(&7u64, &parts.map(bytes)).unwrap())
+                    server.send(&7u64, &parts.map(bytes)).unwrap();
+                    // Perhaps the worker is gone before it has all of it.
+                    let _ = server.send(&7u64, &parts.map(bytes));
                 });
                 assert_eq!(worker.receive::<u64>().unwrap(), Some(7));
                 let mut places = parts.map(|part| vec![f32::NAN; part.len()]);

@@ -235,13 +235,10 @@ fn shared_updates_wait_for_their_turn() {
                     return;
                 }
                 let ones = PIECES.map(|length| vec![1.0; length]);
-                let change = |(piece, ones): (usize, &Vec<f32>)| Change {
-                    piece,
-                    version,
-                    source: Source::from(&ones[..]),
-                    by: None,
-                };
-                let changes: Vec<Change<'_>> = ones.iter().enumerate().map(change).collect();
+                let mut changes = Vec::new();
+                for (piece, ones) in ones.iter().enumerate() {
+                    changes.push(Change { piece, version, source: ones[..].into(), by: None });
+                }
                 store.apply_shared(1.0, &changes, |work| crew.share(version as usize % 4, 3, work));
             }
         };
