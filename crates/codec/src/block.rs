@@ -107,6 +107,10 @@ macro_rules! quantized {
                 $crate::block::decode(*self, bytes, into)
             }
 
+            fn check(&self, bytes: &[u8], elements: usize) -> Result<(), $crate::BadEncoding> {
+                $crate::block::check(*self, bytes, elements)
+            }
+
             fn decode_add(
                 &self,
                 bytes: &[u8],
@@ -170,6 +174,12 @@ pub fn decode<Q: Quantizer>(
     into: &mut [f32],
 ) -> Result<(), BadEncoding> {
     decode_blocks(quantizer, bytes, into)
+}
+
+/// Fails if a run of blocks cannot be decoded: a scale or a code is none.
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"))]
+pub fn check<Q: Quantizer>(quantizer: Q, bytes: &[u8], elements: usize) -> Result<(), BadEncoding> {
+    check_blocks(quantizer, bytes, elements)
 }
 
 /// As [`decode`], and adds what is decoded to what is there.
@@ -260,6 +270,21 @@ fn decode_add_blocks<Q: Quantizer>(
 ) -> Result<(), BadEncoding> {
     expect_length(quantizer, bytes, into.len())?;
     decode_each::<Q, true>(quantizer, bytes, into)
+}
+
+#[inline(always)]
+fn check_blocks<Q: Quantizer>(
+    quantizer: Q,
+    bytes: &[u8],
+    elements: usize,
+) -> Result<(), BadEncoding> {
+    expect_length(quantizer, bytes, elements)?;
+    let mut codes = [0; LARGEST];
+    let codes = &mut codes[..Q::BLOCK];
+    for (bytes, start) in bytes.chunks(stride(quantizer)).zip((0..elements).step_by(Q::BLOCK)) {
+        read(quantizer, Q::BLOCK.min(elements - start), bytes, codes)?;
+    }
+    Ok(())
 }
 
 fn expect_length<Q: Quantizer>(

@@ -103,6 +103,11 @@ impl<F: Format> Spans for F {
         Ok(())
     }
 
+    /// All bits are a number.
+    fn check(&self, bytes: &[u8], elements: usize) -> Result<(), BadEncoding> {
+        whole::<F>(bytes, elements).map(drop)
+    }
+
     fn decode_add(&self, bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding> {
         let whole = whole::<F>(bytes, into.len())?;
         add(whole, into, |bytes| F::widen(u16::from_le_bytes(bytes)));

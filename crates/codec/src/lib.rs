@@ -22,6 +22,7 @@
 
 pub mod bf16;
 mod block;
+mod blockwise;
 mod cast;
 pub mod dgc;
 pub mod fp16;
@@ -44,6 +45,7 @@ pub mod topk;
 
 use std::fmt;
 
+pub use blockwise::Blockwise;
 pub use cast::{Mean, divide_all};
 pub use random::Key;
 pub use round_trip::RoundTrip;
@@ -224,6 +226,12 @@ pub trait Spans: fmt::Debug + Send + Sync {
 
     /// Decodes a run of blocks. Never reads or writes out of bounds, whatever the bytes.
     fn decode(&self, bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding>;
+
+    /// Fails if these bytes cannot be decoded to so many elements, and as [`Spans::decode`] would. If it does not fail, no
+    /// run of the blocks does.
+    fn check(&self, bytes: &[u8], elements: usize) -> Result<(), BadEncoding> {
+        self.decode(bytes, &mut vec![0.0; elements])
+    }
 
     /// As [`Spans::decode`], and adds what is decoded to what is there: in one pass, if it matters. After an error, `into`
     /// holds unspecified values.

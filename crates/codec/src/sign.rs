@@ -71,6 +71,12 @@ impl Spans for Sign {
         decode(bytes, into)
     }
 
+    /// All signs are signs, but not every number is a scale.
+    fn check(&self, bytes: &[u8], elements: usize) -> Result<(), BadEncoding> {
+        self.expect_length(bytes, elements)?;
+        bytes.chunks(STRIDE).try_for_each(|block| read_scale(block).map(drop))
+    }
+
     fn decode_add(&self, bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding> {
         self.expect_length(bytes, into.len())?;
         decode_add(bytes, into)
@@ -210,14 +216,7 @@ impl DecodeTile for Decoder {
 #[inline(always)]
 fn decode_each<const ADD: bool>(bytes: &[u8], into: &mut [f32]) -> Result<(), BadEncoding> {
     for (bytes, block) in bytes.chunks(STRIDE).zip(into.chunks_mut(BLOCK)) {
-        let ([head, packed @ ..], _) = bytes.as_chunks::<4>() else {
-            unreachable!("the length was checked, and every block has a scale");
-        };
-        let scale = u32::from_le_bytes(*head);
-        if scale > f32::MAX.to_bits() && scale != NAN {
-            let found = u64::from(scale);
-            return Err(BadEncoding::Field { codec: "sign", field: "scale", found });
-        }
+        let (scale, packed) = read_scale(bytes)?;
         let mut signs = [0u32; WORDS];
         for (word, bytes) in signs.iter_mut().zip(packed) {
             *word = u32::from_le_bytes(*bytes);
@@ -234,6 +233,20 @@ fn decode_each<const ADD: bool>(bytes: &[u8], into: &mut [f32]) -> Result<(), Ba
         }
     }
     Ok(())
+}
+
+/// The scale of a block, and the words of its signs.
+#[inline(always)]
+fn read_scale(block: &[u8]) -> Result<(u32, &[[u8; 4]]), BadEncoding> {
+    let ([head, packed @ ..], _) = block.as_chunks::<SCALE>() else {
+        unreachable!("the length was checked, and every block has a scale");
+    };
+    let scale = u32::from_le_bytes(*head);
+    if scale > f32::MAX.to_bits() && scale != NAN {
+        let found = u64::from(scale);
+        return Err(BadEncoding::Field { codec: "sign", field: "scale", found });
+    }
+    Ok((scale, packed))
 }
 
 /// Decodes a row by the lowest bits of the signs, and takes these away.

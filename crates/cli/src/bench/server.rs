@@ -9,8 +9,10 @@
 //! What was timed is checked. Every push adds a small integer to every weight, which f32 holds exactly,
 //! so that in the end the weights are the number of pushes times that integer: one that was lost or
 //! applied twice is noticed. With every pull a worker looks at both ends of each tensor, which must be
-//! of the same version.
+//! of the same version. With a codec, what a push adds is what the server decodes, always the same, and the
+//! weights are what as many additions of it come to.
 
+use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::path::PathBuf;
@@ -24,6 +26,8 @@ use serde::{Deserialize, Serialize};
 
 use unisono::net::Token;
 use unisono::optimizer::{LearningRate, OptimizerSpec};
+use unisono_codec::sender::{self, Origin, Scratch, Sender};
+use unisono_codec::{CodecSpec, Rounding};
 use unisono_relaxed::server::wire::Measured;
 use unisono_relaxed::server::{
     Client, ClientOptions, Files, Gradient, Run, Server, ServerOptions, Transport, fetch_weights,
@@ -62,6 +66,9 @@ pub struct ServerArgs {
     /// How gradients and weights travel, separated by commas.
     #[arg(long, value_enum, value_delimiter = ',', default_values = ["tcp", "shm"])]
     transport: Vec<Way>,
+    /// Encode what is pushed by this codec: fp16, bf16, int8, int4 or sign.
+    #[arg(long)]
+    codec: Option<CodecSpec>,
     /// Let the servers keep journals in this folder, which must be new or empty.
     #[arg(long, value_name = "DIR")]
     journal: Option<PathBuf>,
@@ -99,6 +106,7 @@ struct Row {
     /// Bytes of a push, and of a pull.
     bytes: usize,
     tensors: usize,
+    codec: Option<String>,
     journal: bool,
     rounds: usize,
     push_pulls: usize,
@@ -129,10 +137,10 @@ pub fn run(args: ServerArgs) -> anyhow::Result<ExitCode> {
             journal.display()
         );
     }
-    let mut bench = Bench::start(&args, model)?;
+    let mut bench = Bench::start(&args, model.clone())?;
     let measured = bench.measure(args.seconds)?;
     bench.verify()?;
-    report(&args, model, &measured)
+    report(&args, &model, &measured)
 }
 
 impl ServerArgs {
@@ -147,7 +155,21 @@ impl ServerArgs {
         demand!((1..=1024).contains(&self.workers), "--workers {}: use 1 to 1024", self.workers);
         demand!((1..=4096).contains(&self.tensors), "--tensors {}: use 1 to 4096", self.tensors);
         expect_seconds(self.seconds)?;
-        let model = Model { elements: bytes / 4, tensors: self.tensors, workers: self.workers };
+        let codec = self.codec.clone();
+        if let Some(codec) = &codec {
+            let is_steady = match codec {
+                CodecSpec::Fp16 | CodecSpec::Bf16 | CodecSpec::Sign => true,
+                CodecSpec::Int8(rounding) | CodecSpec::Int4(rounding) => {
+                    *rounding == Rounding::Nearest
+                }
+                _ => false,
+            };
+            demand!(is_steady, "--codec {codec}: use fp16, bf16, int8, int4 or sign");
+            let suits = codec.build().suits(&[bytes / 4]);
+            demand!(suits, "--codec {codec}: makes tensors of {} no smaller", self.size);
+        }
+        let (elements, tensors, workers) = (bytes / 4, self.tensors, self.workers);
+        let model = Model { elements, tensors, workers, codec };
         // Of every worker: gradient, weights, common memory, and what it and the others have received;
         // on the servers, versions of the weights for as many readers.
         let copies = 10 * self.workers as usize + 6;
@@ -160,11 +182,12 @@ impl ServerArgs {
 }
 
 /// What is pushed and pulled.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 struct Model {
     elements: usize,
     tensors: usize,
     workers: u32,
+    codec: Option<CodecSpec>,
 }
 
 impl Model {
@@ -178,7 +201,8 @@ impl Model {
             OptimizerSpec::Sgd { learning_rate: LearningRate::Constant(1.0), weight_decay: 0.0 };
         let shapes = vec![vec![self.elements]; self.tensors];
         let (workers, shards) = (self.workers, self.workers);
-        Run { workers, shards, ..Run::new(shapes, optimizer, Level::Async) }
+        let codecs = vec![self.codec.clone(); self.tensors];
+        Run { workers, shards, codecs, ..Run::new(shapes, optimizer, Level::Async) }
     }
 
     /// What every push adds to a weight.
@@ -192,7 +216,42 @@ impl Model {
     }
 
     /// Refuses a tensor that is not the sum of so many pushes.
-    fn verify(weights: &[f32], pushes: u64) -> anyhow::Result<()> {
+    fn verify(&self, weights: &[f32], pushes: u64) -> anyhow::Result<()> {
+        match &self.codec {
+            None => Model::verify_exactly(weights, pushes),
+            Some(codec) => self.verify_decoded(codec, weights, pushes),
+        }
+    }
+
+    /// Refuses a tensor that is not what so many pushes add up to, each rounded as a server's are.
+    fn verify_decoded(
+        &self,
+        codec: &CodecSpec,
+        weights: &[f32],
+        pushes: u64,
+    ) -> anyhow::Result<()> {
+        let (codec, mut scratch) = (codec.build(), Scratch::default());
+        let shape = vec![self.elements];
+        let origin = Origin { shape, parameter: 0, seed: 0, worker: 0, mean_of: 1 };
+        let (mut bytes, mut decoded) = (Vec::new(), vec![0.0; self.elements]);
+        let mut sender = Sender::new(codec.clone(), origin.clone(), false);
+        sender.encode(0, &self.gradient(), &mut scratch, &mut bytes);
+        sender::decode(&*codec, &origin.task(0), &bytes, &mut decoded, &mut scratch)?;
+        // Most elements are decoded to one of a few numbers.
+        let mut sums = HashMap::new();
+        for (element, (weight, change)) in weights.iter().zip(decoded).enumerate() {
+            let sum = || (0..pushes).fold(0.0f32, |sum, _| sum - change);
+            let expected = *sums.entry(change.to_bits()).or_insert_with(sum);
+            ensure!(
+                *weight == expected,
+                "weight {element} is {weight} instead of {expected} after {pushes} pushes"
+            );
+        }
+        Ok(())
+    }
+
+    /// As [`Model::verify`], without a codec.
+    fn verify_exactly(weights: &[f32], pushes: u64) -> anyhow::Result<()> {
         for (element, weight) in weights.iter().enumerate() {
             ensure!(
                 *weight < LIMIT,
@@ -269,7 +328,7 @@ impl Bench {
         for way in ways {
             let journal = args.journal.as_ref().map(|folder| folder.join(way.name()));
             let part = match way {
-                Way::Loopback => Part::Loopback { model },
+                Way::Loopback => Part::Loopback { model: model.clone() },
                 _ => Part::Server { token: token.to_hex(), journal },
             };
             let mut server = Process::start(&part)?;
@@ -277,7 +336,7 @@ impl Bench {
             servers.push(server);
         }
         let start = |number| {
-            let (token, places) = (token.to_hex(), places.clone());
+            let (token, places, model) = (token.to_hex(), places.clone(), model.clone());
             Process::start(&Part::Worker { model, token, number, places })
         };
         let mut workers = (0..model.workers).map(start).collect::<anyhow::Result<Vec<_>>>()?;
@@ -327,7 +386,7 @@ impl Bench {
             }
             let options = options(*way, *address, &self.token, 0);
             let weights = fetch_weights(&self.model.run(), &options)?;
-            let all = weights.iter().try_for_each(|weights| Model::verify(weights, *pushes));
+            let all = weights.iter().try_for_each(|weights| self.model.verify(weights, *pushes));
             all.with_context(|| format!("after pushes over {}", way.name()))?;
         }
         Ok(())
@@ -400,7 +459,8 @@ fn be_part() -> anyhow::Result<ExitCode> {
             answer(&listener.local_addr()?)?;
             for _ in 0..model.workers {
                 let (stream, _) = listener.accept()?;
-                std::thread::spawn(move || send_back(stream, model.bytes()));
+                let bytes = model.bytes();
+                std::thread::spawn(move || send_back(stream, bytes));
             }
             orders.for_each(drop);
         }
@@ -433,6 +493,8 @@ fn send_back(mut stream: TcpStream, bytes: usize) -> std::io::Result<()> {
 /// What a worker has.
 struct Worker {
     gradient: Vec<f32>,
+    /// Whether both ends of a tensor show of which version they are.
+    shows_version: bool,
     weights: Vec<Vec<f32>>,
     clients: Vec<(Way, Client)>,
     loopback: Option<(TcpStream, Vec<u8>)>,
@@ -460,7 +522,8 @@ impl Worker {
             clients.push((*way, client));
         }
         let weights = vec![vec![0.0; model.elements]; model.tensors];
-        Ok(Worker { gradient: model.gradient(), weights, clients, loopback })
+        let shows_version = model.codec.is_none();
+        Ok(Worker { gradient: model.gradient(), shows_version, weights, clients, loopback })
     }
 
     /// Pushes and pulls for as long as the turn lasts, and at least once: the microseconds of each.
@@ -489,12 +552,16 @@ impl Worker {
         let gradients: Vec<Gradient<'_>> =
             (0..self.weights.len()).map(|tensor| (tensor, vec![&self.gradient[..]])).collect();
         let weights = &mut self.weights;
-        let mut take = |tensor: usize, start: usize, values: &[f32]| {
-            weights[tensor][start..start + values.len()].copy_from_slice(values);
+        let mut lend = |tensor: usize, first, count, fill: &mut dyn FnMut(&mut [f32])| {
+            let last: usize = first + count;
+            fill(&mut weights[tensor][first..last]);
         };
-        let pushed = client.push_pull(&gradients, Measured::default(), &mut take)?;
+        let pushed = client.push_pull_into(&gradients, Measured::default(), &mut lend)?;
         ensure!(pushed.applied, "a push was not applied");
-        self.weights.iter().try_for_each(|weights| Model::verify_ends(weights))
+        match self.shows_version {
+            true => self.weights.iter().try_for_each(|weights| Model::verify_ends(weights)),
+            false => Ok(()),
+        }
     }
 }
 
@@ -523,7 +590,7 @@ fn options(way: Way, address: SocketAddr, token: &Token, worker: u32) -> ClientO
 
 fn report(
     args: &ServerArgs,
-    model: Model,
+    model: &Model,
     measured: &[(Way, Samples)],
 ) -> anyhow::Result<ExitCode> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -560,6 +627,7 @@ fn report(
             cores,
             bytes: model.bytes(),
             tensors: model.tensors,
+            codec: model.codec.as_ref().map(CodecSpec::to_string),
             journal: args.journal.is_some() && *way != Way::Loopback,
             rounds: samples.rates.len(),
             push_pulls: each.len(),
@@ -597,20 +665,20 @@ mod tests {
     #[test]
     fn wrong_weights_are_noticed() {
         let right = [3.0, 6.0, 9.0, 12.0, 3.0];
-        assert!(Model::verify(&right, 3).is_ok());
-        assert!(Model::verify(&right, 4).is_err());
-        assert!(Model::verify(&[3.0, 6.0, 9.0, 12.0, 4.0], 3).is_err());
-        assert!(Model::verify(&[f32::NAN], 0).is_err());
-        assert!(Model::verify(&[LIMIT], 1 << 24).is_err());
+        assert!(Model::verify_exactly(&right, 3).is_ok());
+        assert!(Model::verify_exactly(&right, 4).is_err());
+        assert!(Model::verify_exactly(&[3.0, 6.0, 9.0, 12.0, 4.0], 3).is_err());
+        assert!(Model::verify_exactly(&[f32::NAN], 0).is_err());
+        assert!(Model::verify_exactly(&[LIMIT], 1 << 24).is_err());
         assert!(Model::verify_ends(&right).is_ok());
         assert!(Model::verify_ends(&[3.0, 6.0, 9.0, 12.0, 2.0]).is_err());
     }
 
     #[test]
     fn a_push_adds_the_change() {
-        let model = Model { elements: 6, tensors: 1, workers: 1 };
+        let model = Model { elements: 6, tensors: 1, workers: 1, codec: None };
         let weights: Vec<f32> = model.gradient().iter().map(|g| -g * 7.0).collect();
-        assert!(Model::verify(&weights, 7).is_ok());
+        assert!(model.verify(&weights, 7).is_ok());
         assert_eq!(model.bytes(), 24);
     }
 

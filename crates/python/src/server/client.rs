@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use unisono_relaxed::downpour::Downpour;
 use unisono_relaxed::server::wire::Measured;
 use unisono_relaxed::server::{
-    ASK_EVERY, Client, ClientOptions, Gradient, Pushed, Run, ServerError, Stopper, reports,
+    ASK_EVERY, Client, ClientOptions, Fill, Gradient, Pushed, Run, ServerError, Stopper, reports,
     wait_for_worker_zero,
 };
 use unisono_relaxed::spec::Level;
@@ -107,7 +107,7 @@ impl ServerClient {
             weights_at(&weights, &self.lengths).map_err(|text| site.invalid(py, &text))?;
         self.wait(py, site, |state| {
             let start = Instant::now();
-            state.client.as_mut().ok_or(Unable::Left)?.pull(None, &mut into(&mut weights))?;
+            state.client.as_mut().ok_or(Unable::Left)?.pull_into(None, &mut into(&mut weights))?;
             state.since = Instant::now();
             Ok(start.elapsed().as_secs_f64())
         })
@@ -241,13 +241,14 @@ impl WorkerState {
                     replica.clear();
                 }
                 if replica.fetch_is_due() {
-                    client.pull(None, &mut into(weights))?;
+                    client.pull_into(None, &mut into(weights))?;
                 }
                 (pushed, start.elapsed())
             }
             None => {
                 let start = Instant::now();
-                let pushed = client.push_pull(&present(gradients), measured, &mut into(weights))?;
+                let pushed =
+                    client.push_pull_into(&present(gradients), measured, &mut into(weights))?;
                 (Some(pushed), start.elapsed())
             }
         };
@@ -270,10 +271,8 @@ fn present<'a>(gradients: &[Option<&'a [f32]>]) -> Vec<Gradient<'a>> {
 }
 
 /// Puts weights where they belong.
-fn into<'a>(weights: &'a mut [&mut [f32]]) -> impl FnMut(usize, usize, &[f32]) + 'a {
-    |parameter, start, part| {
-        weights[parameter][start..start + part.len()].copy_from_slice(part);
-    }
+fn into<'a>(weights: &'a mut [&mut [f32]]) -> impl FnMut(usize, usize, usize, &mut Fill<'_>) + 'a {
+    |parameter, first, count, fill| fill(&mut weights[parameter][first..first + count])
 }
 
 /// The buffers at these addresses, one for every parameter, where there is one; or what is wrong with

@@ -6,10 +6,16 @@
 //! of eight bytes, the gap filled up.
 //!
 //! The two sides take turns: a side that has sent bulk data leaves its half alone until the other has
-//! replied to it. Neither relies on that, for nothing enforces it: what lies in common memory is copied
-//! once, and only the copy is used, so that what is checked, written down and applied is the same.
+//! replied to it. Neither relies on that, for nothing enforces it: every byte that lies in common memory is read
+//! once, into this side's own, and only that is used. What is checked, written down or kept is copied as a whole, so that
+//! it is what is applied. A gradient that is only applied stays [where it is](Place) until then.
+//!
+//! A server that puts many weights into common memory says so step by step: after the message one byte on
+//! the socket for every step. So the worker takes what is there while the server writes what follows.
 //!
 //! Out of turn, a server says now and then that it lives: a [`Heartbeat`] does, between messages.
+
+mod shared;
 
 use std::io::{self, IoSlice, Read};
 use std::net::Shutdown;
@@ -27,6 +33,9 @@ use unisono_net::memory::{self, receive_with, send_with};
 use unisono_net::{Connection, Receiver, Sender};
 use zerocopy::{FromBytes, IntoBytes};
 
+pub use shared::{Bulk, Place};
+use shared::{MOST_STEPS, Memory, STEP, step};
+
 use super::silence::{Listener, Silence, has_waited};
 use super::wire;
 
@@ -40,6 +49,9 @@ const CHUNK: usize = 256 << 10;
 /// The same in common memory, where no system call is saved: what was copied is then still in the first
 /// cache. Fewer: starting to copy shows.
 const SHARED_CHUNK: usize = 16 << 10;
+
+/// What says on the socket that another step is there.
+const STEP_DONE: u8 = 1;
 
 /// The most parts that are handed to the system at once; it takes no more than 1024.
 const MOST_PARTS: usize = 256;
@@ -62,6 +74,8 @@ pub struct Link {
     scratch: Vec<u8>,
     /// What was read of the other side's bulk data last. Of `f32`, so that it is aligned.
     bulk: Vec<f32>,
+    /// Bytes of the server's bulk data that are announced, in common memory.
+    announced: usize,
     sent: u64,
     received: u64,
     /// How long the other side may be silent, if that is known.
@@ -72,14 +86,6 @@ pub struct Link {
 pub struct Heartbeat {
     socket: Arc<Socket>,
     sender: Arc<Mutex<Sender>>,
-}
-
-/// Memory that both sides have mapped.
-struct Memory {
-    sealed: memory::Memory,
-    half: usize,
-    /// Which half this side writes to.
-    own: usize,
 }
 
 impl Link {
@@ -93,6 +99,7 @@ impl Link {
             framed: Vec::new(),
             scratch: Vec::new(),
             bulk: Vec::new(),
+            announced: 0,
             sent: 0,
             received: 0,
             silence: None,
@@ -186,8 +193,11 @@ impl Link {
         let silence = self.silence.as_ref();
         let mut sender = self.sender.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(memory) = &mut self.memory {
-            memory.write(parts)?;
-            return write_all(&mut sender, silence, &mut [IoSlice::new(frame)]);
+            let mut message = Some(frame);
+            return memory.write(parts, || {
+                let next = message.take().unwrap_or(&[STEP_DONE]);
+                write_all(&mut sender, silence, &mut [IoSlice::new(next)])
+            });
         }
         const GAP: [u8; ALIGNMENT] = [0; ALIGNMENT];
         let mut slices = Vec::with_capacity(1 + 2 * parts.len());
@@ -217,7 +227,7 @@ impl Link {
         let lengths: Vec<usize> = lengths.collect();
         let total = total(&lengths)?;
         self.received += total as u64;
-        let bytes = self.read_bulk(0, total)?;
+        let bytes = self.read_bulk(0, total, total)?;
         let mut start = 0;
         let part = |length: usize| {
             let part = &bytes[start..start + length];
@@ -227,6 +237,42 @@ impl Link {
         Ok(lengths.into_iter().map(part).collect())
     }
 
+    /// As [`Link::bulk`], where each part is copied to this side's own memory, or may stay where it is.
+    pub fn bulk_or_places(&mut self, parts: &[(usize, bool)]) -> io::Result<Vec<Bulk<'_>>> {
+        let lengths = || parts.iter().map(|(length, _)| *length);
+        let Some(memory) = &self.memory else {
+            return Ok(self.bulk(lengths())?.into_iter().map(Bulk::Own).collect());
+        };
+        let lengths: Vec<usize> = lengths().collect();
+        let total = total(&lengths)?;
+        memory.expect(0, total)?;
+        self.received += total as u64;
+        if memory.own == 0 {
+            // Until the last step is announced.
+            self.announced = 0;
+            self.await_steps(total, total)?;
+        }
+        let memory = self.memory.as_ref().expect("seen above");
+        let copied = |(length, copied): &(usize, bool)| if *copied { aligned(*length) } else { 0 };
+        let room: usize = parts.iter().map(copied).sum();
+        grow(&mut self.bulk, room);
+        let mut own = &mut self.bulk.as_mut_slice().as_mut_bytes()[..room];
+        let (mut bulk, mut at) = (Vec::with_capacity(parts.len()), memory.others());
+        for &(bytes, copied) in parts {
+            bulk.push(match copied {
+                true => {
+                    let (into, rest) = own.split_at_mut(aligned(bytes));
+                    own = rest;
+                    memory.copy(at, into);
+                    Bulk::Own(&into[..bytes])
+                }
+                false => Bulk::There(Place { memory, at, bytes }),
+            });
+            at += aligned(bytes);
+        }
+        Ok(bulk)
+    }
+
     /// As [`Link::bulk`], for data that is copied elsewhere: calls `take` with the number of a part,
     /// where in it some bytes lie, and these, as soon as they are there.
     pub fn bulk_as_it_comes(
@@ -234,13 +280,14 @@ impl Link {
         lengths: &[usize],
         mut take: impl FnMut(usize, usize, &[u8]) -> io::Result<()>,
     ) -> io::Result<()> {
-        self.received += total(lengths)? as u64;
+        let total = total(lengths)?;
+        self.received += total as u64;
         let chunk = if self.is_shared() { SHARED_CHUNK } else { CHUNK };
         let mut at = 0;
         for (part, &length) in lengths.iter().enumerate() {
             for start in (0..length).step_by(chunk) {
                 let here = chunk.min(length - start);
-                let bytes = self.read_bulk(at, aligned(here))?;
+                let bytes = self.read_bulk(at, aligned(here), total)?;
                 take(part, start, &bytes[..here])?;
                 at += aligned(here);
             }
@@ -248,13 +295,101 @@ impl Link {
         Ok(())
     }
 
-    /// The next bytes of bulk data, copied once; in common memory they lie at `at`.
-    fn read_bulk(&mut self, at: usize, bytes: usize) -> io::Result<&[u8]> {
+    /// As [`Link::bulk`], for numbers that have a place already, which they are written to at once: calls `lend` with the
+    /// number of a part, the first of some of its numbers, how many these are, and what it has to call with
+    /// their place.
+    pub fn bulk_to_place(
+        &mut self,
+        lengths: &[usize],
+        mut lend: impl FnMut(usize, usize, usize, &mut dyn FnMut(&mut [f32])),
+    ) -> io::Result<()> {
+        let total = total(lengths)?;
+        self.received += total as u64;
+        self.announced = 0;
+        let mut at = 0;
+        for (part, &length) in lengths.iter().enumerate() {
+            for start in (0..length).step_by(STEP) {
+                let here = STEP.min(length - start);
+                let mut filled = Err(wire::invalid("weights without a place".into()));
+                let numbers = here / size_of::<f32>();
+                lend(part, start / size_of::<f32>(), numbers, &mut |into| {
+                    if into.len() == numbers {
+                        filled = self.fill(at, total, into);
+                    }
+                });
+                filled?;
+                at += aligned(here);
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the next numbers of bulk data to their place; in common memory they lie at `at`, of so many bytes in `total`.
+    fn fill(&mut self, at: usize, total: usize, into: &mut [f32]) -> io::Result<()> {
+        let gap = aligned(size_of_val(into)) - size_of_val(into);
+        if self.memory.as_ref().is_some_and(|memory| memory.own == 0) {
+            self.await_steps(at + size_of_val(into) + gap, total)?;
+        }
+        let Some(memory) = &self.memory else {
+            let mut from =
+                Listener { receiver: &mut self.receiver, silence: self.silence.as_mut() };
+            from.read_exact(into.as_mut_bytes())?;
+            return from.read_exact(&mut [0; ALIGNMENT][..gap]);
+        };
+        memory.expect(at, size_of_val(into) + gap)?;
+        let at = memory.others() + at;
+        let (pairs, rest) = into.as_chunks_mut::<2>();
+        memory.copy(at, pairs.as_mut_bytes());
+        if let [last] = rest {
+            // The gap behind it is copied with it.
+            let mut pair = [0.0; 2];
+            memory.copy(at + size_of_val(pairs), pair.as_mut_bytes());
+            *last = pair[0];
+        }
+        Ok(())
+    }
+
+    /// The next bytes of bulk data, of so many in `total`, copied once; in common memory they lie at `at`.
+    fn read_bulk(&mut self, at: usize, bytes: usize, total: usize) -> io::Result<&[u8]> {
+        if self.memory.as_ref().is_some_and(|memory| memory.own == 0) {
+            if at == 0 {
+                self.announced = 0;
+            }
+            self.await_steps(at + bytes, total)?;
+        }
         if let Some(memory) = &self.memory {
-            return memory.read(&mut self.bulk, at, bytes);
+            memory.expect(at, bytes)?;
+            grow(&mut self.bulk, bytes);
+            let into = &mut self.bulk.as_mut_slice().as_mut_bytes()[..bytes];
+            memory.copy(memory.others() + at, into);
+            return Ok(into);
         }
         let from = Listener { receiver: &mut self.receiver, silence: self.silence.as_mut() };
         read(from, &mut self.bulk, bytes)
+    }
+
+    /// Waits until the server has announced the bulk data of its last message up to here, of so much in `total`. With the
+    /// end of the bulk data, all announcements have been taken.
+    fn await_steps(&mut self, end: usize, total: usize) -> io::Result<()> {
+        // The message is the first.
+        let step = step(total);
+        self.announced = self.announced.max(step.min(total));
+        let mut done = [0; MOST_STEPS];
+        while self.announced < end {
+            let missing = (total - self.announced).div_ceil(step).min(done.len());
+            let mut from =
+                Listener { receiver: &mut self.receiver, silence: self.silence.as_mut() };
+            match from.read(&mut done[..missing]) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(steps) if done[..steps].iter().any(|step| *step != STEP_DONE) => {
+                    return Err(wire::invalid("something else than bulk data".into()));
+                }
+                Ok(steps) => self.announced = (self.announced + steps * step).min(total),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
     }
 
     /// Whether the other side has ended the connection, or its process.
@@ -382,34 +517,11 @@ fn read(mut from: impl Read, into: &mut Vec<f32>, bytes: usize) -> io::Result<&[
     Ok(&into.as_slice().as_bytes()[..bytes])
 }
 
-impl Memory {
-    /// Puts parts into the half of this side.
-    fn write(&mut self, parts: &[&[u8]]) -> io::Result<()> {
-        let total: usize = parts.iter().map(|part| aligned(part.len())).sum();
-        if total > self.half {
-            return Err(wire::invalid("bulk data that does not fit".into()));
-        }
-        let mut start = self.own * self.half;
-        for part in parts {
-            self.sealed.write(start, part);
-            start += aligned(part.len());
-        }
-        Ok(())
-    }
-
-    /// Copies so many bytes of the other side's half, from `at` on; both are multiples of eight.
-    fn read<'a>(&self, into: &'a mut Vec<f32>, at: usize, bytes: usize) -> io::Result<&'a [u8]> {
-        if at.checked_add(bytes).is_none_or(|end| end > self.half) {
-            return Err(wire::invalid("bulk data that cannot have fitted".into()));
-        }
-        let numbers = bytes / size_of::<f32>();
-        if into.len() < numbers {
-            into.resize(numbers, 0.0);
-        }
-        let start = (1 - self.own) * self.half + at;
-        let into = &mut into.as_mut_slice().as_mut_bytes()[..bytes];
-        self.sealed.read(start, into);
-        Ok(into)
+/// Makes room for so many bytes, a multiple of eight.
+fn grow(bulk: &mut Vec<f32>, bytes: usize) {
+    let numbers = bytes / size_of::<f32>();
+    if bulk.len() < numbers {
+        bulk.resize(numbers, 0.0);
     }
 }
 
@@ -429,96 +541,4 @@ fn aligned(length: usize) -> usize {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use rustix::fs::MemfdFlags;
-    use socket2::Type;
-    use std::os::fd::AsFd;
-
-    fn pairs() -> [(Link, Link); 2] {
-        pairs_for(1 << 16)
-    }
-
-    /// Pairs of links of both kinds, for so many bytes of bulk data.
-    fn pairs_for(bytes: usize) -> [(Link, Link); 2] {
-        let pair = || Socket::pair(Domain::UNIX, Type::STREAM, None).unwrap();
-        let (a, b) = pair();
-        let (c, d) = pair();
-        let (offered, mut taken) = (Link::offer(c, bytes).unwrap(), Link::over(d));
-        taken.take_offer().unwrap();
-        [(Link::over(a), Link::over(b)), (offered, taken)]
-    }
-
-    #[test]
-    fn bulk_data_arrives_beside_its_message() {
-        for (mut worker, mut server) in pairs() {
-            let (odd, numbers_sent) = ([7u8; 13], [1.5f32, -2.0, 3.0]);
-            for turn in 0..3u64 {
-                worker.send(&turn, &[&odd, bytes(&numbers_sent)]).unwrap();
-                assert_eq!(server.receive::<u64>().unwrap(), Some(turn));
-                let parts = server.bulk([13, 12].into_iter()).unwrap();
-                assert_eq!(parts[0], odd);
-                assert_eq!(numbers(parts[1]).unwrap(), numbers_sent);
-                server.send(&turn, &[bytes(&numbers_sent[..1])]).unwrap();
-                assert_eq!(worker.receive::<u64>().unwrap(), Some(turn));
-                assert_eq!(numbers(worker.bulk([4].into_iter()).unwrap()[0]).unwrap(), [1.5]);
-            }
-            assert!(!server.is_over());
-            drop(worker);
-            assert!(server.is_over());
-            assert_eq!(server.receive::<u64>().unwrap(), None);
-        }
-    }
-
-    #[test]
-    fn bulk_data_can_be_taken_as_it_comes() {
-        let large: Vec<f32> = (0..CHUNK / 4 + 5).map(|i| i as f32).collect();
-        let parts = [&large[..], &[], &[1.0, 2.0, 3.0]];
-        let lengths = parts.map(|part| 4 * part.len());
-        for (mut worker, mut server) in pairs_for(4 * large.len() + 64) {
-            std::thread::scope(|scope| {
-                scope.spawn(|| server.send(&0u64, &parts.map(bytes)).unwrap());
-                worker.receive::<u64>().unwrap();
-                let mut taken = [const { Vec::new() }; 3];
-                let take = |part: usize, start: usize, bytes: &[u8]| {
-                    assert_eq!(start, 4 * taken[part].len());
-                    taken[part].extend_from_slice(numbers(bytes)?);
-                    Ok(())
-                };
-                worker.bulk_as_it_comes(&lengths, take).unwrap();
-                assert_eq!(taken.each_ref().map(Vec::as_slice), parts);
-            });
-        }
-    }
-
-    /// A side that writes to its half before it was replied to changes nothing that was read.
-    #[test]
-    fn what_was_read_stays_as_it_was_read() {
-        for (mut worker, mut server) in pairs() {
-            worker.send(&0u64, &[bytes(&[1.0; 100])]).unwrap();
-            server.receive::<u64>().unwrap();
-            let parts = server.bulk([400].into_iter()).unwrap();
-            worker.send(&1u64, &[bytes(&[2.0; 100])]).unwrap();
-            assert_eq!(numbers(parts[0]).unwrap(), [1.0; 100]);
-        }
-    }
-
-    #[test]
-    fn more_than_fits_is_refused() {
-        let [_, (mut worker, mut server)] = pairs();
-        assert!(worker.send(&0u64, &[&vec![0; 1 << 17]]).is_err());
-        worker.send(&0u64, &[]).unwrap();
-        server.receive::<u64>().unwrap();
-        assert!(server.bulk([1 << 17].into_iter()).is_err());
-        assert!(server.bulk([usize::MAX, 1].into_iter()).is_err());
-    }
-
-    #[test]
-    fn memory_that_could_shrink_is_refused() {
-        let (a, b) = Socket::pair(Domain::UNIX, Type::STREAM, None).unwrap();
-        let file = rustix::fs::memfd_create("t", MemfdFlags::CLOEXEC).unwrap();
-        rustix::fs::ftruncate(&file, 8192).unwrap();
-        send_with(&a, &4096u64.to_le_bytes(), Some(file.as_fd())).unwrap();
-        assert!(Link::over(b).take_offer().is_err());
-    }
-}
+mod tests;

@@ -7,19 +7,22 @@
 
 mod client;
 pub mod core;
+mod crew;
 pub mod journal;
 pub mod layout;
 pub mod link;
 pub mod lives;
+mod mean;
 pub mod outbox;
 mod run;
 mod serve;
 mod silence;
+mod source;
 pub mod store;
 pub mod wire;
 
 pub use client::{
-    ASK_EVERY, Client, ClientOptions, Gradient, Pushed, Run, ServerError, Stopper, Transport,
+    ASK_EVERY, Client, ClientOptions, Fill, Gradient, Pushed, Run, ServerError, Stopper, Transport,
     fetch_weights, has_begun, is_over, reports, reports_so_far, wait_for_worker_zero,
 };
 pub use run::{Files, ServeError};

@@ -19,7 +19,7 @@ use unisono_net::{
     Acceptor, Admission, Connection as NetConnection, Introduction, Target, Token, new_socket,
 };
 
-use super::link::{Heartbeat, Link, bytes, numbers};
+use super::link::{Bulk, Heartbeat, Link, bytes, numbers};
 use super::run::{
     Caller, Files, MOST_WORKERS, ServeError, ServedRun, Unserved, Waiting, total_bytes,
 };
@@ -195,8 +195,10 @@ impl Shared {
             worker: introduction.from,
             life: Life(introduction.epoch),
             connection: shared.accepted.fetch_add(1, Ordering::Relaxed),
+            is_here: false,
         };
         let mut link = Link::over(connection);
+        let caller = Caller { is_here: is_here(link.socket()), ..caller };
         let heartbeat = link.heartbeat();
         let serving = shared.clone();
         let serve = move || {
@@ -311,8 +313,11 @@ impl Shared {
                     Err(what) => return Ok(Ok(Handled::Last(Reply::Invalid(what)))),
                 };
                 let socket = link.socket().clone();
-                let bulk = link.bulk(lengths.into_iter())?;
-                let parts: Vec<(Part, &[u8])> = parts.into_iter().zip(bulk).collect();
+                let keeps = served.keeps_gradients();
+                let wanted = |(length, part): (usize, &Part)| (length, keeps || part.encoded);
+                let wanted: Vec<_> = lengths.into_iter().zip(&parts).map(wanted).collect();
+                let bulk = link.bulk_or_places(&wanted)?;
+                let parts: Vec<(Part, Bulk<'_>)> = parts.into_iter().zip(bulk).collect();
                 let is_over = || is_over(&socket);
                 served.push(caller, push, measured, &parts, is_over).map(Handled::Reply)
             }
@@ -464,6 +469,15 @@ impl Shared {
 
     fn connections(&self) -> MutexGuard<'_, Vec<Connection>> {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Whether the other side of a connection is on this host.
+fn is_here(socket: &Socket) -> bool {
+    let ip = |address: io::Result<SockAddr>| Some(address.ok()?.as_socket()?.ip());
+    match socket.domain() {
+        Ok(Domain::UNIX) => true,
+        _ => ip(socket.peer_addr()).is_some_and(|peer| ip(socket.local_addr()) == Some(peer)),
     }
 }
 

@@ -11,18 +11,24 @@
 //! overtakes another. When an update is through, the blocks that it has written are the next version of
 //! the piece, and can be read.
 //!
+//! What a block needs of a gradient is [made](Source) when the block is updated, so that the update is one pass over
+//! memory. And since blocks know nothing of each other, several threads may make one version, each some of its
+//! blocks; no bit depends on which. The thread that made the last one publishes the version.
+//!
 //! Readers share the blocks of a version instead of copying them. While a reader has a version, or
 //! waits for one, an update leaves it as it is, and writes the next one into other memory. If no reader
 //! does, the update withdraws the version and writes into the same memory; a reader that comes then waits
 //! for the end of that update. So a read never sees half an update, and no reader, however slow its network,
 //! holds an update up. Memory of a version that no reader has any more is written again.
 
+use std::ops::Range;
 use std::panic::resume_unwind;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, OnceLock};
 
 use unisono_optimizer::{Optimizer, OptimizerSpec, WrongState};
 
+use super::source::{Room, Source};
 use crate::staleness;
 
 /// Elements of a block. Larger: what was copied is no longer in the cache when it is updated, and
@@ -93,6 +99,31 @@ struct State {
     waiting: usize,
 }
 
+/// What becomes the next version of a piece.
+pub struct Change<'a> {
+    /// Which piece.
+    pub piece: usize,
+    /// The version that it will be.
+    pub version: u64,
+    /// A gradient of the whole piece.
+    pub source: Source<'a>,
+    /// What the gradient is corrected for, if that is not done yet.
+    pub by: Option<Compensation>,
+}
+
+/// A version of a piece that several threads make.
+struct Making<'a> {
+    change: &'a Change<'a>,
+    begun: Once,
+    made: Vec<OnceLock<Memory>>,
+    /// Blocks that are not made yet.
+    left: AtomicUsize,
+}
+
+/// Blocks that a thread takes at a time of a version that several make. More: less for helpers that come late. Fewer:
+/// memory is read in shorter runs, which the CPU sees coming later.
+const TAKEN: usize = 2;
+
 /// Corrects a gradient for what has happened to the weights since they were read.
 #[derive(Clone)]
 pub struct Compensation {
@@ -137,16 +168,97 @@ impl Store {
         self.pieces[piece].read(at_least, &self.is_abandoned)
     }
 
-    /// Makes a version of a piece from the one before, which it follows block by block.
-    pub fn apply(&self, piece: usize, version: u64, factor: f64, gradient: &[f32]) {
-        let piece = &self.pieces[piece];
-        let gradient = gradient.chunks(self.block);
-        debug_assert_eq!(piece.blocks.len(), gradient.len(), "a gradient of the whole piece");
-        piece.withdraw(version - 1);
-        let blocks = piece.blocks.iter().zip(gradient);
-        let blocks = blocks
-            .map(|(block, gradient)| block.apply(version, factor, gradient, &self.is_abandoned));
-        piece.publish(version, Weights { blocks: blocks.collect() });
+    /// Makes versions of pieces, each from the one before, which it follows block by block.
+    pub fn apply(&self, factor: f64, changes: &[Change<'_>]) {
+        let mut room = Room::default();
+        for change in changes {
+            let piece = &self.pieces[change.piece];
+            piece.withdraw(change.version - 1);
+            let blocks = (0..self.blocks(change))
+                .map(|block| self.make_block(factor, change, block, &mut room));
+            let weights = Weights { blocks: blocks.collect() };
+            piece.publish(change.version, weights);
+        }
+    }
+
+    /// As [`Store::apply`], by several threads: `share` lets any number of them call what it is given.
+    ///
+    /// A thread that has taken a block may have to wait for the version before. It does not wait in vain: blocks are taken in
+    /// the order of the changes, and versions are given out in one order for all pieces, so that of all threads that
+    /// have taken a block those of the earliest push wait for none.
+    pub fn apply_shared(
+        &self,
+        factor: f64,
+        changes: &[Change<'_>],
+        share: impl FnOnce(&(dyn Fn() + Sync)),
+    ) {
+        let mut ends = Vec::with_capacity(changes.len());
+        let mut all = 0;
+        let mut makings = Vec::with_capacity(changes.len());
+        for change in changes {
+            let blocks = self.blocks(change);
+            all += blocks;
+            ends.push(all);
+            let made = (0..blocks).map(|_| OnceLock::new()).collect();
+            makings.push(Making {
+                change,
+                begun: Once::new(),
+                made,
+                left: AtomicUsize::new(blocks),
+            });
+            if blocks == 0 {
+                self.apply(factor, std::slice::from_ref(change));
+            }
+        }
+        let next = AtomicUsize::new(0);
+        share(&|| {
+            let mut room = Room::default();
+            loop {
+                let first = next.fetch_add(TAKEN, Ordering::Relaxed);
+                if first >= all {
+                    return;
+                }
+                for number in first..all.min(first + TAKEN) {
+                    let change = ends.partition_point(|end| *end <= number);
+                    let making = &makings[change];
+                    let block = number - (ends[change] - making.made.len());
+                    self.make(factor, making, block, &mut room);
+                }
+            }
+        });
+    }
+
+    /// Makes a block of a version that several threads make, and publishes the version if it was the last.
+    fn make(&self, factor: f64, making: &Making<'_>, block: usize, room: &mut Room) {
+        let Making { change, begun, made, left } = making;
+        let piece = &self.pieces[change.piece];
+        begun.call_once(|| piece.withdraw(change.version - 1));
+        let set = made[block].set(self.make_block(factor, change, block, room));
+        debug_assert!(set.is_ok(), "a block is taken once");
+        if left.fetch_sub(1, Ordering::AcqRel) == 1 {
+            let made = made.iter().map(|block| block.get().expect("none is left").clone());
+            piece.publish(change.version, Weights { blocks: made.collect() });
+        }
+    }
+
+    fn make_block(
+        &self,
+        factor: f64,
+        change: &Change<'_>,
+        number: usize,
+        room: &mut Room,
+    ) -> Memory {
+        let start = number * self.block;
+        let span = start..(start + self.block).min(change.source.len());
+        let block = &self.pieces[change.piece].blocks[number];
+        block.apply(factor, change, (number, span), room, &self.is_abandoned)
+    }
+
+    fn blocks(&self, change: &Change<'_>) -> usize {
+        let blocks = self.pieces[change.piece].blocks.len();
+        let needed = change.source.len().div_ceil(self.block);
+        debug_assert_eq!(blocks, needed, "a gradient of the whole piece");
+        blocks
     }
 
     /// Corrects the gradient of what will be this version.
@@ -271,15 +383,29 @@ impl Piece {
     }
 }
 
+/// What a block needs of a gradient.
+enum Ready<'a> {
+    AsItIs(&'a [f32]),
+    ToCorrect(&'a mut [f32], &'a Compensation),
+}
+
 impl Block {
-    /// Makes a version from the one before, which it waits for.
+    /// Makes a version from the one before, which it waits for. The block has a number and a span in its piece.
     fn apply(
         &self,
-        version: u64,
         factor: f64,
-        gradient: &[f32],
+        change: &Change<'_>,
+        (number, span): (usize, Range<usize>),
+        room: &mut Room,
         is_abandoned: &AtomicBool,
     ) -> Memory {
+        let Change { version, source, by, .. } = change;
+        let version = *version;
+        // While the version before may still be made.
+        let gradient = match by {
+            None => Ready::AsItIs(source.part(span, room)),
+            Some(by) => Ready::ToCorrect(source.copy(span, room), by),
+        };
         let mut state = self.lock();
         while state.version < version - 1 {
             state.waiting += 1;
@@ -287,6 +413,14 @@ impl Block {
             state.waiting -= 1;
         }
         debug_assert_eq!(state.version, version - 1, "one update becomes one version");
+        let gradient = match gradient {
+            Ready::AsItIs(gradient) => gradient,
+            Ready::ToCorrect(gradient, by) => {
+                let then = &by.then.blocks[number];
+                staleness::compensate(by.lambda, gradient, &state.weights, then);
+                gradient
+            }
+        };
         state.update(version, factor, gradient);
         let (weights, waited_for) = (state.weights.clone(), state.waiting > 0);
         drop(state);
@@ -342,135 +476,12 @@ impl State {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use unisono_optimizer::LearningRate;
-
-    /// Of a few elements per block, so that a piece has several.
-    fn store(optimizer: &str, weights: Vec<Vec<f32>>) -> Store {
-        let spec = optimizer.parse::<OptimizerSpec>().unwrap();
-        Store::with_blocks(&spec.with_learning_rate(LearningRate::Constant(1.0)), weights, 4)
-    }
-
-    #[test]
-    fn a_reader_keeps_its_version() {
-        let store = store("sgd", vec![vec![0.0; 6]]);
-        let (version, before) = store.read(0, 0);
-        store.apply(0, 1, 1.0, &[1.0; 6]);
-        store.apply(0, 2, 0.5, &[1.0; 6]);
-        assert_eq!((version, before.to_vec()), (0, vec![0.0; 6]));
-        let (version, after) = store.read(0, 2);
-        assert_eq!((version, after.to_vec()), (2, vec![-1.5; 6]));
-        assert_eq!(after.blocks().map(<[f32]>::len).collect::<Vec<_>>(), [4, 2]);
-    }
-
-    #[test]
-    fn memory_is_written_again_when_no_reader_has_it() {
-        let store = store("sgd", vec![vec![0.0; 6]]);
-        let places = |weights: &Weights| -> Vec<*const f32> {
-            weights.blocks().map(<[f32]>::as_ptr).collect()
-        };
-        let first = places(&store.read(0, 0).1);
-        store.apply(0, 1, 1.0, &[1.0; 6]);
-        let kept = store.read(0, 1).1;
-        assert_eq!(places(&kept), first, "no reader had it");
-
-        store.apply(0, 2, 1.0, &[1.0; 6]);
-        let other = places(&store.read(0, 2).1);
-        store.apply(0, 3, 1.0, &[1.0; 6]);
-        assert_eq!(places(&store.read(0, 3).1), other, "no reader had that");
-        assert_eq!(kept.to_vec(), [-1.0; 6]);
-        drop(kept);
-        let also_kept = store.read(0, 3).1;
-        store.apply(0, 4, 1.0, &[1.0; 6]);
-        assert_eq!(places(&store.read(0, 4).1), first, "no reader has it any more");
-        assert_eq!(also_kept.to_vec(), [-3.0; 6]);
-        assert_eq!(store.read(0, 4).1.to_vec(), [-4.0; 6]);
-    }
-
-    #[test]
-    fn updates_wait_for_their_turn_and_readers_for_their_version() {
-        let store = store("sgd", vec![vec![0.0; 10], vec![0.0; 2]]);
-        std::thread::scope(|scope| {
-            let reader = scope.spawn(|| store.read(0, 40).0);
-            for half in [1u64, 0] {
-                let store = &store;
-                scope.spawn(move || {
-                    for version in (1..=40).filter(|version| version % 2 == half) {
-                        store.apply(0, version, 1.0, &[version as f32; 10]);
-                    }
-                });
-            }
-            assert_eq!(reader.join().unwrap(), 40);
-        });
-        assert_eq!(store.read(0, 40).1.to_vec(), [-820.0; 10]);
-        assert_eq!(store.read(1, 0).0, 0);
-    }
-
-    #[test]
-    fn no_reader_sees_half_an_update() {
-        const WRITERS: u64 = 3;
-        let store = store("sgd", vec![vec![0.0; 1001]]);
-        std::thread::scope(|scope| {
-            let write = |writer: u64| {
-                for version in (1..=600).filter(|version| version % WRITERS == writer) {
-                    store.apply(0, version, 1.0, &[1.0; 1001]);
-                }
-            };
-            let spawn = |writer| scope.spawn(move || write(writer));
-            let writers: Vec<_> = (0..WRITERS).map(spawn).collect();
-            while !writers.iter().all(|writer| writer.is_finished()) {
-                let (version, weights) = store.read(0, 0);
-                assert!(weights.blocks().flatten().all(|weight| *weight == -(version as f32)));
-            }
-        });
-        assert_eq!(store.read(0, 600).1.to_vec(), [-600.0; 1001]);
-    }
-
-    #[test]
-    fn blocks_change_no_bit() {
-        let values = |seed: u32| -> Vec<f32> {
-            (0..23u32).map(|i| ((i * 37 + seed * 11) % 101) as f32 / 7.0 - 5.0).collect()
-        };
-        for optimizer in OptimizerSpec::NAMES {
-            let spec = optimizer.parse::<OptimizerSpec>().unwrap();
-            let mut whole = spec.build(&[23]).unwrap();
-            let mut expected = values(0);
-            let store = Store::with_blocks(&spec, vec![values(0)], 4);
-            let resumed = Store::with_blocks(&spec, vec![vec![0.0; 23]], 4);
-            for version in 1..=9u64 {
-                let gradient = values(version as u32);
-                whole.update_scaled(0, version, 0.5, &mut expected, &gradient);
-                let by = if version > 5 { &resumed } else { &store };
-                by.apply(0, version, 0.5, &gradient);
-                if version == 5 {
-                    store.inspect(0, |version, weights, optimizer| {
-                        resumed.restore(0, version, weights, optimizer).unwrap();
-                    });
-                }
-            }
-            assert_eq!(resumed.read(0, 9).1.to_vec(), expected, "{optimizer}");
-            let state = |_, _: &[f32], all: &[&[f32]]| all.iter().map(|v| v.to_vec()).collect();
-            let state: Vec<Vec<f32>> = resumed.inspect(0, state);
-            assert_eq!(state, whole.state(0), "{optimizer}");
-        }
-    }
-
-    #[test]
-    fn a_gradient_is_compensated_by_what_has_changed_since() {
-        let store = store("sgd", vec![vec![0.0; 6]]);
-        let by = Compensation { lambda: 1.0, then: store.read(0, 0).1 };
-        store.apply(0, 1, 1.0, &[-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]);
-        let mut gradient = [1.0; 6];
-        store.compensate(0, 2, &by, &mut gradient);
-        assert_eq!(gradient, [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]);
-    }
-
-    #[test]
-    fn a_piece_may_be_empty() {
-        let store = store("adamw", vec![Vec::new()]);
-        store.apply(0, 1, 1.0, &[]);
-        assert_eq!(store.read(0, 1), (1, Weights { blocks: [].into() }));
-        store.inspect(0, |version, weights, _| assert_eq!((version, weights), (1, &[][..])));
+impl Store {
+    /// Makes a version of a piece.
+    fn apply_one(&self, piece: usize, version: u64, factor: f64, gradient: &[f32]) {
+        self.apply(factor, &[Change { piece, version, source: gradient.into(), by: None }]);
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -11,6 +11,7 @@ mod departures;
 mod failures;
 #[path = "../common/forked.rs"]
 mod forked;
+mod fused;
 mod hostile;
 mod lab;
 mod lockstep;

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use unisono_optimizer::OptimizerSpec;
 use unisono_relaxed::downpour::Downpour;
-use unisono_relaxed::server::{Client, Run};
+use unisono_relaxed::server::{Client, Fill, Run};
 use unisono_relaxed::spec::Level;
 use unisono_sync::strategy::Weights;
 
@@ -46,7 +46,7 @@ impl Relaxed for Served {
             return Ok(None);
         }
         if !self.is_fresh {
-            self.client.pull(None, &mut into(weights))?;
+            self.client.pull_into(None, &mut into(weights))?;
             self.is_fresh = true;
         }
         Ok(Some(self.replica.as_ref().map_or(self.client.clock().0, Downpour::steps)))
@@ -65,7 +65,8 @@ impl Relaxed for Served {
             None => {
                 let gradients = collected.gradients();
                 (start, step) = (Instant::now(), self.client.clock().next().0);
-                pushed = Some(self.client.push_pull(&gradients, measured, &mut into(weights))?);
+                pushed =
+                    Some(self.client.push_pull_into(&gradients, measured, &mut into(weights))?);
             }
             Some(replica) => {
                 for (parameter, gradients) in collected.gradients() {
@@ -84,7 +85,7 @@ impl Relaxed for Served {
                     None
                 };
                 if replica.fetch_is_due() {
-                    self.client.pull(None, &mut into(weights))?;
+                    self.client.pull_into(None, &mut into(weights))?;
                 }
             }
         }
@@ -107,10 +108,8 @@ impl Relaxed for Served {
 }
 
 /// Puts weights where they belong.
-fn into(weights: &mut dyn Weights) -> impl FnMut(usize, usize, &[f32]) {
-    |parameter, start, part| {
-        weights.change(parameter, &mut |own| {
-            own[start..start + part.len()].copy_from_slice(part);
-        });
+fn into(weights: &mut dyn Weights) -> impl FnMut(usize, usize, usize, &mut Fill<'_>) {
+    |parameter, first, count, fill| {
+        weights.change(parameter, &mut |own| fill(&mut own[first..first + count]));
     }
 }

@@ -71,6 +71,20 @@ pub type Gradient<'a> = (usize, Vec<&'a [f32]>);
 /// Takes weights: the parameter, where they begin in it, the weights.
 pub type Take<'a> = dyn FnMut(usize, usize, &[f32]) + 'a;
 
+/// Writes weights to their place.
+pub type Fill<'a> = dyn FnMut(&mut [f32]) + 'a;
+
+/// Calls what it is given with the place of some weights, to be written: the parameter, the first of them, how many.
+pub type Lend<'a> = dyn FnMut(usize, usize, usize, &mut dyn FnMut(&mut [f32])) + 'a;
+
+/// What becomes of weights that arrive.
+pub enum Weights<'a, 'b> {
+    /// They are taken from where they were received.
+    Take(&'a mut Take<'b>),
+    /// They are received where they belong.
+    Lend(&'a mut Lend<'b>),
+}
+
 /// Gives the initial weights of a parameter.
 type Initial<'a> = Option<&'a dyn Fn(usize) -> Vec<f32>>;
 
@@ -165,8 +179,25 @@ impl Client {
     /// Pulls the weights of all parameters, or of some; waits until the worker may read. If a connection
     /// is lost meanwhile, some may be given more than once, the last time as they should be.
     pub fn pull(&mut self, only: Option<&[usize]>, take: &mut Take<'_>) -> Result<(), ServerError> {
+        self.pull_by(only, Weights::Take(take))
+    }
+
+    /// As [`Client::pull`], for weights that have a place already: they are written there at once, and not copied once more.
+    pub fn pull_into(
+        &mut self,
+        only: Option<&[usize]>,
+        lend: &mut Lend<'_>,
+    ) -> Result<(), ServerError> {
+        self.pull_by(only, Weights::Lend(lend))
+    }
+
+    fn pull_by(
+        &mut self,
+        only: Option<&[usize]>,
+        mut weights: Weights<'_, '_>,
+    ) -> Result<(), ServerError> {
         let start = Instant::now();
-        self.read(only, take)?;
+        self.read(only, &mut weights)?;
         self.meter.held += start.elapsed();
         self.meter.blocked += start.elapsed();
         Ok(())
@@ -199,6 +230,28 @@ impl Client {
         measured: Measured,
         take: &mut Take<'_>,
     ) -> Result<Pushed, ServerError> {
+        self.push_pull_by(gradients, measured, Weights::Take(take))
+    }
+
+    /// As [`Client::push_pull`], for weights that have a place already.
+    ///
+    /// # Panics
+    /// If a vector is shorter than its parameter.
+    pub fn push_pull_into(
+        &mut self,
+        gradients: &[Gradient<'_>],
+        measured: Measured,
+        lend: &mut Lend<'_>,
+    ) -> Result<Pushed, ServerError> {
+        self.push_pull_by(gradients, measured, Weights::Lend(lend))
+    }
+
+    fn push_pull_by(
+        &mut self,
+        gradients: &[Gradient<'_>],
+        measured: Measured,
+        mut weights: Weights<'_, '_>,
+    ) -> Result<Pushed, ServerError> {
         let start = Instant::now();
         let measured = self.begin(gradients, measured)?;
         for session in &mut self.sessions {
@@ -207,7 +260,7 @@ impl Client {
         }
         let pushed = self.settle(gradients, measured)?;
         let settled = Instant::now();
-        self.read(None, take)?;
+        self.read(None, &mut weights)?;
         self.meter.held += settled.elapsed();
         self.meter.blocked += start.elapsed();
         Ok(pushed)
@@ -295,7 +348,11 @@ impl Client {
 
     /// Takes the weights of every server at the worker's clock, and asks for those that were not
     /// asked for yet.
-    fn read(&mut self, only: Option<&[usize]>, take: &mut Take<'_>) -> Result<(), ServerError> {
+    fn read(
+        &mut self,
+        only: Option<&[usize]>,
+        weights: &mut Weights<'_, '_>,
+    ) -> Result<(), ServerError> {
         let mut taken = vec![None; self.sessions.len()];
         loop {
             self.meet(None)?;
@@ -307,7 +364,7 @@ impl Client {
                 }
             }
             let Some((session, ready)) = self.next_event(is_missing) else { return Ok(()) };
-            match ready.and_then(|()| self.sessions[session].receive_weights(take)) {
+            match ready.and_then(|()| self.sessions[session].receive_weights(weights)) {
                 Ok(()) => taken[session] = Some(clock),
                 Err(fault) => self.mend(session, fault)?,
             }

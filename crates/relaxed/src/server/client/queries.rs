@@ -17,8 +17,8 @@ pub fn fetch_weights(run: &Run, options: &ClientOptions) -> Result<Vec<Vec<f32>>
     let mut weights: Vec<Vec<f32>> =
         run.shapes.iter().map(|shape| vec![0.0; shape.iter().product()]).collect();
     ask_all(run, options, |session| {
-        session.fetch_weights(&mut |parameter, start, values| {
-            weights[parameter][start..start + values.len()].copy_from_slice(values);
+        session.fetch_weights(&mut |parameter, first, count, fill| {
+            fill(&mut weights[parameter][first..first + count]);
         })
     })?;
     Ok(weights)

@@ -15,7 +15,7 @@ use unisono_net::Signal;
 
 use super::dial::Call;
 use super::options::{ClientOptions, ServerError};
-use super::{FIRST_PAUSE, Gradient, Pushed, Take};
+use super::{FIRST_PAUSE, Gradient, Lend, Pushed, Weights};
 use crate::Clock;
 use crate::server::core::Refusal;
 use crate::server::layout::Piece;
@@ -345,7 +345,7 @@ impl Session {
     }
 
     /// Takes the weights that were asked for.
-    pub fn receive_weights(&mut self, take: &mut Take<'_>) -> Result<(), Fault> {
+    pub fn receive_weights(&mut self, weights: &mut Weights<'_, '_>) -> Result<(), Fault> {
         let reply = self.receive()?;
         self.asked = None;
         let Reply::Weights { versions } = reply else { return Err(self.unexpected(reply)) };
@@ -359,20 +359,25 @@ impl Session {
         })?;
         let link = self.link.as_mut().ok_or_else(|| Fault::Lost(not_connected()))?;
         let lengths: Vec<usize> = read.iter().map(|piece| 4 * piece.len()).collect();
-        let taken = link.bulk_as_it_comes(&lengths, |part, start, bytes| {
-            take(read[part].parameter, read[part].start + start / 4, numbers(bytes)?);
-            Ok(())
-        });
+        let taken = match weights {
+            Weights::Take(take) => link.bulk_as_it_comes(&lengths, |part, start, bytes| {
+                take(read[part].parameter, read[part].start + start / 4, numbers(bytes)?);
+                Ok(())
+            }),
+            Weights::Lend(lend) => link.bulk_to_place(&lengths, |part, first, count, fill| {
+                lend(read[part].parameter, read[part].start + first, count, fill);
+            }),
+        };
         taken.map_err(Fault::Lost)?;
         self.trouble = None;
         Ok(())
     }
 
     /// Fetches the weights as they are, without taking part.
-    pub fn fetch_weights(&mut self, take: &mut Take<'_>) -> Result<(), Fault> {
+    pub fn fetch_weights(&mut self, lend: &mut Lend<'_>) -> Result<(), Fault> {
         let request = Request::Weights { run: self.fingerprint };
         self.link().and_then(|link| link.send(&request, &[])).map_err(Fault::Lost)?;
-        self.receive_weights(take)
+        self.receive_weights(&mut Weights::Lend(lend))
     }
 
     pub fn call(&mut self, request: &Request, parts: &[&[u8]]) -> Result<Reply, Fault> {

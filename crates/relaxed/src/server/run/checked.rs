@@ -1,11 +1,10 @@
 //! What a run is, checked: all that follows from its [`Setup`] and never changes.
 
-use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
 use unisono_codec::sender::{self, Scratch};
-use unisono_codec::{Codec, CodecSpec, Task};
+use unisono_codec::{Blockwise, Codec, CodecSpec, Task};
 use unisono_collective::shards::Shards;
 use unisono_collective::tree::Tree;
 use unisono_net::descriptors;
@@ -14,7 +13,8 @@ use super::ServeError;
 use crate::Cause;
 use crate::server::core::{PushId, Rules};
 use crate::server::layout::Piece;
-use crate::server::link::{MOST_BULK, numbers};
+use crate::server::link::{Bulk, MOST_BULK, numbers};
+use crate::server::source::Source;
 use crate::server::wire::{Part, Setup};
 
 /// The most workers and shards of the batch: beyond any run, and what is kept for each stays small.
@@ -29,7 +29,7 @@ const DESCRIPTORS: u64 = 128;
 pub const SLACK: u64 = 1024;
 
 /// A piece, and its gradient: one vector, or in lock-step one after the other.
-pub type Gradient<'a> = (usize, Cow<'a, [f32]>);
+pub type Gradient<'a> = (usize, Source<'a>);
 
 /// A setup that makes sense, and what follows from it.
 pub struct CheckedSetup {
@@ -158,27 +158,43 @@ impl CheckedSetup {
         }
     }
 
-    /// The gradients of a push: where they came, or decoded. The parts have their right lengths.
+    /// The gradients of a push, whose parts have their right lengths. Either all are made `whole`; or only those are of which no
+    /// part can be made alone, and the others are checked. What lies in common memory is not encoded, and not to be
+    /// made whole.
     pub fn decode<'a>(
-        &self,
+        &'a self,
         push: PushId,
-        parts: &[(Part, &'a [u8])],
+        parts: &[(Part, Bulk<'a>)],
+        whole: bool,
     ) -> Result<Vec<Gradient<'a>>, String> {
         let mut scratch = Scratch::default();
-        let gradient = |(part, bytes): &(Part, &'a [u8])| {
+        let mut gradient = |(part, bulk): &(Part, Bulk<'a>)| {
             let piece = part.piece as usize;
-            let Some(codec) = self.codecs[piece].as_ref().filter(|_| part.encoded) else {
-                let numbers = numbers(bytes).map_err(|error| error.to_string())?;
-                return Ok((piece, Cow::Borrowed(numbers)));
+            let codec = self.codecs[piece].as_ref().filter(|_| part.encoded);
+            let (codec, bytes) = match (codec, *bulk) {
+                (None, Bulk::There(place)) => return Ok((piece, Source::There(place))),
+                (None, Bulk::Own(bytes)) => {
+                    let numbers = numbers(bytes).map_err(|error| error.to_string())?;
+                    return Ok((piece, numbers.into()));
+                }
+                (Some(codec), Bulk::Own(bytes)) => (codec, bytes),
+                (Some(_), Bulk::There(_)) => return Err("an encoding in foreign memory".into()),
             };
+            let elements = self.pieces()[piece].len();
+            if !whole {
+                let checked = Blockwise::new(&**codec, bytes, elements);
+                if let Some(encoding) = checked.map_err(|error| error.to_string())? {
+                    return Ok((piece, Source::Encoded(encoding)));
+                }
+            }
             let shape = &self.pieces()[piece].shape;
             let task = Task { shape, parameter: piece, step: push.clock.0, seed: self.setup.seed };
-            let mut decoded = vec![0.0; task.elements()];
+            let mut decoded = vec![0.0; elements];
             sender::decode(&**codec, &task, bytes, &mut decoded, &mut scratch)
                 .map_err(|error| error.to_string())?;
-            Ok((piece, Cow::Owned(decoded)))
+            Ok((piece, decoded.into()))
         };
-        parts.iter().map(gradient).collect()
+        parts.iter().map(&mut gradient).collect()
     }
 }
 

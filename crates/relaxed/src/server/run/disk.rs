@@ -9,7 +9,7 @@ use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 
-use super::checked::{CheckedSetup, Gradient};
+use super::checked::CheckedSetup;
 use super::{ServeError, ServedRun, State, Unserved};
 use crate::Life;
 use crate::adaptive_bound::Observation;
@@ -17,6 +17,7 @@ use crate::events::{Recorder, Resumed, Update};
 use crate::server::core::{Core, Entry, Saved};
 use crate::server::journal::{self, Journal};
 use crate::server::lives::Lives;
+use crate::server::store::Change;
 use crate::server::wire::{Measured, Setup};
 
 /// Where a server writes.
@@ -172,11 +173,11 @@ impl ServedRun {
         state: &mut State,
         entry: Entry,
         measured: Vec<Measured>,
-        gradients: &[Gradient<'_>],
+        changes: &[Change<'_>],
     ) -> Result<(), Unserved> {
-        let pieces = gradients.iter().map(|(piece, _)| *piece as u32).collect();
+        let pieces = changes.iter().map(|change| change.piece as u32).collect();
         let written = Written { entry, measured, time: self.seconds(), pieces };
-        let appended = append(state, &written, gradients);
+        let appended = append(state, &written, changes);
         self.or_fail(state, appended)
     }
 
@@ -266,8 +267,7 @@ impl ServedRun {
         payload: &[f32],
     ) -> Result<(), ServeError> {
         let mut rest = payload;
-        let mut gradients: Vec<Gradient<'_>> = Vec::new();
-        let mut versions = Vec::new();
+        let mut changes = Vec::new();
         for piece in &written.pieces {
             let piece = *piece as usize;
             let length = self.checked.pieces().get(piece).map(|piece| piece.len());
@@ -276,24 +276,22 @@ impl ServedRun {
             let (gradient, others) = split.ok_or_else(wrong)?;
             rest = others;
             state.versions[piece] += 1;
-            versions.push(state.versions[piece]);
-            gradients.push((piece, gradient.into()));
+            let version = state.versions[piece];
+            changes.push(Change { piece, version, source: gradient.into(), by: None });
         }
         let repeated = state.core.repeat(&written.entry);
         repeated.map_err(|broken| ServeError::Content(broken.into()))?;
-        self.apply(written.entry.factor, &versions, &gradients);
+        self.apply(written.entry.factor, &changes, 0);
         Ok(())
     }
 }
 
-fn append(
-    state: &mut State,
-    written: &Written,
-    gradients: &[Gradient<'_>],
-) -> Result<(), ServeError> {
+fn append(state: &mut State, written: &Written, changes: &[Change<'_>]) -> Result<(), ServeError> {
     if let Some(journal) = &mut state.journal {
         let header = text(&Line::Settled(written.clone()));
-        let payloads: Vec<&[f32]> = gradients.iter().map(|(_, gradient)| &**gradient).collect();
+        let whole = "gradients are made whole where there is a journal";
+        let payloads: Vec<&[f32]> =
+            changes.iter().map(|change| change.source.values().expect(whole)).collect();
         journal.append(&header, &payloads)?;
     }
     if let Some(recorder) = &mut state.recorder {

@@ -26,15 +26,18 @@ mod round;
 mod tests;
 mod turns;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Condvar, Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
 use super::client::LONGEST_PAUSE;
 use super::core::{self, Age, Core, Joined, PushId, Refusal};
+use super::crew::Crew;
 use super::journal::{Journal, JournalError};
+use super::link::Bulk;
 use super::lives::Lives;
-use super::store::{Compensation, Store, Weights};
+use super::source::Source;
+use super::store::{Change, Compensation, Store, Weights};
 use super::wire::{Measured, Part, Reply, Report, Setup};
 use crate::adaptive_bound::{AdaptiveBound, Limits};
 use crate::events::Recorder;
@@ -52,9 +55,13 @@ use turns::Turns;
 /// worker is noticed later, if it dies while it waits. Shorter: more system calls.
 const CHECK_EVERY: Duration = Duration::from_millis(50);
 
-/// Elements from which on the pieces of a push are updated by several threads. Fewer: starting them
-/// takes longer than they save.
-const MANY: usize = 1 << 20;
+/// Elements of a push for each thread that updates pieces, at the least. Fewer: waking a thread takes longer than it
+/// saves.
+const MANY: usize = 1 << 18;
+
+/// Threads that make one update, at most. More: some would wait for memory, where those of other updates could
+/// compute.
+const MOST_THREADS: usize = 4;
 
 /// No worker gets so far, and one that says so cannot make clocks overflow.
 const LAST_CLOCK: Clock = Clock(1 << 62);
@@ -108,6 +115,8 @@ pub struct Caller {
     pub life: Life,
     /// The connection: later ones have larger numbers.
     pub connection: u64,
+    /// Whether the worker is on this host, and computes on its cores.
+    pub is_here: bool,
 }
 
 /// A run, at one server.
@@ -124,6 +133,11 @@ pub struct ServedRun {
     /// When the process had a turn, counted from when it took the run up.
     turns: Turns,
     snapshot_after: u64,
+    /// Whether gradients are written down before they are applied.
+    keeps_journal: bool,
+    /// Threads that this process can run at once.
+    cores: usize,
+    crew: Crew,
 }
 
 struct State {
@@ -136,6 +150,8 @@ struct State {
     round: BTreeMap<u32, Contribution>,
     /// The connection of each worker: that by which it joined last.
     connections: BTreeMap<u32, u64>,
+    /// The workers of these that are on this host.
+    here: BTreeSet<u32>,
     /// Until when the workers are gathered.
     gathers_until: Option<Duration>,
     /// What each worker read last, to compensate.
@@ -162,6 +178,7 @@ impl ServedRun {
             versions: vec![0; weights.len()],
             round: BTreeMap::new(),
             connections: BTreeMap::new(),
+            here: BTreeSet::new(),
             gathers_until: checked.rounds.as_ref().map(|_| Duration::MAX),
             reads: BTreeMap::new(),
             adaptive: adapts.then(|| AdaptiveBound::new(Limits::default())),
@@ -179,6 +196,10 @@ impl ServedRun {
             awake: Instant::now(),
             awake_at: 0.0,
             snapshot_after: files.snapshot_after.unwrap_or((8 * bytes).max(64 << 20)),
+            keeps_journal: files.journal.is_some(),
+            // It reads files: not for every push.
+            cores: std::thread::available_parallelism().map_or(1, usize::from),
+            crew: Crew::default(),
         }
     }
 
@@ -218,6 +239,10 @@ impl ServedRun {
             joined.clock = before.unwrap_or(joined.clock);
         }
         state.connections.insert(caller.worker, caller.connection);
+        match caller.is_here {
+            true => state.here.insert(caller.worker),
+            false => state.here.remove(&caller.worker),
+        };
         // Until it enters, it holds no other back.
         self.settle_rounds(&mut state)?;
         let (bound, finished) = (self.bound(&state), state.core.is_finished());
@@ -255,6 +280,7 @@ impl ServedRun {
             return Ok(());
         }
         state.connections.remove(&caller.worker);
+        state.here.remove(&caller.worker);
         state.core.leave(caller.worker, caller.life);
         state.reads.remove(&caller.worker);
         self.settle_rounds(state)
@@ -393,22 +419,30 @@ impl ServedRun {
         self.checked.lengths(worker, parts)
     }
 
-    /// A gradient has come, in parts of the right [lengths](ServedRun::lengths): what becomes of it.
-    /// `is_over` says whether the worker is gone.
+    /// Whether the gradient of a push is kept before it is applied: then it has to be in memory that is this process's
+    /// alone.
+    pub fn keeps_gradients(&self) -> bool {
+        self.keeps_journal || self.checked.rounds.is_some()
+    }
+
+    /// A gradient has come, in parts of the right [lengths](ServedRun::lengths): what becomes of it. If it is
+    /// [kept](ServedRun::keeps_gradients) or encoded, it is in this process's own memory. `is_over` says whether the
+    /// worker is gone.
     pub fn push(
         &self,
         caller: Caller,
         push: PushId,
         measured: Measured,
-        parts: &[(Part, &[u8])],
+        parts: &[(Part, Bulk<'_>)],
         is_over: impl Fn() -> bool,
     ) -> Result<Reply, Unserved> {
         if (push.worker, push.life) != (caller.worker, caller.life) {
             return Err(Unserved::Invalid("a push in the name of another worker or life".into()));
         }
-        let gradients = self.checked.decode(push, parts).map_err(Unserved::Invalid)?;
+        let gradients = self.checked.decode(push, parts, self.keeps_gradients());
+        let gradients = gradients.map_err(Unserved::Invalid)?;
         match &self.checked.rounds {
-            Some(_) => self.push_round(caller, push, measured, &gradients, is_over),
+            Some(_) => self.push_round(caller, push, measured, gradients, is_over),
             None => self.push_now(caller, push, measured, gradients),
         }
     }
@@ -433,51 +467,47 @@ impl ServedRun {
         if !applied {
             gradients.clear();
         }
-        let mut versions = Vec::with_capacity(gradients.len());
-        for (piece, gradient) in &mut gradients {
-            state.versions[*piece] += 1;
-            versions.push(state.versions[*piece]);
-            let read = state.reads.get(&push.worker).and_then(|pieces| pieces[*piece].clone());
-            if let (Some(lambda), Some(then)) = (self.lambda(), read) {
+        let mut changes = Vec::with_capacity(gradients.len());
+        for (piece, source) in gradients {
+            state.versions[piece] += 1;
+            let version = state.versions[piece];
+            let read = state.reads.get(&push.worker).and_then(|pieces| pieces[piece].clone());
+            let by = self.lambda().zip(read);
+            let by = by.map(|(lambda, then)| Compensation { lambda, then });
+            let mut change = Change { piece, version, source, by };
+            // What is written down is what is applied, so it is corrected before. Else it is corrected block by block.
+            if self.keeps_journal
+                && let Source::Values(gradient) = &mut change.source
+                && let Some(by) = change.by.take()
+            {
                 // Waits for the versions before, whose threads need no lock to make them.
-                let by = Compensation { lambda, then };
-                self.store.compensate(*piece, state.versions[*piece], &by, gradient.to_mut());
+                self.store.compensate(piece, version, &by, gradient.to_mut());
             }
+            changes.push(change);
         }
         let reply = self.pushed(&state, applied, age, push.clock.next());
-        self.write_down(&mut state, entry, vec![measured], &gradients)?;
+        self.write_down(&mut state, entry, vec![measured], &changes)?;
+        let here = state.here.len();
         drop(state);
         self.changed.notify_all();
-        self.apply(factor, &versions, &gradients);
+        self.apply(factor, &changes, here);
         let mut state = self.lock()?;
         self.snapshot_if_due(&mut state)?;
         Ok(reply)
     }
 
-    /// Updates pieces, several at a time if that is much.
-    fn apply(&self, factor: f64, versions: &[u64], gradients: &[Gradient<'_>]) {
-        let all: Vec<_> = versions.iter().zip(gradients).collect();
-        let apply = |updates: &[(&u64, &Gradient<'_>)]| {
-            for (version, (piece, gradient)) in updates {
-                self.store.apply(*piece, **version, factor, gradient);
-            }
-        };
-        let elements: usize = gradients.iter().map(|(_, gradient)| gradient.len()).sum();
-        let threads = all.len().min(elements / MANY + 1);
-        if threads < 2 {
-            return apply(&all);
+    /// Updates pieces, by several threads if that is much and there are cores for them beside those on which so many
+    /// workers are `busy`. A worker whose push this is waits, so that its core is the one of this thread.
+    fn apply(&self, factor: f64, changes: &[Change<'_>], busy: usize) {
+        let elements: usize = changes.iter().map(|change| change.source.len()).sum();
+        let idle = self.cores.saturating_sub(busy.max(1));
+        let helpers = (elements / MANY).clamp(1, MOST_THREADS).min(1 + idle) - 1;
+        match helpers {
+            0 => self.store.apply(factor, changes),
+            _ => self.store.apply_shared(factor, changes, |work| {
+                self.crew.share(helpers, idle, work);
+            }),
         }
-        // It reads files: not for every small push.
-        let threads = std::thread::available_parallelism().map_or(1, usize::from).min(threads);
-        std::thread::scope(|scope| {
-            for updates in all.chunks(all.len().div_ceil(threads)) {
-                let thread = std::thread::Builder::new().name("unisono-update".into());
-                // Where the system has no more threads, this one does it all.
-                if thread.spawn_scoped(scope, move || apply(updates)).is_err() {
-                    apply(updates);
-                }
-            }
-        });
     }
 
     /// Whether workers are still waited for that have not come.

@@ -11,11 +11,13 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use unisono_collective::tree::Tree;
-use unisono_collective::{Dtype, Reduction, kernel};
 
 use super::checked::{Gradient, Rounds};
 use super::{Caller, ServedRun, State, Unserved};
 use crate::server::core::{self, Age, PushId, Refusal};
+use crate::server::mean::Mean;
+use crate::server::source::Source;
+use crate::server::store::Change;
 use crate::server::wire::{Measured, Reply};
 
 /// What a worker has pushed for a round: the vectors of every piece.
@@ -31,7 +33,7 @@ impl ServedRun {
         caller: Caller,
         push: PushId,
         measured: Measured,
-        gradients: &[Gradient<'_>],
+        gradients: Vec<Gradient<'_>>,
         is_over: impl Fn() -> bool,
     ) -> Result<Reply, Unserved> {
         let mut state = self.lock()?;
@@ -50,11 +52,11 @@ impl ServedRun {
             }
             core::Pushed::Duplicate => {}
             _ => {
-                let vectors = |(piece, gradient): &Gradient<'_>| {
-                    let length = self.checked.pieces()[*piece].len().max(1);
-                    (*piece, gradient.chunks(length).map(<[f32]>::to_vec).collect())
+                let vectors = |(piece, gradient): Gradient<'_>| {
+                    let length = self.checked.pieces()[piece].len();
+                    (piece, vectors(gradient, length))
                 };
-                let pieces = gradients.iter().map(vectors).collect();
+                let pieces = gradients.into_iter().map(vectors).collect();
                 state.round.insert(push.worker, Contribution { pieces, measured });
                 self.settle_rounds(&mut state)?;
             }
@@ -98,59 +100,59 @@ impl ServedRun {
     ) -> Result<(), Unserved> {
         let round = std::mem::take(&mut state.round);
         let measured = round.values().map(|contribution| contribution.measured).collect();
-        let (mut gradients, mut versions) = (Vec::new(), Vec::new());
+        let mut changes = Vec::new();
         for (number, piece) in self.checked.pieces().iter().enumerate() {
             if let Some(mean) = mean(rounds, &round, number, piece.len()) {
                 state.versions[number] += 1;
-                versions.push(state.versions[number]);
-                gradients.push((number, Cow::Owned(mean)));
+                let version = state.versions[number];
+                let source = match self.keeps_journal {
+                    true => mean.whole().into(),
+                    false => Source::Mean(mean),
+                };
+                changes.push(Change { piece: number, version, source, by: None });
             }
         }
-        self.write_down(state, entry, measured, &gradients)?;
-        self.apply(1.0, &versions, &gradients);
+        self.write_down(state, entry, measured, &changes)?;
+        // All workers wait for this.
+        self.apply(1.0, &changes, 0);
         self.snapshot_if_due(state)
+    }
+}
+
+/// Vectors of so many numbers, to keep.
+fn vectors(gradient: Source<'_>, length: usize) -> Vec<Vec<f32>> {
+    match gradient {
+        Source::Values(Cow::Owned(vector)) if vector.len() == length => vec![vector],
+        gradient => {
+            let values = gradient.values().expect("in lock-step gradients are made whole");
+            values.chunks(length.max(1)).map(<[f32]>::to_vec).collect()
+        }
     }
 }
 
 /// The mean over the shards of the batch that were computed; `None` if no worker has a gradient of the
 /// piece, which then stays as it is.
-fn mean(
-    rounds: &Rounds,
-    round: &BTreeMap<u32, Contribution>,
+fn mean<'a>(
+    rounds: &'a Rounds,
+    round: &'a BTreeMap<u32, Contribution>,
     piece: usize,
     length: usize,
-) -> Option<Vec<f32>> {
+) -> Option<Mean<'a>> {
     if length == 0 || !round.values().any(|who| who.pieces.contains_key(&piece)) {
         return None;
     }
-    let zeros = vec![0.0; length];
     let (mut inputs, mut shards) = (Vec::new(), 0);
     for (worker, contribution) in round {
         let worker = *worker as usize;
         shards += rounds.shards[worker];
         match contribution.pieces.get(&piece) {
-            Some(vectors) => {
-                inputs.extend(vectors.iter().map(|vector| vector.as_ptr().cast::<u8>()));
-            }
-            None => inputs.extend(vec![zeros.as_ptr().cast::<u8>(); rounds.subtrees[worker]]),
+            Some(vectors) => inputs.extend(vectors.iter().map(|vector| Some(vector.as_slice()))),
+            None => inputs.extend(vec![None; rounds.subtrees[worker]]),
         }
     }
-    let of_those_here;
     let tree = match round.len() == rounds.shards.len() {
-        true => &rounds.tree,
-        false => {
-            of_those_here = Tree::canonical(inputs.len());
-            &of_those_here
-        }
+        true => Cow::Borrowed(&rounds.tree),
+        false => Cow::Owned(Tree::canonical(inputs.len())),
     };
-    let mut sum = vec![0.0f32; length];
-    let into = sum.as_mut_ptr().cast();
-    // SAFETY: every input is a vector of `length` numbers that lives until the end of this call:
-    // pushes are checked to be of that length, and of as many vectors as the worker has subtrees.
-    // `sum` is none of them.
-    unsafe {
-        kernel::fold(Dtype::F32, Reduction::Sum, tree, &inputs, into, None, length, None);
-    }
-    sum.iter_mut().for_each(|x| *x /= shards as f32);
-    Some(sum)
+    Some(Mean::new(inputs, tree, shards, length))
 }

@@ -30,7 +30,7 @@ fn sleep(served: &mut ServedRun) {
 
 /// A worker by its first, second, … connection.
 fn caller(worker: u32, connection: u64) -> Caller {
-    Caller { worker, life: Life(1), connection }
+    Caller { worker, life: Life(1), connection, is_here: true }
 }
 
 fn come(served: &ServedRun, caller: Caller) -> Clock {
@@ -52,7 +52,8 @@ fn with_workers(level: &str) -> ServedRun {
 fn push(served: &ServedRun, caller: Caller) {
     let push = PushId { worker: caller.worker, life: Life(1), number: 1, clock: Clock::START };
     let part = Part { piece: 0, vectors: 1, bytes: 4, encoded: false };
-    let _ = served.push(caller, push, Measured::default(), &[(part, bytes(&[1.0]))], || true);
+    let parts = [(part, Bulk::Own(bytes(&[1.0])))];
+    let _ = served.push(caller, push, Measured::default(), &parts, || true);
 }
 
 fn updates(served: &ServedRun) -> u64 {

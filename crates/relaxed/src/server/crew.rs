@@ -1,0 +1,227 @@
+//! Threads of a server that help others with large updates.
+//!
+//! One core moves only a part of what the memory of a host can. So where cores have nothing to do, the thread that makes
+//! a large update *shares* it: it says what is to be done, does it as if it were alone, and helpers that come do some of
+//! it. What is to be done must be such that any number of threads may do it at the same time, each taking what no other
+//! has taken yet. So the thread never waits for a helper that has not come; it waits for those that have, until they have
+//! finished what they took.
+//!
+//! Helpers start when there is first something for them, sleep in between, and end with the server.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+/// Threads that help.
+#[derive(Default)]
+pub struct Crew {
+    shared: Arc<Shared>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+#[derive(Default)]
+struct Shared {
+    board: Mutex<Board>,
+    /// There is a job that wants helpers, or the crew is dismissed.
+    posted: Condvar,
+    /// No helper is in some job any more.
+    left: Condvar,
+}
+
+#[derive(Default)]
+struct Board {
+    jobs: Vec<Job>,
+    /// Jobs so far.
+    count: u64,
+    /// Helpers that wait for a job.
+    idle: usize,
+    is_dismissed: bool,
+}
+
+/// What some thread shares.
+struct Job {
+    number: u64,
+    work: Work,
+    /// Helpers that may still come.
+    wanted: usize,
+    /// Helpers that are in it.
+    inside: usize,
+    panic: Option<Box<dyn Any + Send>>,
+}
+
+/// Work that lives until its job is taken from the board.
+#[derive(Clone, Copy)]
+struct Work(*const (dyn Fn() + Sync));
+
+// SAFETY: what it points to may be called from any thread, for it is `Sync`.
+unsafe impl Send for Work {}
+
+impl Crew {
+    /// Does some work, together with so many helpers at most; the crew has `most` threads, all jobs together. Returns when
+    /// none is at it any more. Unwinds if the work does, on whichever thread.
+    pub fn share(&self, helpers: usize, most: usize, work: &(dyn Fn() + Sync)) {
+        if helpers == 0 {
+            return work();
+        }
+        let number = self.post(helpers, most, work);
+        let own = catch_unwind(AssertUnwindSafe(work));
+        let of_helper = self.shared.take_down(number);
+        if let Some(panic) = own.err().or(of_helper) {
+            resume_unwind(panic);
+        }
+    }
+
+    fn post(&self, wanted: usize, most: usize, work: &(dyn Fn() + Sync)) -> u64 {
+        let work: *const (dyn Fn() + Sync + '_) = work;
+        // SAFETY: only the lifetime changes. Whoever posts work does not return before it has taken it down, which waits
+        // for all helpers that are in it; no other calls it.
+        let work = Work(unsafe {
+            std::mem::transmute::<*const (dyn Fn() + Sync + '_), *const (dyn Fn() + Sync + 'static)>(
+                work,
+            )
+        });
+        let mut board = self.shared.lock();
+        board.count += 1;
+        let (number, missing) = (board.count, wanted.saturating_sub(board.idle));
+        board.jobs.push(Job { number, work, wanted, inside: 0, panic: None });
+        drop(board);
+        (0..wanted).for_each(|_| self.shared.posted.notify_one());
+        self.enlist(missing, most);
+        number
+    }
+
+    /// Starts so many more threads, unless these are too many.
+    fn enlist(&self, missing: usize, most: usize) {
+        if missing == 0 {
+            return;
+        }
+        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        for _ in threads.len()..most.min(threads.len() + missing) {
+            let shared = self.shared.clone();
+            let thread = std::thread::Builder::new().name("unisono-update".into());
+            // Where the system has no more threads, the others do it.
+            let Ok(thread) = thread.spawn(move || shared.help()) else { return };
+            threads.push(thread);
+        }
+    }
+}
+
+impl Drop for Crew {
+    fn drop(&mut self) {
+        self.shared.lock().is_dismissed = true;
+        self.shared.posted.notify_all();
+        for thread in self.threads.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Shared {
+    /// What a helper does, until it is dismissed.
+    fn help(&self) {
+        let mut board = self.lock();
+        while !board.is_dismissed {
+            let Some(job) = board.jobs.iter_mut().find(|job| job.wanted > 0) else {
+                board.idle += 1;
+                board = self.posted.wait(board).unwrap_or_else(PoisonError::into_inner);
+                board.idle -= 1;
+                continue;
+            };
+            job.wanted -= 1;
+            job.inside += 1;
+            let (number, work) = (job.number, job.work);
+            drop(board);
+            // SAFETY: the job is on the board, and stays there as long as this thread is inside; so the work lives.
+            let done = catch_unwind(AssertUnwindSafe(|| unsafe { (*work.0)() }));
+            board = self.lock();
+            let job = board.jobs.iter_mut().find(|job| job.number == number);
+            let job = job.expect("a job stays while a helper is inside");
+            job.inside -= 1;
+            job.panic = done.err().or(job.panic.take());
+            if job.inside == 0 {
+                self.left.notify_all();
+            }
+        }
+    }
+
+    /// Lets no more helpers into a job, and waits for those that are in it: what one unwound with.
+    fn take_down(&self, number: u64) -> Option<Box<dyn Any + Send>> {
+        let mut board = self.lock();
+        loop {
+            let at = board.jobs.iter().position(|job| job.number == number);
+            let at = at.expect("only the thread that posted a job takes it down");
+            board.jobs[at].wanted = 0;
+            if board.jobs[at].inside == 0 {
+                return board.jobs.swap_remove(at).panic;
+            }
+            board = self.left.wait(board).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Nothing that is done under the lock panics half-way.
+    fn lock(&self) -> MutexGuard<'_, Board> {
+        self.board.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    /// Several threads share work at the same time, and all of it is done once.
+    #[test]
+    fn all_is_done_once_whoever_comes() {
+        let crew = Crew::default();
+        std::thread::scope(|scope| {
+            for sharer in 0..3usize {
+                let crew = &crew;
+                scope.spawn(move || {
+                    for turn in 0..300 {
+                        let done: Vec<AtomicUsize> = (0..20).map(|_| AtomicUsize::new(0)).collect();
+                        let next = AtomicUsize::new(0);
+                        let work = || {
+                            while let Some(part) = done.get(next.fetch_add(1, Ordering::Relaxed)) {
+                                part.fetch_add(1, Ordering::Relaxed);
+                            }
+                        };
+                        crew.share((turn + sharer) % 4, 5, &work);
+                        assert!(done.iter().all(|part| part.load(Ordering::Relaxed) == 1));
+                    }
+                });
+            }
+        });
+        let threads = crew.threads.lock().unwrap().len();
+        assert!((1..=5).contains(&threads), "{threads}");
+        assert!(crew.shared.lock().jobs.is_empty());
+    }
+
+    /// A helper that is in it is waited for, and what it unwinds with is not lost.
+    #[test]
+    fn a_panic_of_a_helper_is_one_of_the_thread_that_shares() {
+        let crew = Crew::default();
+        let (me, has_come) = (std::thread::current().id(), AtomicUsize::new(0));
+        let work = || {
+            if std::thread::current().id() == me {
+                while has_come.load(Ordering::Acquire) == 0 {
+                    std::thread::yield_now();
+                }
+            } else {
+                has_come.store(1, Ordering::Release);
+                std::panic::resume_unwind(Box::new("on purpose"));
+            }
+        };
+        let shared = catch_unwind(AssertUnwindSafe(|| crew.share(1, 1, &work)));
+        assert_eq!(shared.unwrap_err().downcast_ref::<&str>(), Some(&"on purpose"));
+        // The helper goes on.
+        has_come.store(0, Ordering::Release);
+        let came = AtomicUsize::new(0);
+        crew.share(1, 1, &|| {
+            came.fetch_add(1, Ordering::AcqRel);
+            while came.load(Ordering::Acquire) < 2 {
+                std::thread::yield_now();
+            }
+        });
+    }
+}
