@@ -87,7 +87,7 @@ fn what_a_group_takes() {
 /// and asking allocates.
 fn allocations(groups: &[Group], operation: impl Fn(&Group, &mut Buffers) + Sync) -> usize {
     let mut fewest = usize::MAX;
-    for _ in 0..3 {
+    for _ in 0..10 {
         fewest = fewest.min(allocations_once(groups, &operation));
         if fewest == 0 {
             break;
