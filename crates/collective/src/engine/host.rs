@@ -228,13 +228,14 @@ impl HostEngine {
     }
 
     /// Finds out which hosts are in one region, from the name that this rank gives its own or by measuring, unless rank
-    /// 0 knows of an earlier group that had one.
+    /// 0 knows of an earlier group that had one, or all hosts `are_one` machine.
     pub(crate) fn find_regions(
         &mut self,
         name: Option<&str>,
         known: Option<&Costs>,
+        are_one: bool,
     ) -> Result<(), Error> {
-        let regions = survey::regions(self, name, known)?;
+        let regions = survey::regions(self, name, known, are_one)?;
         self.topology = self.topology.clone().in_regions(&regions);
         // What was planned before did not know of them.
         self.contests.clear();

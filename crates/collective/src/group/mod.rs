@@ -215,6 +215,7 @@ impl Group {
         }
         let world = setup.members.len();
         let fabric = connector.clone().connect(&setup)?;
+        let are_one_machine = connector.is_one_machine(&setup);
         let Fabric { mut topology, control, regions, cores, network } = fabric;
         let region = setup.options.region.clone();
         if let Pricing::Inherited(_, of_ranks) = &pricing {
@@ -265,11 +266,9 @@ impl Group {
         );
         epoch.enter(&state);
 
-        match &pricing {
-            _ if world == 1 => {}
-            Pricing::Inherited(..) => {}
-            Pricing::Known(costs) => host.find_regions(region.as_deref(), costs.as_ref())?,
-            Pricing::Measured => host.find_regions(region.as_deref(), None)?,
+        let known = if let Pricing::Known(costs) = &pricing { costs.as_ref() } else { None };
+        if world > 1 && !matches!(pricing, Pricing::Inherited(..)) {
+            host.find_regions(region.as_deref(), known, are_one_machine)?;
         }
         match pricing {
             _ if world == 1 => {}
