@@ -21,7 +21,7 @@ const STEPS: u64 = 200;
 const MIDDLE: u64 = 90;
 
 /// All that promise canonical bits, and whichever is the cheapest.
-const ALGORITHMS: [&str; 9] = [
+const ALGORITHMS: [&str; 10] = [
     "",
     "--algorithm tree",
     "--algorithm halving-doubling",
@@ -31,6 +31,7 @@ const ALGORITHMS: [&str; 9] = [
     "--algorithm window",
     "--algorithm window-direct",
     "--algorithm hierarchical",
+    "--algorithm regional",
 ];
 
 /// Less than most parameters; some of them; more than the models have. And tuned.

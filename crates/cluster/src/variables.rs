@@ -9,7 +9,7 @@ use std::ffi::OsString;
 const PREFIX: &str = "UNISONO_";
 
 /// Every variable that Unisono reads or sets.
-pub const KNOWN: [&str; 32] = [
+pub const KNOWN: [&str; 33] = [
     "UNISONO_ALGORITHM",
     "UNISONO_CANONICAL",
     "UNISONO_COLUMNS",
@@ -32,6 +32,7 @@ pub const KNOWN: [&str; 32] = [
     "UNISONO_NETLAB",
     "UNISONO_PEERS",
     "UNISONO_PROGRAM",
+    "UNISONO_REGION",
     "UNISONO_RENDEZVOUS",
     "UNISONO_SEGMENT",
     "UNISONO_SERVER",

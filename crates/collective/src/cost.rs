@@ -3,8 +3,8 @@
 //! A price is computed from a schedule's data alone, with nothing but measured constants. A round
 //! takes the latency of its slowest link, a fixed effort per message, the larger of what is sent
 //! and what is received at the link's rate, and the time of its folds; ranks of one host share
-//! the way to other hosts, so what they send there adds up. A window takes a wait or two, and
-//! the time to copy and to fold. A round is as slow as its slowest rank, and later segments flow
+//! the way to other hosts, and those of a region the way to other regions, so what they send there
+//! adds up. A window takes a wait or two, and the time to copy and to fold. A round is as slow as its slowest rank, and later segments flow
 //! behind the first: they cost what the busiest rank does for each, or, if too few are in flight
 //! to hide the latency, their share of it.
 //!
@@ -30,8 +30,10 @@ pub struct Costs {
     pub window: WindowCost,
     /// A link between ranks of one host.
     pub near: LinkCost,
-    /// A link between hosts; the rate is that of a host, whose ranks share it.
+    /// A link between hosts of a region; the rate is that of a host, whose ranks share it.
     pub far: LinkCost,
+    /// A link between regions; the rate is that of a region, whose hosts share it.
+    pub wide: LinkCost,
     /// Folding a byte of input from private memory.
     pub fold: f64,
     /// Ranks per core, at least 1: above, they take turns.
@@ -70,6 +72,7 @@ impl Default for Costs {
             window: WindowCost { wait: 0.4e-6, copy: 0.12e-9, fold: 0.08e-9 },
             near: LinkCost { latency: 10e-6, message: 3e-6, byte: 0.35e-9 },
             far: LinkCost { latency: 30e-6, message: 4e-6, byte: 0.9e-9 },
+            wide: LinkCost { latency: 20e-3, message: 4e-6, byte: 9e-9 },
             fold: 0.06e-9,
             crowd: 1.0,
             threads: 1.0,
@@ -78,15 +81,17 @@ impl Default for Costs {
 }
 
 impl Costs {
-    pub(crate) const NUMBERS: usize = 12;
+    pub(crate) const NUMBERS: usize = 15;
 
     /// Whether all that a group with this topology uses was measured, and not only assumed.
     pub(crate) fn cover(&self, topology: &Topology) -> bool {
         let typical = Costs::default();
         let shares_hosts = (0..topology.hosts()).any(|host| topology.members(host).len() > 1);
         let is_near = !shares_hosts || self.near != typical.near;
-        let is_far = topology.hosts() == 1 || self.far != typical.far;
-        is_near && is_far
+        let spans_hosts = (0..topology.regions()).any(|r| topology.hosts_of(r).len() > 1);
+        let is_far = !spans_hosts || self.far != typical.far;
+        let is_wide = topology.regions() == 1 || self.wide != typical.wide;
+        is_near && is_far && is_wide
     }
 
     /// The same where so many ranks share a core: what they compute takes them as much longer.
@@ -103,7 +108,11 @@ impl Costs {
     /// first small messages over a long link tell of its own is how slowly TCP begins.
     pub(crate) fn under_way(&self, topology: &Topology) -> usize {
         const RATE: f64 = 1.25e9;
-        let round_trip = if topology.hosts() > 1 { 2.0 * self.far.latency } else { 0.0 };
+        let round_trip = match (topology.hosts(), topology.regions()) {
+            (1, _) => 0.0,
+            (_, 1) => 2.0 * self.far.latency,
+            _ => 2.0 * self.wide.latency,
+        };
         (round_trip * RATE) as usize
     }
 
@@ -123,20 +132,22 @@ impl Costs {
 
     /// As they travel.
     pub(crate) fn to_numbers(self) -> [f64; Costs::NUMBERS] {
-        let Costs { window, near, far, fold, crowd, threads } = self;
-        let [near, far] = [near, far].map(|link| [link.latency, link.message, link.byte]);
+        let Costs { window, near, far, wide, fold, crowd, threads } = self;
+        let [near, far, wide] =
+            [near, far, wide].map(|link| [link.latency, link.message, link.byte]);
         let window = [window.wait, window.copy, window.fold];
-        let [[a, b, c], [d, e, f], [g, h, i]] = [window, near, far];
-        [a, b, c, d, e, f, g, h, i, fold, crowd, threads]
+        let [[a, b, c], [d, e, f], [g, h, i], [j, k, l]] = [window, near, far, wide];
+        [a, b, c, d, e, f, g, h, i, j, k, l, fold, crowd, threads]
     }
 
     /// The reverse of [`Costs::to_numbers`].
     pub(crate) fn from_numbers(numbers: [f64; Costs::NUMBERS]) -> Costs {
-        let [wait, copy, fold, d, e, f, g, h, i, own_fold, crowd, threads] = numbers;
+        let [wait, copy, fold, d, e, f, g, h, i, j, k, l, own_fold, crowd, threads] = numbers;
         Costs {
             window: WindowCost { wait, copy, fold },
             near: LinkCost { latency: d, message: e, byte: f },
             far: LinkCost { latency: g, message: h, byte: i },
+            wide: LinkCost { latency: j, message: k, byte: l },
             fold: own_fold,
             crowd,
             threads,
@@ -227,7 +238,7 @@ pub fn predict(plans: &[(usize, Schedule)], topology: &Topology, costs: &Costs, 
 }
 
 /// Ranks among which are the busiest of any algorithm, rank 0 first: the root and its neighbour,
-/// the first and the last, and all that share a way to other hosts with the root or with
+/// the first and the last, and all that share a way to other hosts, or to other regions, with the root or with
 /// rank 0.
 fn witnesses(op: Op, topology: &Topology) -> Vec<usize> {
     let world = topology.world();
@@ -236,6 +247,10 @@ fn witnesses(op: Op, topology: &Topology) -> Vec<usize> {
     if !topology.is_one_host() {
         ranks.extend(topology.members(topology.host(0)));
         ranks.extend(topology.members(topology.host(root)));
+    }
+    if topology.regions() > 1 {
+        let theirs = |rank| (0..world).filter(move |other| topology.share_region(rank, *other));
+        ranks.extend(theirs(0).chain(theirs(root)));
     }
     ranks.sort_unstable();
     ranks.dedup();
@@ -255,15 +270,38 @@ struct Load {
 struct Step {
     efforts: Vec<Effort>,
     /// Columns that cross between hosts, for every host with a witness.
-    crossing: Vec<Crossing>,
+    hosts: Crossings,
+    /// Those that cross between regions, for every region with a witness.
+    regions: Crossings,
 }
 
-/// What the witnesses of one host exchange with other hosts.
+/// What the witnesses of one host, or of one region, exchange with others.
 #[derive(Clone, Copy, Debug)]
 struct Crossing {
-    host: usize,
+    /// The number of the host or the region.
+    of: usize,
     sent: f64,
     received: f64,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Crossings(Vec<Crossing>);
+
+impl Crossings {
+    fn add(&mut self, of: usize, sent: f64, received: f64) {
+        match self.0.iter_mut().find(|crossing| crossing.of == of) {
+            Some(crossing) => {
+                crossing.sent += sent;
+                crossing.received += received;
+            }
+            None => self.0.push(Crossing { of, sent, received }),
+        }
+    }
+
+    /// Columns that pass where most do, in the direction in which more do.
+    fn most(&self) -> f64 {
+        self.0.iter().map(|crossing| crossing.sent.max(crossing.received)).fold(0.0, f64::max)
+    }
 }
 
 /// What one rank does in one step.
@@ -271,6 +309,7 @@ struct Crossing {
 struct Effort {
     near: Traffic,
     far: Traffic,
+    wide: Traffic,
     /// Columns of input folded from private memory.
     folded: f64,
     waits: f64,
@@ -308,7 +347,7 @@ impl Load {
                 if steps.len() == number {
                     steps.push(Step::default());
                 }
-                steps[number].add(topology.host(*rank), effort);
+                steps[number].add(topology, *rank, effort);
                 number += 1;
             };
             for phase in &schedule.phases {
@@ -331,11 +370,9 @@ impl Load {
         let mut busy = vec![0.0; witnesses];
         let (mut fill, mut crossing) = (0.0, 0.0);
         for step in &self.steps {
-            let crosses = step
-                .crossing
-                .iter()
-                .map(|crossing| crossing.sent.max(crossing.received) * column * costs.far.byte)
-                .fold(0.0, f64::max);
+            // What leaves a region leaves a host as well; both happen at once.
+            let far = step.hosts.most() * costs.far.byte;
+            let crosses = far.max(step.regions.most() * costs.wide.byte) * column;
             let mut slowest: f64 = 0.0;
             for (effort, busy) in step.efforts.iter().zip(&mut busy) {
                 let work = effort.work(costs, column);
@@ -353,16 +390,11 @@ impl Load {
 }
 
 impl Step {
-    fn add(&mut self, host: usize, effort: Effort) {
+    fn add(&mut self, topology: &Topology, rank: usize, effort: Effort) {
         self.efforts.push(effort);
-        let Traffic { sent, received, .. } = effort.far;
-        match self.crossing.iter_mut().find(|crossing| crossing.host == host) {
-            Some(crossing) => {
-                crossing.sent += sent;
-                crossing.received += received;
-            }
-            None => self.crossing.push(Crossing { host, sent, received }),
-        }
+        let (far, wide, host) = (effort.far, effort.wide, topology.host(rank));
+        self.hosts.add(host, far.sent + wide.sent, far.received + wide.received);
+        self.regions.add(topology.region(host), wide.sent, wide.received);
     }
 }
 
@@ -370,12 +402,12 @@ impl Effort {
     fn of_round(rank: usize, round: &Round, topology: &Topology) -> Effort {
         let mut effort = Effort::default();
         for send in &round.sends {
-            let traffic = effort.traffic(topology.together(rank, send.to));
+            let traffic = effort.traffic(topology, rank, send.to);
             traffic.messages += 1.0;
             traffic.sent += columns(&send.blocks);
         }
         for recv in &round.recvs {
-            let traffic = effort.traffic(topology.together(rank, recv.from));
+            let traffic = effort.traffic(topology, rank, recv.from);
             traffic.messages += 1.0;
             traffic.received += columns(&recv.blocks);
         }
@@ -415,15 +447,20 @@ impl Effort {
         }
     }
 
-    fn traffic(&mut self, near: bool) -> &mut Traffic {
-        if near { &mut self.near } else { &mut self.far }
+    fn traffic(&mut self, topology: &Topology, rank: usize, peer: usize) -> &mut Traffic {
+        match (topology.together(rank, peer), topology.share_region(rank, peer)) {
+            (true, _) => &mut self.near,
+            (_, true) => &mut self.far,
+            _ => &mut self.wide,
+        }
     }
 
     /// What keeps the rank busy, but for the way between hosts. Waiting for a window is busy work:
     /// every clock has to be fetched from its owner's core.
     fn work(&self, costs: &Costs, column: f64) -> f64 {
-        let messages =
-            self.near.messages * costs.near.message + self.far.messages * costs.far.message;
+        let messages = self.near.messages * costs.near.message
+            + self.far.messages * costs.far.message
+            + self.wide.messages * costs.wide.message;
         let near = self.near.sent.max(self.near.received);
         let near = near * costs.near.byte / self.near.speedup(costs, near * column);
         let local = self.folded * costs.fold
@@ -434,9 +471,10 @@ impl Effort {
 
     /// What passes although the rank has nothing to do.
     fn latency(&self, costs: &Costs) -> f64 {
-        let near = if self.near.messages > 0.0 { costs.near.latency } else { 0.0 };
-        let far = if self.far.messages > 0.0 { costs.far.latency } else { 0.0 };
-        near.max(far)
+        let classes =
+            [(&self.near, &costs.near), (&self.far, &costs.far), (&self.wide, &costs.wide)];
+        let used = classes.iter().filter(|(traffic, _)| traffic.messages > 0.0);
+        used.map(|(_, link)| link.latency).fold(0.0, f64::max)
     }
 }
 
@@ -445,130 +483,4 @@ fn columns(blocks: &Blocks) -> f64 {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::schedule::candidates;
-
-    /// Cuts `bytes` per buffer (or per block, where ranks have their own) as an executor might.
-    fn cut(op: Op, world: usize, bytes: usize) -> impl Fn(Algorithm, &Schedule) -> Cut {
-        move |_, schedule| {
-            let blocks = if op.has_blocks() { world } else { schedule.parts as usize };
-            let block = if op.has_blocks() { bytes } else { bytes.div_ceil(blocks) };
-            let column = (512 * 1024 / blocks).clamp(1, block.max(1));
-            Cut { column: column.min(block), segments: block.div_ceil(column).max(1), in_flight: 4 }
-        }
-    }
-
-    fn ranking(op: Op, topology: &Topology, canonical: bool, bytes: usize) -> Vec<Algorithm> {
-        let contest = Contest::new(op, topology, &candidates(op, topology, canonical), None);
-        let cut = cut(op, topology.world(), bytes);
-        let predictions = contest.predict(&Costs::default(), cut);
-        predictions.into_iter().map(|prediction| prediction.algorithm).collect()
-    }
-
-    fn best(topology: &Topology, bytes: usize) -> Algorithm {
-        ranking(Op::AllReduce, topology, true, bytes)[0]
-    }
-
-    #[test]
-    fn links_have_more_streams_where_threads_can_use_them() {
-        let streams = |threads: f64, world: usize| {
-            Costs { threads, ..Costs::default() }.streams(&Topology::all_apart(world))
-        };
-        assert_eq!(streams(1.0, 2), 1, "one thread would only share it between sockets");
-        assert_eq!(streams(4.0, 8), 4);
-        assert_eq!(streams(1.5, 8), 2, "one each way costs a single thread nothing");
-        assert_eq!(streams(4.0, 64), 1, "too many sockets");
-    }
-
-    #[test]
-    fn threads_share_the_messages_of_a_round_out() {
-        let several = Traffic { messages: 14.0, sent: 7.0, received: 7.0 };
-        let pair = Traffic { messages: 2.0, sent: 7.0, received: 7.0 };
-        let costs = Costs { threads: 2.0, ..Costs::default() };
-        assert!(several.speedup(&costs, 1e6) > 1.0);
-        assert_eq!(pair.speedup(&costs, 1e6), 1.0, "one message each way");
-        assert_eq!(several.speedup(&costs, 1e3), 1.0, "too little for a helper");
-        assert_eq!(several.speedup(&Costs::default(), 1e6), 1.0, "one thread");
-    }
-
-    #[test]
-    fn more_is_under_way_the_longer_it_takes() {
-        let far = |latency| LinkCost { latency, ..Costs::default().far };
-        let costs = |latency| Costs { far: far(latency), ..Costs::default() };
-        assert_eq!(costs(20e-3).under_way(&Topology::all_apart(2)), 50_000_000);
-        assert!(costs(30e-6).under_way(&Topology::all_apart(2)) < 512 << 10, "a local network");
-        assert_eq!(costs(1.0).under_way(&Topology::one_host(2)), 0, "there is no far link");
-    }
-
-    #[test]
-    fn little_data_takes_one_wait_or_one_round() {
-        assert_eq!(best(&Topology::one_host(4), 64), Algorithm::WindowDirect);
-        assert_eq!(best(&Topology::all_apart(4), 64), Algorithm::Direct);
-        assert_eq!(best(&Topology::all_apart(64), 64), Algorithm::RecursiveDoubling);
-    }
-
-    #[test]
-    fn much_data_takes_the_fewest_bytes() {
-        assert_eq!(best(&Topology::one_host(4), 64 << 20), Algorithm::Window);
-        for world in [2, 4, 6, 8] {
-            let best = best(&Topology::all_apart(world), 64 << 20);
-            assert!(
-                matches!(best, Algorithm::Pairwise | Algorithm::HalvingDoubling),
-                "{best} for {world}"
-            );
-        }
-        let hosts = Topology::new(&[0, 0, 0, 0, 1, 1, 1, 1]);
-        assert_eq!(best(&hosts, 64 << 20), Algorithm::Hierarchical);
-    }
-
-    #[test]
-    fn a_large_broadcast_is_not_sent_by_the_root_alone() {
-        let op = Op::Broadcast { root: 3 };
-        let best = ranking(op, &Topology::all_apart(8), true, 64 << 20)[0];
-        assert_eq!(best, Algorithm::Pairwise);
-        let best = ranking(op, &Topology::all_apart(8), true, 64)[0];
-        assert!(matches!(best, Algorithm::Direct | Algorithm::Tree), "{best}");
-    }
-
-    #[test]
-    fn canonical_never_means_ring() {
-        for bytes in [0, 1 << 10, 1 << 20, 1 << 30] {
-            for topology in [Topology::one_host(5), Topology::all_apart(5)] {
-                let ranking = ranking(Op::AllReduce, &topology, true, bytes);
-                assert!(ranking.iter().all(|algorithm| algorithm.is_canonical()), "{ranking:?}");
-            }
-        }
-    }
-
-    #[test]
-    fn more_bytes_never_cost_less() {
-        let hosts = Topology::new(&[0, 0, 0, 1, 1]);
-        for topology in [Topology::one_host(5), Topology::all_apart(5), hosts] {
-            for op in [Op::AllReduce, Op::ReduceScatter, Op::Broadcast { root: 2 }, Op::AllToAll] {
-                let contest = Contest::new(op, &topology, &Algorithm::ALL, None);
-                assert!(!contest.entries.is_empty());
-                for entry in &contest.entries {
-                    let price = |bytes| {
-                        let cut = cut(op, 5, bytes)(entry.algorithm, &entry.schedule);
-                        entry.load.price(&Costs::default(), cut)
-                    };
-                    let prices: Vec<f64> = (0..30).map(|shift| price(1 << shift)).collect();
-                    assert!(prices.is_sorted(), "{} {op:?}: {prices:?}", entry.algorithm);
-                    assert!(price(0) > 0.0 && price(0) <= prices[0]);
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn a_long_pairwise_all_reduce_approaches_the_rate_of_the_link() {
-        let topology = Topology::all_apart(4);
-        let bytes = 1 << 30;
-        let costs = Costs { fold: 0.0, ..Costs::default() };
-        let contest = Contest::new(Op::AllReduce, &topology, &[Algorithm::Pairwise], None);
-        let seconds = contest.predict(&costs, cut(Op::AllReduce, 4, bytes))[0].seconds;
-        let limit = 1.5 * bytes as f64 * costs.far.byte;
-        assert!(seconds > limit && seconds < 1.15 * limit, "{seconds} against {limit}");
-    }
-}
+mod tests;

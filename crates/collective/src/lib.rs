@@ -39,6 +39,7 @@ mod memory;
 mod messages;
 pub mod options;
 mod places;
+mod regions;
 mod registered;
 mod request;
 pub mod schedule;

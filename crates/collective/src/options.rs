@@ -85,6 +85,10 @@ pub struct Options {
     /// Threads with which the program of this rank computes while calls run; unless known, as many as it has cores.
     /// Need not be equal on all ranks.
     pub computing: Option<usize>,
+    /// The name of the region that the host of this rank is in: hosts with equal names have links to each other that are much
+    /// faster than those to other hosts, and the group sends as little as it can between regions. That of the first rank of a
+    /// host counts. If no rank names one, a group of up to 32 hosts finds out by itself which hosts are close together.
+    pub region: Option<String>,
 }
 
 impl Default for Options {
@@ -101,6 +105,7 @@ impl Default for Options {
             encrypt: false,
             threads: None,
             computing: None,
+            region: None,
         }
     }
 }
@@ -124,6 +129,7 @@ impl Options {
             encrypt,
             threads: _,
             computing: _,
+            region: _,
         } = self;
         let algorithm = algorithm.map_or("auto".to_owned(), |algorithm| format!("{algorithm:?}"));
         let [segment, streams] =
@@ -138,7 +144,7 @@ impl Options {
 
     /// The defaults, changed by the environment: `UNISONO_TRANSPORT`, `UNISONO_ALGORITHM`,
     /// `UNISONO_CANONICAL`, `UNISONO_TIMEOUT` (seconds), `UNISONO_STREAMS`, `UNISONO_SEGMENT`
-    /// and `UNISONO_STAGING` (bytes, as [`parse_size`] reads them), `UNISONO_ENCRYPT`, `UNISONO_THREADS`.
+    /// and `UNISONO_STAGING` (bytes, as [`parse_size`] reads them), `UNISONO_ENCRYPT`, `UNISONO_THREADS`, `UNISONO_REGION`.
     pub fn from_env() -> Result<Options, BadSetting> {
         Options::from_lookup(|name| std::env::var(name).ok())
     }
@@ -205,6 +211,7 @@ impl Options {
         options.staging = bytes("UNISONO_STAGING")?.unwrap_or(options.staging);
         options.streams = few("UNISONO_STREAMS", lookup("UNISONO_STREAMS"))?;
         options.threads = few("UNISONO_THREADS", lookup("UNISONO_THREADS"))?;
+        options.region = lookup("UNISONO_REGION").filter(|name| !name.is_empty());
         Ok(options)
     }
 
@@ -217,7 +224,7 @@ impl Options {
 
     /// A hash of the settings that must be equal on all ranks.
     pub(crate) fn fingerprint(&self) -> [u8; 32] {
-        let agreed = Options { threads: None, computing: None, ..self.clone() };
+        let agreed = Options { threads: None, computing: None, region: None, ..self.clone() };
         *blake3::hash(format!("{agreed:?}").as_bytes()).as_bytes()
     }
 }
@@ -300,11 +307,13 @@ mod tests {
     }
 
     #[test]
-    fn threads_of_ranks_may_differ() {
+    fn threads_and_regions_of_ranks_may_differ() {
         let threads = with("UNISONO_THREADS", "3").unwrap();
         assert_eq!(threads.threads, Some(3));
         let computing = Options { computing: Some(4), ..Options::default() };
-        for options in [threads, computing] {
+        let region = with("UNISONO_REGION", "north").unwrap();
+        assert_eq!(region.region.as_deref(), Some("north"));
+        for options in [threads, computing, region] {
             assert_eq!(options.fingerprint(), Options::default().fingerprint());
             assert_eq!(options.agreed(), Options::default().agreed());
         }

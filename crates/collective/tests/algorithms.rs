@@ -242,7 +242,9 @@ fn an_algorithm_forced_for_the_group_is_used_where_it_can_be() {
         let groups = Kind::Local.start(3, &options);
         on_all(&groups, |group| {
             let request = Request::sized(Op::AllReduce, Dtype::F32, 1000);
-            assert_eq!(group.explain(request).unwrap().chosen, algorithm);
+            let chosen = group.explain(request).unwrap().chosen;
+            // There is one region.
+            assert!(chosen == algorithm || algorithm == Algorithm::Regional, "{chosen}");
             let mut buffer = vec![group.rank() as i32; 1000];
             group.all_reduce(&mut buffer, Reduction::Sum).unwrap();
             assert_eq!(buffer, vec![3; 1000]);

@@ -158,16 +158,40 @@ fn topologies(world: usize) -> Vec<Topology> {
     ]
 }
 
+/// Several ways to place ranks on hosts, and hosts in regions.
+fn regions(world: usize) -> Vec<Topology> {
+    let mut all = Vec::new();
+    for topology in topologies(world).into_iter().filter(|topology| !topology.is_one_host()) {
+        let mut add = |region: &dyn Fn(usize) -> usize| {
+            let numbers: Vec<u32> = (0..topology.hosts()).map(|host| region(host) as u32).collect();
+            let topology = topology.clone().in_regions(&numbers);
+            if topology.regions() > 1 && !all.contains(&topology) {
+                all.push(topology);
+            }
+        };
+        add(&|host| host / 2);
+        add(&|host| host / 3);
+        add(&|host| host % 2);
+        add(&|host| host);
+        add(&|host| usize::from(host + 1 == topology.hosts()));
+    }
+    all
+}
+
 #[test]
 fn every_algorithm_every_small_world() {
     let mut checked = 0;
     for world in 1..=17 {
-        for topology in topologies(world) {
+        for topology in topologies(world).into_iter().chain(regions(world)) {
             for (op, algorithm) in
                 ops(world / 2).into_iter().flat_map(|op| Algorithm::ALL.map(|a| (op, a)))
             {
-                let hosts_matter = algorithm == Algorithm::Hierarchical;
-                if !hosts_matter && !topology.is_one_host() {
+                let matters = match algorithm {
+                    Algorithm::Regional => topology.regions() > 1,
+                    Algorithm::Hierarchical => topology.regions() == 1,
+                    _ => topology.is_one_host(),
+                };
+                if !matters {
                     continue;
                 }
                 let Some(schedules) = schedules(algorithm, op, &topology) else { continue };
@@ -212,7 +236,7 @@ fn the_blocks_of_a_fold_have_nothing_to_do_with_each_other() {
         .into_iter()
         .flat_map(|algorithm| (1..=12).map(move |world| (algorithm, world)))
     {
-        for topology in topologies(world) {
+        for topology in topologies(world).into_iter().chain(regions(world)) {
             for op in ops(world - 1) {
                 let what = format!("{algorithm} {op:?} of {topology:?}");
                 let all = schedules(algorithm, op, &topology).into_iter().flatten();
@@ -264,14 +288,22 @@ fn any_case() -> impl Strategy<Value = (Algorithm, Topology, Call)> {
             (1..=3_usize).prop_map(move |columns| columns * world),
         ];
         let flags = (any::<bool>(), any::<bool>());
+        let regions = prop_oneof![
+            Just(vec![0; world]),
+            (1..=world).prop_map(move |size| (0..world).map(|host| (host / size) as u32).collect()),
+            proptest::collection::vec(0..3_u32, world),
+        ];
         let rest = (1..=8_usize, 1..=4_usize, any::<u64>());
-        (algorithm, hosts, op, count, flags, rest).prop_map(
-            move |(algorithm, hosts, op, count, (uneven, in_place), (column, in_flight, seed))| {
+        (algorithm, (hosts, regions), op, count, flags, rest).prop_map(
+            move |(algorithm, places, op, count, (uneven, in_place), (column, in_flight, seed))| {
                 let count = if op.has_blocks() { count.min(512 / world) } else { count };
                 let in_place = in_place && !(op == Op::AllToAll && uneven);
                 let sizes = sizes(op, world, count, uneven);
                 let call = Call { op, sizes, column, in_place, in_flight, seed };
-                (algorithm, Topology::new(&hosts), call)
+                let (hosts, regions): (Vec<u32>, Vec<u32>) = places;
+                let topology = Topology::new(&hosts);
+                let regions = &regions[..topology.hosts()];
+                (algorithm, topology.in_regions(regions), call)
             },
         )
     })
@@ -301,6 +333,9 @@ proptest! {
         let hosts: Vec<u32> = (0..world).map(|rank| (rank / ranks_per_host) as u32).collect();
         let window = matches!(canonical, Algorithm::Window | Algorithm::WindowDirect);
         let topology = if window { Topology::one_host(world) } else { Topology::new(&hosts) };
+        let numbers: Vec<u32> = (0..topology.hosts()).map(|host| (host / 2) as u32).collect();
+        let topology = topology.in_regions(&numbers);
+        prop_assume!(canonical.supports(Op::AllReduce, &topology));
         let count = 11;
         let value = |rank: usize, index: usize| {
             let bits = (seed ^ (rank * count + index) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -400,11 +435,19 @@ fn mutants(schedule: &Schedule) -> Vec<(String, Schedule)> {
 #[test]
 fn every_mutant_is_noticed() {
     let mut killed = 0;
-    for hosts in [[0; 5], [0, 0, 0, 1, 1]] {
-        let topology = Topology::new(&hosts);
-        let world = hosts.len();
+    let one_region = [[0; 5], [0, 0, 0, 1, 1]].map(|hosts| Topology::new(&hosts));
+    let regions = [&[0, 0, 0, 1, 1][..], &[0, 1, 0, 1, 0], &[0, 0, 1, 2, 2]];
+    let regions = regions.map(|numbers| Topology::all_apart(5).in_regions(numbers));
+    let of_hosts = Topology::new(&[0, 0, 1, 1, 2]).in_regions(&[0, 0, 1]);
+    for topology in one_region.into_iter().chain(regions).chain([of_hosts]) {
+        let world = topology.world();
         for (op, algorithm) in ops(1).into_iter().flat_map(|op| Algorithm::ALL.map(|a| (op, a))) {
-            if (algorithm == Algorithm::Hierarchical) == topology.is_one_host() {
+            let matters = match algorithm {
+                Algorithm::Regional => true,
+                Algorithm::Hierarchical => !topology.is_one_host() && topology.regions() == 1,
+                _ => topology.is_one_host(),
+            };
+            if !matters {
                 continue;
             }
             let Some(schedules) = schedules(algorithm, op, &topology) else { continue };
@@ -449,6 +492,35 @@ fn a_race_is_noticed_under_every_seed() {
         call.in_place = false;
         let result = check(Algorithm::Direct, &call, &topology, &broken);
         assert!(result.is_ok(), "{result:?}");
+    }
+}
+
+/// What crosses between regions is what one rank for each region would send, however many hosts they have.
+#[test]
+fn as_little_as_possible_crosses_between_regions() {
+    for (world, hosts, regions) in
+        [(4, 4, vec![2, 2]), (8, 8, vec![4, 4]), (8, 4, vec![2, 2]), (16, 16, vec![4, 4, 4, 4])]
+    {
+        let numbers: Vec<u32> = (0..world).map(|rank| (rank * hosts / world) as u32).collect();
+        let region = |(region, hosts): (usize, &usize)| vec![region as u32; *hosts];
+        let of_hosts: Vec<u32> = regions.iter().enumerate().flat_map(region).collect();
+        let topology = Topology::new(&numbers).in_regions(&of_hosts);
+        let all = schedules(Algorithm::Regional, Op::AllReduce, &topology).expect("supported");
+        let mut crossing = vec![0; regions.len()];
+        for (rank, schedule) in all.iter().enumerate() {
+            let rounds = schedule.phases.iter().filter_map(|phase| match phase {
+                Phase::Rounds(rounds) => Some(&rounds.rounds),
+                Phase::Window(_) => None,
+            });
+            for send in rounds.flatten().flat_map(|round| &round.sends) {
+                if !topology.share_region(rank, send.to) {
+                    crossing[topology.region(topology.host(rank))] += send.blocks.len();
+                }
+            }
+        }
+        let count = regions.len();
+        let least = 2 * (count - 1) * all[0].parts as usize;
+        assert!(crossing.iter().all(|sent| sent * count == least), "{crossing:?} of {least}");
     }
 }
 

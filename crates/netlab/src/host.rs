@@ -252,8 +252,9 @@ impl Host {
     }
 
     fn probe_sockets(&self) -> io::Result<(UdpSocket, UdpSocket)> {
-        let receiver =
-            run_behind(self.switch.door(), "probe", || UdpSocket::bind((Switch::ADDRESS, 0)))??;
+        let receiver = run_behind(self.switch.door(), "probe", || {
+            UdpSocket::bind((self.switch.address(), 0))
+        })??;
         receiver.set_read_timeout(Some(PROBE_INTERVAL))?;
         let sender =
             run_behind(self.namespace.door(), "probe", || UdpSocket::bind((self.address(), 0)))??;

@@ -10,6 +10,7 @@ use crate::iproute::iproute;
 use crate::link::Link;
 use crate::namespace::{Door, Namespace};
 use crate::owner::Owner;
+use crate::relay::Relay;
 use crate::{Fault, LabError};
 
 /// Set to `require`, this variable makes [`lab_or_skip`] panic where it would skip.
@@ -18,10 +19,14 @@ const MODE: &str = "UNISONO_NETLAB";
 /// Numbers the labs of this process.
 static LABS: AtomicU64 = AtomicU64::new(0);
 
-/// Some hosts that reach each other, and nothing else, through a switch.
+/// Some hosts that reach each other, and nothing else, through a switch, or through one for each region.
 #[derive(Debug)]
 pub struct Lab {
     hosts: Vec<Host>,
+    /// Between the switches of regions, where those delay or lose packets.
+    _relays: Vec<Relay>,
+    /// Ends after what is linked to it.
+    _backbone: Option<Switch>,
 }
 
 impl Lab {
@@ -33,6 +38,21 @@ impl Lab {
     pub fn new(hosts: usize, link: Link) -> Result<Lab, LabError> {
         Namespace::sweep();
         Lab::build(hosts, &link).map_err(|error| match error {
+            LabError::Unavailable(_) => error,
+            other => LabError::Unavailable(other.into()),
+        })
+    }
+
+    /// Builds a lab of several regions: so many hosts in each, which are numbered one region after the other. The hosts have
+    /// one link `inside` each, to the switch of their region. All hosts of a region share one link `between`, over which
+    /// its switch reaches those of the others.
+    ///
+    /// # Errors
+    ///
+    /// As [`Lab::new`].
+    pub fn in_regions(regions: &[usize], inside: Link, between: Link) -> Result<Lab, LabError> {
+        Namespace::sweep();
+        Lab::build_regions(regions, &inside, &between).map_err(|error| match error {
             LabError::Unavailable(_) => error,
             other => LabError::Unavailable(other.into()),
         })
@@ -83,22 +103,47 @@ impl Lab {
     }
 
     fn build(hosts: usize, link: &Link) -> Result<Lab, LabError> {
-        let owner = Owner::current().map_err(|error| {
-            LabError::Unavailable(format!("/proc cannot be read: {error}").into())
-        })?;
-        let lab = LABS.fetch_add(1, Ordering::Relaxed);
-        let switch = Arc::new(Switch::create(owner.name(lab, "switch"))?);
+        let (owner, lab) = next()?;
+        let switch = Arc::new(Switch::create(owner.name(lab, "switch"), 0)?);
         let hosts = (0..hosts)
             .map(|index| Host::plug(index, owner.name(lab, index), &switch, link))
             .collect::<Result<Vec<_>, _>>()?;
-        for host in &hosts {
+        Lab { hosts, _relays: Vec::new(), _backbone: None }.checked()
+    }
+
+    fn build_regions(regions: &[usize], inside: &Link, between: &Link) -> Result<Lab, LabError> {
+        let (owner, lab) = next()?;
+        let backbone = Switch::create(owner.name(lab, "backbone"), 0)?;
+        let (mut hosts, mut relays) = (Vec::new(), Vec::new());
+        for (region, count) in regions.iter().enumerate() {
+            let name = owner.name(lab, format!("region{region}"));
+            let switch = Arc::new(Switch::create(name, region + 1)?);
+            relays.extend(backbone.plug(region, &switch, between)?);
+            for _ in 0..*count {
+                let index = hosts.len();
+                hosts.push(Host::plug(index, owner.name(lab, index), &switch, inside)?);
+            }
+        }
+        Lab { hosts, _relays: relays, _backbone: Some(backbone) }.checked()
+    }
+
+    /// The lab, once all links of hosts carry packets.
+    fn checked(self) -> Result<Lab, LabError> {
+        for host in &self.hosts {
             if !host.reaches_switch()? {
                 let reason = format!("the link of host {} carries nothing", host.index());
                 return Err(LabError::Unavailable(reason.into()));
             }
         }
-        Ok(Lab { hosts })
+        Ok(self)
     }
+}
+
+/// Whose the next lab is, and its number.
+fn next() -> Result<(Owner, u64), LabError> {
+    let owner = Owner::current()
+        .map_err(|error| LabError::Unavailable(format!("/proc cannot be read: {error}").into()))?;
+    Ok((owner, LABS.fetch_add(1, Ordering::Relaxed)))
 }
 
 /// Builds a lab, or says on stderr that the calling test is skipped and why.
@@ -109,7 +154,20 @@ impl Lab {
 ///
 /// If the lab is required and cannot be built.
 pub fn lab_or_skip(hosts: usize, link: Link) -> Option<Lab> {
-    let error = match Lab::new(hosts, link) {
+    or_skip(Lab::new(hosts, link))
+}
+
+/// As [`lab_or_skip`], of [several regions](Lab::in_regions).
+///
+/// # Panics
+///
+/// As [`lab_or_skip`].
+pub fn regions_or_skip(regions: &[usize], inside: Link, between: Link) -> Option<Lab> {
+    or_skip(Lab::in_regions(regions, inside, between))
+}
+
+fn or_skip(lab: Result<Lab, LabError>) -> Option<Lab> {
+    let error = match lab {
         Ok(lab) => return Some(lab),
         Err(error) => error,
     };
@@ -130,11 +188,13 @@ pub(crate) fn skip(problem: &str, advice: &str) {
     let _ = writeln!(io::stderr(), "SKIPPED {test}: {problem}; {advice}");
 }
 
-/// The bridge to which all hosts are linked, in a namespace of its own. It has an address so that
+/// The bridge to which all hosts are linked, or all of a region, in a namespace of its own. It has an address so that
 /// a host can prove that its link works.
 #[derive(Debug)]
 pub(crate) struct Switch {
     namespace: Namespace,
+    /// Its number in the lab.
+    number: u8,
 }
 
 impl Switch {
@@ -146,20 +206,55 @@ impl Switch {
     pub(crate) const NETWORK_V6: Ipv6Addr =
         Ipv6Addr::new(0xfd75, 0x6e69, 0x736f, 0x6e6f, 0, 0, 0, 0);
     pub(crate) const PREFIX_V6: u8 = 64;
-    pub(crate) const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 77, 255, 254);
 
-    /// A bridge takes over the address of one of its ports unless it is given its own, and hosts
-    /// would go on to send to the former.
-    const MAC: &str = "02:75:6e:69:73:6f";
+    /// Of the switch of a region: its way to the others.
+    const UP: &str = "uplink";
 
-    fn create(name: String) -> Result<Switch, LabError> {
+    fn create(name: String, number: usize) -> Result<Switch, LabError> {
+        let number = u8::try_from(number).ok().filter(|number| *number < 254);
+        let number =
+            number.ok_or_else(|| LabError::Unavailable("a lab has at most 253 switches".into()))?;
         let namespace = Namespace::create(name)?;
-        let (name, device) = (namespace.name(), Switch::DEVICE);
-        iproute(&format!("ip -n {name} link add {device} address {} type bridge", Switch::MAC))?;
-        let address = format!("{}/{}", Switch::ADDRESS, Switch::PREFIX_V4);
+        let switch = Switch { namespace, number };
+        let (name, device) = (switch.namespace(), Switch::DEVICE);
+        // A bridge takes over the address of one of its ports unless it is given its own, and hosts
+        // would go on to send to the former.
+        let mac = format!("02:75:6e:69:73:{number:02x}");
+        iproute(&format!("ip -n {name} link add {device} address {mac} type bridge"))?;
+        let address = format!("{}/{}", switch.address(), Switch::PREFIX_V4);
         iproute(&format!("ip -n {name} addr add {address} dev {device}"))?;
         iproute(&format!("ip -n {name} link set {device} up"))?;
-        Ok(Switch { namespace })
+        Ok(switch)
+    }
+
+    pub(crate) fn address(&self) -> Ipv4Addr {
+        Ipv4Addr::new(10, 77, 255, 254 - self.number)
+    }
+
+    /// Links the switch of a region to this one.
+    fn plug(&self, region: usize, other: &Switch, link: &Link) -> Result<Option<Relay>, LabError> {
+        let (port, up) = (format!("r{region}"), Switch::UP);
+        let (here, there) = (self.namespace(), other.namespace());
+        let relay = match link.path() {
+            Some(path) => {
+                let relay = Relay::start((other.door(), up), (self.door(), &port), path);
+                let failed = |source: io::Error| LabError::Unavailable(source.into());
+                Some(relay.map_err(failed)?)
+            }
+            None => {
+                iproute(&format!(
+                    "ip -n {here} link add {port} type veth peer name {up} netns {there}"
+                ))?;
+                None
+            }
+        };
+        for (namespace, device) in [(here, port.as_str()), (there, up)] {
+            // What comes through a switch is not held back by its sender, so both ends drop what does not fit.
+            iproute(&link.shape_switch(namespace, device))?;
+            let bridge = Switch::DEVICE;
+            iproute(&format!("ip -n {namespace} link set {device} master {bridge} up"))?;
+        }
+        Ok(relay)
     }
 
     pub(crate) fn namespace(&self) -> &str {

@@ -15,6 +15,8 @@
 //!                  switch
 //! ```
 //!
+//! A lab of several regions ([`Lab::in_regions`]) has such a switch for each, and one more to which those are linked.
+//!
 //! Faults are injected through the host they strike: [`Host::cut`] and [`Host::heal`] its link,
 //! [`Host::kill`] its processes. [`Lab::separate`] splits the network in two. Each verifies its effect and fails when there was none, so a
 //! test cannot pass because its fault did nothing.
@@ -80,6 +82,6 @@ mod wiretap;
 pub use error::{Fault, LabError};
 pub use etcd::{EtcdCertificates, EtcdCluster, EtcdOptions, etcd_on_or_skip, etcd_or_skip};
 pub use host::Host;
-pub use lab::{Lab, lab_or_skip};
+pub use lab::{Lab, lab_or_skip, regions_or_skip};
 pub use link::{Link, Rate};
 pub use wiretap::Wiretap;

@@ -11,7 +11,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use unisono_netlab::{Fault, Host, Lab, LabError, Link, Rate, lab_or_skip};
+use unisono_netlab::{Fault, Host, Lab, LabError, Link, Rate, lab_or_skip, regions_or_skip};
 
 /// How long anything may take before a test calls it hung.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -375,5 +375,38 @@ fn assert_no_effect<T: std::fmt::Debug>(result: Result<T, LabError>, expected: F
     match result {
         Err(LabError::NoEffect { fault, .. }) => assert_eq!(fault, expected),
         other => panic!("{expected} should have had no effect: {other:?}"),
+    }
+}
+
+#[test]
+fn regions_are_close_inside_and_far_from_each_other() {
+    const DELAY: Duration = Duration::from_millis(20);
+    let between = Link::new(Rate::mbit(100)).with_delay(DELAY);
+    let Some(lab) = regions_or_skip(&[2, 1], LINK, between) else { return };
+    let shortest = |from: usize, to: usize| {
+        let [here, peer] = [from, to].map(|index| datagram_socket(lab.host(index), Host::address));
+        let round_trip = || {
+            let start = Instant::now();
+            here.send_to(b"ping", peer.local_addr().unwrap()).unwrap();
+            assert_eq!(receive(&peer), b"ping");
+            peer.send_to(b"pong", here.local_addr().unwrap()).unwrap();
+            assert_eq!(receive(&here), b"pong");
+            start.elapsed()
+        };
+        (0..5).map(|_| round_trip()).min().unwrap()
+    };
+    let (inside, out, back) = (shortest(0, 1), shortest(0, 2), shortest(2, 1));
+    assert!(inside < DELAY, "{inside:?} inside a region");
+    for between in [out, back] {
+        assert!((2 * DELAY..4 * DELAY).contains(&between), "{between:?} between regions");
+    }
+    exchange(lab.host(0), lab.host(2), Host::address_v6);
+}
+
+#[test]
+fn regions_without_delay_reach_each_other() {
+    let Some(lab) = regions_or_skip(&[1, 1, 1], LINK, LINK) else { return };
+    for (from, to) in [(0, 1), (1, 2), (2, 0)] {
+        exchange(lab.host(from), lab.host(to), Host::address);
     }
 }

@@ -44,7 +44,7 @@ pub struct CollectiveArgs {
     #[arg(long, default_value_t = 4)]
     factor: usize,
     /// Use this algorithm instead of the cheapest: ring, tree, double-tree, halving-doubling,
-    /// recursive-doubling, pairwise, direct, window, window-direct or hierarchical.
+    /// recursive-doubling, pairwise, direct, window, window-direct, hierarchical or regional.
     #[arg(long)]
     algorithm: Option<Algorithm>,
     /// Use memory that the ranks of a host read of each other in place, as `Group::allocate` makes it: for

@@ -20,7 +20,7 @@ use crate::state::GroupState;
 use crate::window::WindowMemory;
 use crate::window::clocks::Clocks;
 
-use super::{CallPlan, Engine, Explanation, Memory, SharedMemory, tune};
+use super::{CallPlan, Engine, Explanation, Memory, SharedMemory, survey, tune};
 
 /// Segments in flight over links. More: more overlap of sending, receiving and folding, until the
 /// socket buffers hold them all anyway. Fewer: less scratch memory.
@@ -233,6 +233,23 @@ impl HostEngine {
         unsafe { self.links.run(&run, &mut self.helpers) }
     }
 
+    /// Finds out which hosts are in one region, from the name that this rank gives its own or by measuring, unless rank
+    /// 0 knows of an earlier group that had one, or all hosts `are_one` machine.
+    pub(crate) fn find_regions(
+        &mut self,
+        name: Option<&str>,
+        known: Option<&Costs>,
+        are_one: bool,
+    ) -> Result<(), Error> {
+        let regions = survey::regions(self, name, known, are_one)?;
+        self.topology = self.topology.clone().in_regions(&regions);
+        // What was planned before did not know of them.
+        self.contests.clear();
+        self.schedules.clear();
+        self.plans.clear();
+        Ok(())
+    }
+
     /// Measures the group, from which on calls are priced by its own costs.
     pub(crate) fn measure(&mut self, crowd: f64) -> Result<(), Error> {
         tune::measure(self, crowd)
@@ -393,6 +410,8 @@ impl HostEngine {
             Algorithm::Window if self.costs.crowd <= 1.0 => 1 << 20,
             Algorithm::Window | Algorithm::WindowDirect => 256 << 10,
             Algorithm::Hierarchical => 1 << 20,
+            // Its segments go through the windows one after the other, and each waits for other regions.
+            Algorithm::Regional if !self.topology.is_all_apart() => LARGEST_SEGMENT,
             _ if self.costs.crowd > 1.0 => far.max(512 << 10),
             // Messages that are as long with any number of ranks.
             _ => far.max((256 << 10) * self.topology.world().clamp(2, 8)),

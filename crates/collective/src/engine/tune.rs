@@ -2,7 +2,8 @@
 //!
 //! Pairs of ranks exchange a few messages over each class of link, the ranks of a host wait for
 //! each other a few times, and every rank copies and folds a little memory by itself. The ranks
-//! then average what they found, so that all of them choose alike. It takes a few milliseconds.
+//! then average what they found, so that all of them choose alike. It takes a few milliseconds,
+//! and where there are [several regions](super::survey) a few dozen times as long as a message between them.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -54,6 +55,12 @@ const PROBE: usize = 64 << 10;
 /// Bytes of the second one, if the first was quick enough.
 const LARGE_PROBE: usize = 512 << 10;
 
+/// Exchanges over a link between regions that are timed as one, and how often. The first is even: two ranks that begin at
+/// different times take turns in finding the other's message there already. Larger: worlds with regions form later. Smaller:
+/// links that lose packets, and those whose rate TCP has not found out yet, are measured less well.
+const TURNS: usize = 2;
+const WIDE_BATCHES: usize = 6;
+
 /// Seconds the first measurement may take for the second to follow.
 const QUICK: f64 = 2e-3;
 
@@ -73,6 +80,8 @@ enum Finding {
     FarProbe,
     NearLarge,
     FarLarge,
+    WideLatency,
+    WideProbe,
     All,
     WindowCopy,
     WindowFold,
@@ -83,7 +92,7 @@ enum Finding {
 }
 
 impl Finding {
-    const COUNT: usize = 14;
+    const COUNT: usize = 16;
 }
 
 impl Findings {
@@ -136,8 +145,8 @@ impl Effort {
 /// Measures the group and tells the engine.
 pub fn measure(engine: &mut HostEngine, crowd: f64) -> Result<(), Error> {
     let topology = engine.topology.clone();
-    let (near, far) =
-        (partner(&topology, engine.rank, true), partner(&topology, engine.rank, false));
+    let [near, far, wide] =
+        [Class::Near, Class::Far, Class::Wide].map(|class| partner(&topology, engine.rank, class));
     let short = Effort::of(topology.world()).short;
     let mut own = Findings::default();
     own.add(Finding::Crowd, Some(crowd));
@@ -152,6 +161,13 @@ pub fn measure(engine: &mut HostEngine, crowd: f64) -> Result<(), Error> {
     let first = |rank| topology.members(topology.host(rank))[0] == rank;
     let far_rate = far.filter(|_| first(engine.rank));
     own.add(Finding::FarProbe, exchange(engine, far_rate, PROBE, LONG)?);
+    // All pairs of hosts at once, so that the rate is that of the whole way between their regions.
+    if let Some(peer) = wide.filter(|_| first(engine.rank)) {
+        let times = WIDE_BATCHES;
+        let latency = exchange_with(engine, &[peer], 0, TURNS, times)?;
+        own.add(Finding::WideLatency, Some(latency));
+        own.add(Finding::WideProbe, Some(exchange_with(engine, &[peer], PROBE, TURNS, times)?));
+    }
     own.add(Finding::All, all_to_all(engine)?);
     own.add(Finding::Copy, Some(copy()));
     own.add(Finding::Fold, Some(fold()));
@@ -202,18 +218,18 @@ fn costs(findings: &Findings, large: &Findings, topology: &Topology) -> Costs {
     let fold = findings.mean(Finding::Fold).unwrap_or(typical.fold) * crowd;
     let host = (0..topology.hosts()).map(|h| topology.members(h).len()).max().unwrap_or(1);
     let window = window_cost(findings, fold, crowd, host as f64);
+    // On a busy machine an empty message may take as long as a full one. A byte is not free for
+    // that: it is copied into a socket and out of it.
+    let copies = 2.0 * findings.mean(Finding::Copy).unwrap_or(Costs::default().window.copy);
     let link = |latency, probe, large_probe, typical: LinkCost| {
         let Some(latency) = findings.mean(latency) else { return typical };
-        // On a busy machine an empty message may take as long as a full one. A byte is not free for
-        // that: it is copied into a socket and out of it.
-        let copies = 2.0 * findings.mean(Finding::Copy).unwrap_or(Costs::default().window.copy);
         let rate = |seconds: f64, bytes: usize| ((seconds - latency) / bytes as f64).max(copies);
         let byte = match (large.mean(large_probe), findings.mean(probe)) {
             (Some(seconds), _) => rate(seconds, LARGE_PROBE),
             (None, Some(seconds)) => rate(seconds, PROBE),
             (None, None) => typical.byte,
         };
-        let peers = topology.world().min(MANY) as f64 - 1.0;
+        let peers = together(topology) as f64 - 1.0;
         let message = match findings.mean(Finding::All) {
             // The first exchange is the latency, every further one an effort.
             Some(all) if peers > 1.0 => (all - latency).max(0.0) / (2.0 * (peers - 1.0)),
@@ -224,10 +240,21 @@ fn costs(findings: &Findings, large: &Findings, topology: &Topology) -> Costs {
         let message = message.min(UNLIKELY * crowd * typical.message);
         LinkCost { latency: (latency - 2.0 * message).max(latency / 4.0), message, byte }
     };
+    let near = link(Finding::NearLatency, Finding::NearProbe, Finding::NearLarge, typical.near);
+    let far = link(Finding::FarLatency, Finding::FarProbe, Finding::FarLarge, typical.far);
+    let wide = findings.mean(Finding::WideLatency).map_or(typical.wide, |latency| {
+        let pairs = topology.smallest_region() as f64;
+        let byte = findings.mean(Finding::WideProbe).map_or(typical.wide.byte, |seconds| {
+            ((seconds - latency) / (pairs * PROBE as f64)).max(copies / pairs)
+        });
+        // The effort of a message is that of its sender and receiver, however far apart they are.
+        LinkCost { latency, message: far.message, byte }
+    });
     Costs {
         window,
-        near: link(Finding::NearLatency, Finding::NearProbe, Finding::NearLarge, typical.near),
-        far: link(Finding::FarLatency, Finding::FarProbe, Finding::FarLarge, typical.far),
+        near,
+        far,
+        wide,
         fold,
         crowd,
         threads: findings.mean(Finding::Threads).unwrap_or(typical.threads),
@@ -254,18 +281,40 @@ fn window_cost(findings: &Findings, fold: f64, crowd: f64, ranks: f64) -> Window
     }
 }
 
+/// A class of links.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Class {
+    /// Inside a host.
+    Near,
+    /// Between hosts of a region.
+    Far,
+    /// Between regions.
+    Wide,
+}
+
 /// With which rank another measures a class of links; partners name each other.
-fn partner(topology: &Topology, rank: usize, near: bool) -> Option<usize> {
+fn partner(topology: &Topology, rank: usize, class: Class) -> Option<usize> {
     let host = topology.host(rank);
     let place = topology.members(host).iter().position(|&m| m == rank)?;
-    if near {
-        return topology.members(host).get(place ^ 1).copied();
-    }
-    let other = host ^ 1;
-    if other >= topology.hosts() {
-        return None;
-    }
+    let region = topology.region(host);
+    let host_place = topology.hosts_of(region).iter().position(|&h| h == host)?;
+    let other = match class {
+        Class::Near => return topology.members(host).get(place ^ 1).copied(),
+        Class::Far => *topology.hosts_of(region).get(host_place ^ 1)?,
+        // As many pairs of hosts between any two regions.
+        Class::Wide if host_place >= topology.smallest_region() => return None,
+        Class::Wide if region ^ 1 >= topology.regions() => return None,
+        Class::Wide => topology.hosts_of(region ^ 1)[host_place],
+    };
     topology.members(other).get(place).copied()
+}
+
+/// How many ranks at a time send an empty message to each other: ranks of one region, as many as each has.
+fn together(topology: &Topology) -> usize {
+    let ranks = |region| -> usize {
+        topology.hosts_of(region).iter().map(|host| topology.members(*host).len()).sum()
+    };
+    (0..topology.regions()).map(ranks).min().unwrap_or(1).min(MANY)
 }
 
 /// Seconds until all ranks of the host have noticed that all have arrived.
@@ -332,15 +381,18 @@ fn exchange(
     repetitions: usize,
 ) -> Result<Option<f64>, Error> {
     let Some(partner) = partner else { return Ok(None) };
-    exchange_with(engine, &[partner], bytes, repetitions).map(Some)
+    let batches = Effort::of(engine.topology.world()).batches;
+    exchange_with(engine, &[partner], bytes, repetitions, batches).map(Some)
 }
 
-/// Seconds that a rank and others take to exchange messages of `bytes`; they name each other.
-fn exchange_with(
+/// Seconds that a rank and others take to exchange messages of `bytes`; they name each other. So many times in one batch;
+/// the quickest of the batches counts.
+pub fn exchange_with(
     engine: &mut HostEngine,
     peers: &[usize],
     bytes: usize,
     repetitions: usize,
+    batches: usize,
 ) -> Result<f64, Error> {
     let sends = peers.iter().map(|&to| Send { to, blocks: 0..1, from: Area::Input }).collect();
     let recvs = peers.iter().map(|&from| Recv { from, blocks: 0..1, into: Area::Output }).collect();
@@ -358,7 +410,7 @@ fn exchange_with(
         rank,
         state: &state,
     };
-    quickest_of(Effort::of(engine.topology.world()).batches, || {
+    quickest_of(batches, || {
         for _ in 0..repetitions {
             // SAFETY: the buffers are the two halves of `memory`.
             unsafe { engine.links.run(&run, &mut engine.helpers) }?;
@@ -368,9 +420,22 @@ fn exchange_with(
 }
 
 /// Seconds that ranks take to send an empty message to each other: all of them, or, where they are many,
-/// so many at a time, so that none needs a link to each other one.
+/// so many at a time, so that none needs a link to each other one. Of several regions, ranks of the same.
 fn all_to_all(engine: &mut HostEngine) -> Result<Option<f64>, Error> {
     let (rank, world) = (engine.rank, engine.topology.world());
+    let Effort { batches, short } = Effort::of(world);
+    if engine.topology.regions() > 1 {
+        let count = together(&engine.topology);
+        let ranks = (0..world).filter(|other| engine.topology.share_region(*other, rank));
+        let ranks: Vec<usize> = ranks.take(count).collect();
+        let Some(place) = ranks.iter().position(|other| *other == rank) else { return Ok(None) };
+        let after = (1..count).map(|distance| ranks[(place + distance) % count]);
+        let peers: Vec<usize> = after.collect();
+        if peers.is_empty() {
+            return Ok(None);
+        }
+        return exchange_with(engine, &peers, 0, short, batches).map(Some);
+    }
     if world > MANY {
         let first = rank / MANY * MANY;
         if first + MANY > world {
@@ -378,7 +443,7 @@ fn all_to_all(engine: &mut HostEngine) -> Result<Option<f64>, Error> {
         }
         let after = (1..MANY).map(|distance| first + (rank - first + distance) % MANY);
         let peers: Vec<usize> = after.collect();
-        return exchange_with(engine, &peers, 0, Effort::of(world).short).map(Some);
+        return exchange_with(engine, &peers, 0, short, batches).map(Some);
     }
     let Effort { batches, short } = Effort::for_all(engine.topology.world());
     quickest_of(batches, || {
@@ -506,6 +571,7 @@ mod tests {
     }
 
     #[test]
+<<<<<<< HEAD
     fn a_busy_machine_does_not_make_messages_dear() {
         let far = |latency: f64, all: f64, world: usize| {
             let mut findings = Findings::default();
@@ -520,5 +586,35 @@ mod tests {
         // A long way is no effort: what is not believed of the message is latency.
         assert_eq!(far(20e-3, 20e-3, 2).latency, 20e-3 - 2.0 * most);
         assert_eq!(far(40e-6, 40e-6, 2).message, 10e-6);
+=======
+    fn partners_name_each_other_and_share_what_their_class_says() {
+        let regions = Topology::new(&[0, 0, 1, 1, 2, 2, 3, 4]).in_regions(&[0, 0, 1, 1, 1]);
+        let mut measured = [0; 3];
+        for topology in [regions, Topology::new(&[0, 1, 0, 1, 2]), Topology::one_host(3)] {
+            for rank in 0..topology.world() {
+                for class in [Class::Near, Class::Far, Class::Wide] {
+                    let Some(other) = partner(&topology, rank, class) else { continue };
+                    assert_eq!(partner(&topology, other, class), Some(rank), "{class:?}");
+                    assert_eq!(topology.together(rank, other), class == Class::Near);
+                    assert_eq!(topology.share_region(rank, other), class != Class::Wide);
+                    measured[class as usize] += 1;
+                }
+            }
+        }
+        assert!(measured.iter().all(|pairs| *pairs > 0), "{measured:?}");
+    }
+
+    #[test]
+    fn the_rate_between_regions_is_that_of_all_their_hosts() {
+        let mut findings = Findings::default();
+        findings.add(Finding::FarLatency, Some(100e-6));
+        findings.add(Finding::WideLatency, Some(20e-3));
+        findings.add(Finding::WideProbe, Some(20e-3 + 2e-3));
+        let topology = Topology::all_apart(4).in_regions(&[0, 0, 1, 1]);
+        let costs = costs(&findings, &Findings::default(), &topology);
+        let expected = 2e-3 / (2.0 * PROBE as f64);
+        assert!((costs.wide.byte / expected - 1.0).abs() < 1e-9);
+        assert_eq!((costs.wide.latency, costs.wide.message), (20e-3, costs.far.message));
+>>>>>>> regions
     }
 }

@@ -27,7 +27,8 @@ impl HostId {
     /// This host.
     pub fn current() -> HostId {
         let boot = std::fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-        let network = std::fs::read_link("/proc/self/ns/net").unwrap_or_default();
+        // That of the thread, which makes the sockets.
+        let network = std::fs::read_link("/proc/thread-self/ns/net").unwrap_or_default();
         let mut hasher = blake3::Hasher::new();
         hasher.update(&boot).update(network.as_os_str().as_encoded_bytes());
         if boot.is_empty() {

@@ -99,6 +99,10 @@ impl Connector for LocalHub {
         }
         Ok(fabric)
     }
+
+    fn is_one_machine(&self, _: &GroupSetup) -> bool {
+        true
+    }
 }
 
 /// What the other ranks have opened to one.

@@ -87,6 +87,13 @@ pub trait Connector: Send + Sync {
     /// Connects this rank to the other members.
     fn connect(self: Arc<Self>, setup: &GroupSetup) -> Result<Fabric, FormError>;
 
+    /// Whether all members are known to be on one machine, whatever their transport: then none of them is far from another.
+    /// Equal on all of them.
+    fn is_one_machine(&self, setup: &GroupSetup) -> bool {
+        let _ = setup;
+        false
+    }
+
     /// Ends the attempts of this rank to form groups, now and from now on: its epoch is over.
     fn abandon(&self) {}
 }

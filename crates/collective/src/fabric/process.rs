@@ -115,6 +115,12 @@ impl Connector for ProcessHub {
         Ok(Fabric { topology, control, regions, cores, network: Arc::new(network) })
     }
 
+    fn is_one_machine(&self, setup: &GroupSetup) -> bool {
+        let mut hosts = setup.members.iter().map(|&member| self.roster[member.0].host);
+        let first = hosts.next();
+        hosts.all(|host| Some(host) == first)
+    }
+
     fn abandon(&self) {
         self.inbox.abandon();
     }

@@ -46,8 +46,8 @@ pub struct Group {
 enum Pricing {
     /// It is measured.
     Measured,
-    /// From the group that it is part of.
-    Inherited(Costs),
+    /// From the group that it is part of, as are the regions of its ranks.
+    Inherited(Costs, Vec<u32>),
     /// From what this rank knows of an earlier group; rank 0's count.
     Known(Option<Costs>),
 }
@@ -119,8 +119,8 @@ impl Group {
 
     /// As [`Group::world`], for ranks of which some were in a group before: they hand over the
     /// [costs](Group::costs) of the last one, others `None`. If rank 0 has some that will do, all ranks
-    /// go by those, and the group forms without the measurement. All ranks must call this, and none
-    /// [`Group::world`].
+    /// go by those, and the group forms without the measurement; where there were [regions](Options::region),
+    /// they are looked for again. All ranks must call this, and none [`Group::world`].
     pub fn world_again(
         connector: Arc<dyn Connector>,
         epoch: Arc<Epoch>,
@@ -159,7 +159,7 @@ impl Group {
         &self.inner.setup.options
     }
 
-    /// Which ranks share a host.
+    /// Which ranks share a host, and which hosts a region.
     pub fn topology(&self) -> &Topology {
         &self.inner.topology
     }
@@ -215,7 +215,14 @@ impl Group {
         }
         let world = setup.members.len();
         let fabric = connector.clone().connect(&setup)?;
-        let Fabric { topology, control, regions, cores, network } = fabric;
+        let are_one_machine = connector.is_one_machine(&setup);
+        let Fabric { mut topology, control, regions, cores, network } = fabric;
+        let region = setup.options.region.clone();
+        if let Pricing::Inherited(_, of_ranks) = &pricing {
+            let first = |host| of_ranks[topology.members(host)[0]];
+            let of_hosts: Vec<u32> = (0..topology.hosts()).map(first).collect();
+            topology = topology.in_regions(&of_hosts);
+        }
         let crowd = cores.crowd;
         // A part of this group has no more: the other ranks of the host are still there.
         let Options { threads, computing, .. } = setup.options;
@@ -245,10 +252,11 @@ impl Group {
         });
         let helpers = Helpers::new(setup.me, threads, world, crowd <= 1.0, state.rest().clone());
         let options = setup.options.clone();
-        let costs = if let Pricing::Inherited(costs) = pricing { costs } else { Costs::default() };
+        let costs =
+            if let Pricing::Inherited(costs, _) = &pricing { *costs } else { Costs::default() };
         let mut host = HostEngine::new(
             setup.me,
-            topology.clone(),
+            topology,
             options.clone(),
             links,
             window,
@@ -258,13 +266,17 @@ impl Group {
         );
         epoch.enter(&state);
 
+        let known = if let Pricing::Known(costs) = &pricing { costs.as_ref() } else { None };
+        if world > 1 && !matches!(pricing, Pricing::Inherited(..)) {
+            host.find_regions(region.as_deref(), known, are_one_machine)?;
+        }
         match pricing {
             _ if world == 1 => {}
-            Pricing::Inherited(_) => {}
+            Pricing::Inherited(..) => {}
             Pricing::Known(costs) if host.agree_on_costs(costs, crowd)? => {}
             Pricing::Known(_) | Pricing::Measured => host.measure(crowd)?,
         }
-        let costs = *host.costs();
+        let (costs, topology) = (*host.costs(), host.topology().clone());
         let engine = make_engine(host).inspect_err(|error| {
             // Ranks that agree on why there is none are told already; others may wait for this one in the engine.
             if !matches!(error, FormError::Device { .. }) {

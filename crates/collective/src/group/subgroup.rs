@@ -95,7 +95,8 @@ impl Group {
             options: inner.setup.options.clone(),
         };
         let (connector, epoch) = (inner.connector.clone(), inner.epoch.clone());
-        let pricing = Pricing::Inherited(inner.costs);
+        let region = |&m: &usize| inner.topology.region(inner.topology.host(m)) as u32;
+        let pricing = Pricing::Inherited(inner.costs, members.iter().map(region).collect());
         let formed = Group::form(connector, epoch, setup, pricing, make_engine);
         formed.map_err(|error| match error {
             // A rank that is missed here is about to be missed in this group, whose error says more.

@@ -2,7 +2,8 @@
 
 use super::{
     Area, Fold, Op, Phase, Problem, Round, Schedule, Topology, agreement, block, direct,
-    double_tree, halving_doubling, hierarchical, pairwise, recursive_doubling, ring, tree, window,
+    double_tree, halving_doubling, hierarchical, pairwise, recursive_doubling, regional, ring,
+    tree, window,
 };
 use crate::tree::Tree;
 
@@ -30,11 +31,13 @@ pub enum Algorithm {
     Hierarchical,
     /// In every step, pairs of ranks exchange all they have added so far.
     RecursiveDoubling,
+    /// Inside the regions, then between counterparts of different regions, then inside the regions.
+    Regional,
 }
 
 impl Algorithm {
     /// Every algorithm, in the order of their wire codes.
-    pub const ALL: [Algorithm; 10] = [
+    pub const ALL: [Algorithm; 11] = [
         Algorithm::Ring,
         Algorithm::Tree,
         Algorithm::DoubleTree,
@@ -45,6 +48,7 @@ impl Algorithm {
         Algorithm::WindowDirect,
         Algorithm::Hierarchical,
         Algorithm::RecursiveDoubling,
+        Algorithm::Regional,
     ];
 
     /// The algorithm with this wire code, which is its place in [`Algorithm::ALL`].
@@ -65,6 +69,7 @@ impl Algorithm {
             Algorithm::WindowDirect => "window-direct",
             Algorithm::Hierarchical => "hierarchical",
             Algorithm::RecursiveDoubling => "recursive-doubling",
+            Algorithm::Regional => "regional",
         }
     }
 
@@ -99,6 +104,7 @@ impl Algorithm {
             Algorithm::Hierarchical => {
                 !matches!(op, Op::Gather { .. } | Op::Scatter { .. } | Op::AllToAll)
             }
+            Algorithm::Regional => op == Op::AllReduce && topology.regions() > 1,
         }
     }
 }
@@ -149,6 +155,7 @@ pub fn build(algorithm: Algorithm, problem: &Problem, topology: &Topology) -> Op
         Algorithm::RecursiveDoubling => recursive_doubling::build(problem),
         // Its leaders agree among themselves.
         Algorithm::Hierarchical => return hierarchical::build(problem, topology),
+        Algorithm::Regional => regional::build(problem, topology),
     }?;
     // Memory that is shared shows every rank's call to all.
     if problem.op.root().is_some()

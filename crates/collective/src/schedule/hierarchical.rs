@@ -67,46 +67,57 @@ pub(super) fn build(problem: &Problem, topology: &Topology) -> Option<Schedule> 
 }
 
 /// One rank's view of the hierarchy.
-struct Hierarchy<'a> {
-    topology: &'a Topology,
+pub(super) struct Hierarchy<'a> {
+    pub(super) topology: &'a Topology,
     rank: usize,
-    host: usize,
+    pub(super) host: usize,
     /// The ranks of this host.
     members: &'a [usize],
     /// The number of leaders on every host.
     leaders: usize,
     /// Which leader this rank is, if it is one.
-    leader: Option<usize>,
+    pub(super) leader: Option<usize>,
     /// `shares[l][g]`: the blocks that the leaders `l` handle for host `g`, ascending.
     shares: Vec<Vec<Vec<u32>>>,
     /// The partials of all hosts, in the order of their leaves.
-    partials: Vec<Partial>,
+    pub(super) partials: Vec<Partial>,
     /// All blocks.
-    total: u32,
+    pub(super) total: u32,
     parts: u32,
 }
 
 /// A canonical subtree whose ranks are all on one host.
-struct Partial {
-    host: usize,
-    leaves: Range<usize>,
+pub(super) struct Partial {
+    pub(super) host: usize,
+    pub(super) leaves: Range<usize>,
     /// Its number among those of this rank's host, or among those of all other hosts.
     number: usize,
 }
 
 impl<'a> Hierarchy<'a> {
     fn new(problem: &Problem, topology: &'a Topology) -> Option<Hierarchy<'a>> {
-        let Problem { op, rank, world } = *problem;
         let (hosts, leaders) = (topology.hosts(), topology.smallest_host());
-        let (shares, total) = match op {
-            Op::AllReduce | Op::Reduce { .. } => (one_block_shares(leaders, hosts, None), None),
+        let shares = match problem.op {
+            Op::AllReduce | Op::Reduce { .. } => one_block_shares(leaders, hosts, None),
             Op::Broadcast { root } => {
                 // The root's host has everything already.
-                (one_block_shares(leaders, hosts, Some(topology.host(root))), None)
+                one_block_shares(leaders, hosts, Some(topology.host(root)))
             }
-            Op::ReduceScatter | Op::AllGather => (owner_shares(leaders, topology), Some(world)),
+            Op::ReduceScatter | Op::AllGather => owner_shares(leaders, topology),
             Op::Gather { .. } | Op::Scatter { .. } | Op::AllToAll => return None,
         };
+        Some(Hierarchy::with_shares(problem, topology, shares))
+    }
+
+    /// A hierarchy in which the leaders divide the blocks as `shares` says. Each list of blocks is handled for a host, or for
+    /// whatever else a schedule between the windows has in that place.
+    pub(super) fn with_shares(
+        problem: &Problem,
+        topology: &'a Topology,
+        shares: Vec<Vec<Vec<u32>>>,
+    ) -> Hierarchy<'a> {
+        let Problem { op, rank, world } = *problem;
+        let leaders = shares.len();
         let parts = shares.iter().flatten().flatten().count().max(1);
         let host = topology.host(rank);
         let members = topology.members(host);
@@ -120,7 +131,7 @@ impl<'a> Hierarchy<'a> {
                 *count += 1;
             }
         }
-        Some(Hierarchy {
+        Hierarchy {
             topology,
             rank,
             host,
@@ -129,13 +140,13 @@ impl<'a> Hierarchy<'a> {
             leader: members.iter().take(leaders).position(|member| *member == rank),
             shares,
             partials,
-            total: total.unwrap_or(parts) as u32,
+            total: if op.has_blocks() { world } else { parts } as u32,
             parts: if op.has_blocks() { 1 } else { parts as u32 },
-        })
+        }
     }
 
     /// The rank of leader `l` on host `g`; they are [counterparts](Topology::counterparts).
-    fn leader_of(&self, l: usize, g: usize) -> usize {
+    pub(super) fn leader_of(&self, l: usize, g: usize) -> usize {
         self.topology.members(g)[l]
     }
 
@@ -146,14 +157,14 @@ impl<'a> Hierarchy<'a> {
     }
 
     /// All blocks of leaders `l`, for whichever host, ascending.
-    fn blocks_of(&self, l: usize) -> Vec<u32> {
+    pub(super) fn blocks_of(&self, l: usize) -> Vec<u32> {
         let mut blocks = self.shares[l].concat();
         blocks.sort_unstable();
         blocks
     }
 
     /// The number of partials of a host.
-    fn partials_of(&self, host: usize) -> usize {
+    pub(super) fn partials_of(&self, host: usize) -> usize {
         self.partials.iter().filter(|partial| partial.host == host).count()
     }
 }
@@ -163,7 +174,7 @@ impl<'a> Hierarchy<'a> {
 /// its share.
 impl Hierarchy<'_> {
     /// Where a partial is. What is only this rank's input need not be copied.
-    fn place(&self, l: usize, partial: &Partial, block: u32) -> Area {
+    pub(super) fn place(&self, l: usize, partial: &Partial, block: u32) -> Area {
         let blocks = self.blocks_of(l);
         let cell = if partial.leaves == (self.rank..self.rank + 1) {
             return Area::Input;
@@ -304,7 +315,7 @@ impl Hierarchy<'_> {
 /// that is alone on its host shares nothing.
 impl Hierarchy<'_> {
     /// Every rank stages what others fold; leaders fold their blocks into this host's partials.
-    fn reduce_on_host(&self) -> Window {
+    pub(super) fn reduce_on_host(&self) -> Window {
         if self.members.len() == 1 {
             return Window::default();
         }
@@ -335,7 +346,7 @@ impl Hierarchy<'_> {
     }
 
     /// Leaders stage the blocks that `wanted` names; every rank collects those of the others.
-    fn spread_on_host(&self, wanted: impl Fn(u32) -> bool) -> Window {
+    pub(super) fn spread_on_host(&self, wanted: impl Fn(u32) -> bool) -> Window {
         if self.members.len() == 1 {
             return Window::default();
         }
@@ -475,13 +486,28 @@ fn owner_shares(leaders: usize, topology: &Topology) -> Vec<Vec<Vec<u32>>> {
 
 /// The largest nodes of the canonical tree whose ranks are all on one host.
 fn find_partials(topology: &Topology, node: Range<usize>, out: &mut Vec<Partial>) {
-    if node.clone().all(|rank| topology.together(rank, node.start)) {
-        out.push(Partial { host: topology.host(node.start), leaves: node, number: 0 });
+    let mut nodes = Vec::new();
+    largest_nodes(node, &|a, b| topology.together(a, b), &mut nodes);
+    let partial = |leaves: Range<usize>| {
+        let host = topology.host(leaves.start);
+        Partial { host, leaves, number: 0 }
+    };
+    out.extend(nodes.into_iter().map(partial));
+}
+
+/// The largest nodes of the canonical tree under `node` whose ranks are all `together`, in the order of their leaves.
+pub(super) fn largest_nodes(
+    node: Range<usize>,
+    together: &impl Fn(usize, usize) -> bool,
+    out: &mut Vec<Range<usize>>,
+) {
+    if node.clone().all(|rank| together(rank, node.start)) {
+        out.push(node);
         return;
     }
     let mid = split(node.clone());
-    find_partials(topology, node.start..mid, out);
-    find_partials(topology, mid..node.end, out);
+    largest_nodes(node.start..mid, together, out);
+    largest_nodes(mid..node.end, together, out);
 }
 
 /// Ascending blocks as ranges.

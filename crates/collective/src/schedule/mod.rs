@@ -24,6 +24,7 @@ mod hierarchical;
 mod layout;
 mod pairwise;
 mod recursive_doubling;
+mod regional;
 mod ring;
 mod teams;
 mod topology;

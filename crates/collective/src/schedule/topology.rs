@@ -1,30 +1,34 @@
-//! Which ranks share a host.
+//! Which ranks share a host, and which hosts a region.
 
-/// The host of every rank.
+/// The host of every rank, and the region of every host.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Topology {
     /// The host of every rank, numbered in order of first appearance.
     hosts: Vec<u32>,
     /// The ranks of every host, ascending.
     members: Vec<Vec<usize>>,
+    /// The region of every host, numbered in order of first appearance.
+    regions: Vec<u32>,
+    /// The hosts of every region, ascending.
+    hosts_of: Vec<Vec<usize>>,
 }
 
 impl Topology {
     /// Ranks with equal numbers share a host; the numbers mean nothing else.
     pub fn new(numbers: &[u32]) -> Topology {
-        let mut seen: Vec<u32> = Vec::new();
-        let mut members: Vec<Vec<usize>> = Vec::new();
-        let mut hosts = Vec::with_capacity(numbers.len());
-        for (rank, number) in numbers.iter().enumerate() {
-            let host = seen.iter().position(|s| s == number).unwrap_or_else(|| {
-                seen.push(*number);
-                members.push(Vec::new());
-                seen.len() - 1
-            });
-            hosts.push(host as u32);
-            members[host].push(rank);
-        }
-        Topology { hosts, members }
+        let (hosts, members) = classes(numbers);
+        let (regions, hosts_of) = classes(&vec![0; members.len()]);
+        Topology { hosts, members, regions, hosts_of }
+    }
+
+    /// The same ranks on the same hosts; hosts with equal numbers, of which there is one for each, share a region.
+    ///
+    /// # Panics
+    /// If there are more numbers than hosts, or fewer.
+    pub fn in_regions(self, numbers: &[u32]) -> Topology {
+        assert_eq!(numbers.len(), self.hosts(), "every host is in a region");
+        let (regions, hosts_of) = classes(numbers);
+        Topology { regions, hosts_of, ..self }
     }
 
     /// All ranks on one host.
@@ -57,6 +61,31 @@ impl Topology {
         &self.members[host]
     }
 
+    /// The number of regions.
+    pub fn regions(&self) -> usize {
+        self.hosts_of.len()
+    }
+
+    /// The region of a host, in `0..regions()`.
+    pub fn region(&self, host: usize) -> usize {
+        self.regions[host] as usize
+    }
+
+    /// The hosts of a region, ascending.
+    pub fn hosts_of(&self, region: usize) -> &[usize] {
+        &self.hosts_of[region]
+    }
+
+    /// The number of hosts in the smallest region.
+    pub fn smallest_region(&self) -> usize {
+        self.hosts_of.iter().map(Vec::len).min().unwrap_or(0)
+    }
+
+    /// Whether the hosts of two ranks share a region.
+    pub fn share_region(&self, a: usize, b: usize) -> bool {
+        self.regions[self.host(a)] == self.regions[self.host(b)]
+    }
+
     /// The number of ranks on the smallest host.
     pub fn smallest_host(&self) -> usize {
         self.members.iter().map(Vec::len).min().unwrap_or(0)
@@ -86,6 +115,24 @@ impl Topology {
     }
 }
 
+/// The class of every item, numbered in order of first appearance, and the items of every class; items with equal numbers
+/// share one.
+fn classes(numbers: &[u32]) -> (Vec<u32>, Vec<Vec<usize>>) {
+    let mut seen: Vec<u32> = Vec::new();
+    let mut items: Vec<Vec<usize>> = Vec::new();
+    let mut classes = Vec::with_capacity(numbers.len());
+    for (item, number) in numbers.iter().enumerate() {
+        let class = seen.iter().position(|s| s == number).unwrap_or_else(|| {
+            seen.push(*number);
+            items.push(Vec::new());
+            seen.len() - 1
+        });
+        classes.push(class as u32);
+        items[class].push(item);
+    }
+    (classes, items)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -100,5 +147,16 @@ mod tests {
         assert_eq!(topology.smallest_host(), 1);
         assert_eq!(topology.counterparts(1), [0, 1, 3]);
         assert_eq!(topology.counterparts(2), []);
+    }
+
+    #[test]
+    fn hosts_share_one_region_unless_it_is_said() {
+        let topology = Topology::new(&[7, 3, 7, 9]);
+        assert_eq!((topology.regions(), topology.smallest_region()), (1, 3));
+        let topology = topology.in_regions(&[5, 2, 5]);
+        assert_eq!((topology.regions(), topology.smallest_region()), (2, 1));
+        assert_eq!((topology.hosts_of(0), topology.hosts_of(1)), (&[0, 2][..], &[1][..]));
+        assert!(topology.share_region(0, 3) && !topology.share_region(0, 1));
+        assert_eq!(topology.region(2), 0);
     }
 }

@@ -1,0 +1,117 @@
+//! Finds out, when a world forms, which of its hosts are in one region.
+//!
+//! Hosts may be told the name of their region. If none is, every two hosts exchange a few messages, in rounds of disjoint
+//! pairs, and [`regions::decide`] decides by how long those took. All ranks decide from the same numbers, which they add up first.
+
+use super::HostEngine;
+use super::tune;
+use crate::cost::Costs;
+use crate::dtype::Reduction;
+use crate::error::Error;
+use crate::regions;
+use crate::request::Request;
+use crate::schedule::Algorithm;
+
+/// Hosts from which on there are regions to look for: of two, none is closer than another.
+const FEWEST: usize = 3;
+
+/// Hosts up to which regions are looked for; more are in one, unless they are told. Larger: larger worlds take longer to form,
+/// a round for each host, and have a connection between every two. Smaller: regions of larger worlds are not found.
+const MOST: usize = 32;
+
+/// Bytes of a message between two hosts. Larger: a low rate shows more clearly. Smaller: worlds form sooner.
+const PROBE: usize = 64 << 10;
+
+/// Exchanges that are timed as one. Two ranks that begin at different times take turns in being the one that finds the
+/// other's message there already, which cancels out in an even number.
+const TOGETHER: usize = 2;
+
+/// How often; the quickest counts.
+const BATCHES: usize = 3;
+
+/// How often all of it is done where there seem to be regions, for the shortest distances of all times. Larger: worlds with
+/// regions form later. Smaller: hosts whose ranks had to wait for a processor look as if they were far away.
+const LOOKS: usize = 3;
+
+/// The region of every host. Every rank of the group calls this, with what it knows of an earlier group: if rank 0 knows
+/// one that had no regions, none are looked for; nor where all hosts `are_one` machine.
+pub fn regions(
+    engine: &mut HostEngine,
+    name: Option<&str>,
+    known: Option<&Costs>,
+    are_one: bool,
+) -> Result<Vec<u32>, Error> {
+    let hosts = engine.topology.hosts();
+    let one = vec![0; hosts];
+    if hosts == 1 {
+        return Ok(one);
+    }
+    let had_none = known.is_some_and(|costs| costs.wide == Costs::default().wide);
+    let (names, had_none) = names(engine, name, had_none)?;
+    if let Some(regions) = regions::by_names(&names) {
+        return Ok(regions);
+    }
+    if had_none || are_one || !(FEWEST..=MOST).contains(&hosts) {
+        return Ok(one);
+    }
+    let mut shortest = vec![f64::INFINITY; hosts * hosts];
+    for _ in 0..LOOKS {
+        let found = distances(engine)?;
+        shortest
+            .iter_mut()
+            .zip(found)
+            .for_each(|(shortest, found)| *shortest = shortest.min(found));
+        let regions = regions::decide(hosts, &shortest);
+        log::debug!("seconds between hosts: {shortest:?}; their regions: {regions:?}");
+        if regions == one {
+            return Ok(one);
+        }
+    }
+    Ok(regions::decide(hosts, &shortest))
+}
+
+/// A hash of the name that the first rank of every host gives its region; and what rank 0 says, equal on all ranks.
+fn names(
+    engine: &mut HostEngine,
+    name: Option<&str>,
+    said: bool,
+) -> Result<(Vec<Option<u64>>, bool), Error> {
+    let hosts = engine.topology.hosts();
+    let mut hashes = vec![0i64; hosts + 1];
+    hashes[hosts] = i64::from(engine.rank == 0 && said);
+    if let (Some(host), Some(name)) = (first_of(engine), name) {
+        let hash = blake3::hash(name.as_bytes());
+        let bytes = hash.as_bytes()[..8].try_into().expect("eight of 32 bytes");
+        // 0 is no name.
+        hashes[host] = i64::from_le_bytes(bytes) | 1;
+    }
+    let request = Request::all_reduce(&mut hashes, Reduction::Sum);
+    engine.run_unnumbered(request.with_algorithm(Algorithm::Tree))?;
+    let said = hashes.pop() != Some(0);
+    Ok((hashes.into_iter().map(|hash| (hash != 0).then_some(hash as u64)).collect(), said))
+}
+
+/// The host whose first rank this is, if it is one.
+fn first_of(engine: &HostEngine) -> Option<usize> {
+    let host = engine.topology.host(engine.rank);
+    (engine.topology.members(host)[0] == engine.rank).then_some(host)
+}
+
+/// The distances between all hosts, row by row, as their first ranks find them.
+fn distances(engine: &mut HostEngine) -> Result<Vec<f64>, Error> {
+    let hosts = engine.topology.hosts();
+    let mut distances = vec![0.0; hosts * hosts];
+    if let Some(host) = first_of(engine) {
+        for round in 0..regions::rounds(hosts) {
+            let Some(other) = regions::opponent(hosts, round, host) else { continue };
+            let peer = [engine.topology.members(other)[0]];
+            // The first message opens the connection.
+            tune::exchange_with(engine, &peer, 0, TOGETHER, 1)?;
+            let seconds = tune::exchange_with(engine, &peer, PROBE, TOGETHER, BATCHES)?;
+            distances[host * hosts + other] = seconds;
+        }
+    }
+    let request = Request::all_reduce(&mut distances, Reduction::Sum);
+    engine.run_unnumbered(request.with_algorithm(Algorithm::Tree))?;
+    Ok(distances)
+}
