@@ -571,7 +571,6 @@ mod tests {
     }
 
     #[test]
-<<<<<<< HEAD
     fn a_busy_machine_does_not_make_messages_dear() {
         let far = |latency: f64, all: f64, world: usize| {
             let mut findings = Findings::default();
@@ -586,7 +585,9 @@ mod tests {
         // A long way is no effort: what is not believed of the message is latency.
         assert_eq!(far(20e-3, 20e-3, 2).latency, 20e-3 - 2.0 * most);
         assert_eq!(far(40e-6, 40e-6, 2).message, 10e-6);
-=======
+    }
+
+    #[test]
     fn partners_name_each_other_and_share_what_their_class_says() {
         let regions = Topology::new(&[0, 0, 1, 1, 2, 2, 3, 4]).in_regions(&[0, 0, 1, 1, 1]);
         let mut measured = [0; 3];
@@ -615,6 +616,5 @@ mod tests {
         let expected = 2e-3 / (2.0 * PROBE as f64);
         assert!((costs.wide.byte / expected - 1.0).abs() < 1e-9);
         assert_eq!((costs.wide.latency, costs.wide.message), (20e-3, costs.far.message));
->>>>>>> regions
     }
 }
