@@ -53,8 +53,16 @@ impl Ring {
         let next = IpAddr::from(Ipv6Addr::from(octets)).to_canonical();
         let mut streams = Vec::with_capacity(STREAMS);
         for _ in 0..STREAMS {
-            let out = TcpStream::connect((next, port)).context("connecting to the next rank")?;
-            let (input, _) = listener.accept().context("accepting the previous rank")?;
+            let connect =
+                || TcpStream::connect((next, port)).context("connecting to the next rank");
+            let accept = || listener.accept().context("accepting the previous rank");
+            let (out, input) = match (world, rank) {
+                // Of two ranks each is the next of the other: one connection carries both directions, and what
+                // is sent says as well what was received.
+                (2, 0) => twice(connect()?)?,
+                (2, _) => twice(accept()?.0)?,
+                _ => (connect()?, accept()?.0),
+            };
             for stream in [&out, &input] {
                 stream.set_nodelay(true)?;
                 stream.set_nonblocking(true)?;
@@ -109,6 +117,11 @@ impl Ring {
         group.all_reduce(&mut seconds, Reduction::Max)?;
         Ok(seconds[0])
     }
+}
+
+/// Two handles to a connection.
+fn twice(stream: TcpStream) -> anyhow::Result<(TcpStream, TcpStream)> {
+    Ok((stream.try_clone().context("a second handle to a connection")?, stream))
 }
 
 /// Bytes that every rank can send per second to the next one while all do so, over plain TCP.

@@ -93,11 +93,11 @@ impl Neighbours {
         }
         let factor = operation.bus_factor(group.size());
         let own = factor * own_pass(operation, group, bytes)?;
-        Ok(own.min(self.from_other_core(group, bytes)?))
+        Ok(own.min(self.between_cores(group, bytes)?))
     }
 
     /// Bytes per second that every rank reads of what the next one has just written, while all do so.
-    fn from_other_core(&mut self, group: &Group, bytes: usize) -> anyhow::Result<f64> {
+    fn between_cores(&mut self, group: &Group, bytes: usize) -> anyhow::Result<f64> {
         let part = bytes.clamp(64, PART) / 64 * 64;
         let place = |rank: usize| self.memory.as_mut_ptr().wrapping_add(rank % group.size() * PART);
         let (own, next) = (place(group.rank()), place(group.rank() + 1));
