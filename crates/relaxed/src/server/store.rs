@@ -11,7 +11,7 @@
 //! overtakes another. When an update is through, the blocks that it has written are the next version of
 //! the piece, and can be read.
 //!
-//! What a block needs of a gradient is [made](Source) when the block is updated, so that the update is one pass over
+//! What a block needs of a gradient is made (`source`) when the block is updated, so that the update is one pass over
 //! memory. And since blocks know nothing of each other, several threads may make one version, each some of its
 //! blocks; no bit depends on which. The thread that made the last one publishes the version.
 //!
