@@ -5,13 +5,14 @@
 //! bytes are [copied](Memory::read), or accessed as atomics through [`Memory::as_ptr`]. Memory that
 //! [others can only read](Memory::create_readable) is different for its maker, who alone writes to it.
 
+mod mapping;
+
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 #[cfg(not(target_arch = "x86_64"))]
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use memmap2::{MmapOptions, MmapRaw};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
@@ -19,9 +20,11 @@ use rustix::net::{
 };
 use socket2::Socket;
 
+use mapping::{Access, Mapping};
+
 /// Sealed memory, mapped into this process.
 pub struct Memory {
-    map: MmapRaw,
+    map: Mapping,
     /// The file of memory that this process made. A mapping needs none, and descriptors are few.
     file: Option<OwnedFd>,
 }
@@ -41,12 +44,16 @@ impl Memory {
     fn sealed(bytes: usize, more: SealFlags) -> io::Result<Memory> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = rustix::fs::memfd_create("unisono", flags)?;
-        rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, bytes as u64)?;
-        rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW)?;
+        let whole = mapping::whole_pages(bytes) as u64;
+        rustix::fs::ftruncate(&file, whole)?;
         // The mapping that is made before a seal against writing can be written to.
-        let memory = Memory::open(&file, bytes)?;
-        rustix::fs::fcntl_add_seals(&file, more | SealFlags::SEAL)?;
-        Ok(Memory { file: Some(file), ..memory })
+        let map = Mapping::new(file.as_fd(), bytes, Access::ReadWrite)?;
+        // Before the file has pages: those that it has would be copied.
+        map.collapse();
+        rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, whole)?;
+        let all = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL | more;
+        rustix::fs::fcntl_add_seals(&file, all)?;
+        Ok(Memory { map, file: Some(file) })
     }
 
     /// Maps so many bytes of memory that another process made; for reading only, if its maker wants it so.
@@ -62,12 +69,11 @@ impl Memory {
             let what = "the other process's memory is too small or not sealed";
             return Err(io::Error::new(io::ErrorKind::InvalidData, what));
         }
-        let mut options = MmapOptions::new();
-        let map = match seals.contains(SealFlags::FUTURE_WRITE) {
-            true => options.len(bytes).map_raw_read_only(&file)?,
-            false => options.len(bytes).map_raw(&file)?,
+        let access = match seals.contains(SealFlags::FUTURE_WRITE) {
+            true => Access::Read,
+            false => Access::ReadWrite,
         };
-        Ok(Memory { map, file: None })
+        Ok(Memory { map: Mapping::new(file, bytes, access)?, file: None })
     }
 
     /// The file of memory that this process made, to hand it to others.
@@ -84,7 +90,7 @@ impl Memory {
     /// Where it is mapped, aligned to pages.
     #[inline]
     pub fn as_ptr(&self) -> *mut u8 {
-        self.map.as_mut_ptr()
+        self.map.as_ptr()
     }
 
     /// Writes bytes at a place.

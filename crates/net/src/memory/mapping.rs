@@ -1,0 +1,136 @@
+//! Where a file of memory is mapped, so that large ones can have huge pages.
+//!
+//! Two processes that stream through each other's memory touch a page of 4 KiB for less time than the processor
+//! takes to find it, above all on a virtual machine. A huge page has 2 MiB. The kernel gives files in memory none
+//! unless an administrator says so (`shmem_enabled`), but builds them for a program that asks for one at a time,
+//! `MADV_COLLAPSE`, since Linux 6.1. A mapping can use them where it starts at a multiple of their size.
+
+use std::ffi::c_void;
+use std::io;
+use std::mem::ManuallyDrop;
+use std::os::fd::BorrowedFd;
+use std::ptr::null_mut;
+
+use rustix::mm::{MapFlags, ProtFlags};
+
+/// Bytes of a huge page on x86-64, and on arm64 with small pages of 4 KiB. Elsewhere the kernel refuses them.
+const HUGE: usize = 2 << 20;
+
+/// What may be done to memory.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    Read,
+    ReadWrite,
+}
+
+/// The bytes that a file has, and that are mapped, for so many: whole huge pages, if there is one at all. What is too
+/// much is never used.
+pub fn whole_pages(bytes: usize) -> usize {
+    if bytes < HUGE { bytes } else { bytes.next_multiple_of(HUGE) }
+}
+
+/// A file of memory, mapped from its start, shared with all who map it.
+pub struct Mapping {
+    start: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: it is the address of memory that is mapped until it is dropped; who may access it when is the business of
+// those who do.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps so many bytes.
+    pub fn new(file: BorrowedFd<'_>, bytes: usize, access: Access) -> io::Result<Mapping> {
+        let protection = match access {
+            Access::Read => ProtFlags::READ,
+            Access::ReadWrite => ProtFlags::READ | ProtFlags::WRITE,
+        };
+        if bytes < HUGE {
+            // SAFETY: the kernel chooses addresses that nothing uses.
+            let start = unsafe {
+                rustix::mm::mmap(null_mut(), bytes, protection, MapFlags::SHARED, file, 0)?
+            };
+            return Ok(Mapping { start: start.cast(), bytes });
+        }
+        let mapped = whole_pages(bytes);
+        // A huge page more is what aligning takes at most.
+        let reserved = Reserved::new(mapped + HUGE)?;
+        let start = reserved.start.wrapping_add(reserved.start.align_offset(HUGE));
+        let flags = MapFlags::SHARED | MapFlags::FIXED;
+        // SAFETY: these addresses have just been reserved, and nothing uses them yet.
+        unsafe { rustix::mm::mmap(start.cast(), mapped, protection, flags, file, 0)? };
+        reserved.keep(start, mapped);
+        Ok(Mapping { start, bytes })
+    }
+
+    /// Gives it huge pages, as far as there are any: memory works without.
+    pub fn collapse(&self) {
+        for page in 0..whole_pages(self.bytes) / HUGE {
+            let at = self.start.wrapping_add(page * HUGE).cast::<c_void>();
+            // SAFETY: the addresses are this mapping's, whose bytes stay as they are.
+            if unsafe { libc::madvise(at, HUGE, libc::MADV_COLLAPSE) } != 0 {
+                // A kernel before 6.1, or none to be had, which the next one would take as long to find out.
+                return;
+            }
+        }
+    }
+
+    /// Where it starts, aligned to pages.
+    #[inline]
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.start
+    }
+
+    /// Bytes that are mapped.
+    #[allow(clippy::len_without_is_empty, reason = "it is never empty")]
+    pub fn len(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        unmap(self.start, whole_pages(self.bytes));
+    }
+}
+
+/// Addresses that nothing else gets.
+struct Reserved {
+    start: *mut u8,
+    bytes: usize,
+}
+
+impl Reserved {
+    fn new(bytes: usize) -> io::Result<Reserved> {
+        let (none, flags) = (ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::NORESERVE);
+        // SAFETY: the kernel chooses addresses that nothing uses.
+        let start = unsafe { rustix::mm::mmap_anonymous(null_mut(), bytes, none, flags)? };
+        Ok(Reserved { start: start.cast(), bytes })
+    }
+
+    /// Frees all but some of the addresses, which are another's from now on.
+    fn keep(self, start: *mut u8, bytes: usize) {
+        let reserved = ManuallyDrop::new(self);
+        let before = start.addr() - reserved.start.addr();
+        unmap(reserved.start, before);
+        unmap(start.wrapping_add(bytes), reserved.bytes - before - bytes);
+    }
+}
+
+impl Drop for Reserved {
+    fn drop(&mut self) {
+        unmap(self.start, self.bytes);
+    }
+}
+
+/// Gives back addresses whose owner is gone.
+fn unmap(start: *mut u8, bytes: usize) {
+    if bytes > 0 {
+        // SAFETY: a `Mapping` or a `Reserved` had them to itself, and nothing refers to them any more.
+        let unmapped = unsafe { rustix::mm::munmap(start.cast(), bytes) };
+        debug_assert!(unmapped.is_ok(), "{unmapped:?}");
+    }
+}
