@@ -10,6 +10,7 @@ use std::time::Instant;
 
 use anyhow::Context;
 use memmap2::MmapRaw;
+use rustix::fs::FallocateFlags;
 use unisono::Group;
 
 use super::{BUDGET, slowest};
@@ -128,9 +129,12 @@ struct Temporary(PathBuf);
 impl Temporary {
     fn create(path: PathBuf, group: &Group) -> anyhow::Result<Temporary> {
         let file = File::create_new(&path).context("making the limit's memory")?;
-        let file = (Temporary(path), file);
-        file.1.set_len((group.size() * PART) as u64)?;
-        Ok(file.0)
+        let named = Temporary(path);
+        // Reserved now: a write without memory for it would end this process with SIGBUS.
+        let bytes = (group.size() * PART) as u64;
+        rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, bytes)
+            .context("reserving the limit's memory")?;
+        Ok(named)
     }
 }
 
