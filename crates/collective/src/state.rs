@@ -560,15 +560,16 @@ impl GroupState {
         Waiting { state: self.clone(), thread }
     }
 
-    /// The threads that do nothing before the call ends that this one runs. A call that has ended is
-    /// no reason to wait, also while its thread has not got round to noticing.
+    /// The threads that do nothing before the call ends that this one runs: those that wait for it or for a later one,
+    /// and this one, unless it is the progress thread. A call that has ended is no reason to wait, also while its
+    /// thread has not got round to noticing.
     fn waiting_threads(&self) -> Vec<u64> {
         let this = this_thread();
-        if self.users.progress.load(Ordering::Relaxed) != this {
-            return vec![this];
-        }
+        let is_progress = self.users.progress.load(Ordering::Relaxed) == this;
         let waiting = self.users.waiting.lock().expect("no panic while locked");
-        waiting.iter().filter(|(_, work)| !work.is_done()).map(|(thread, _)| *thread).collect()
+        let others = waiting.iter().filter(|(thread, work)| *thread != this && !work.is_done());
+        let own = (!is_progress).then_some(this);
+        own.into_iter().chain(others.map(|(thread, _)| *thread)).collect()
     }
 
     /// Whether another rank waits for this one, in any group of the epoch.

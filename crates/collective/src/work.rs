@@ -24,11 +24,11 @@ struct Shared {
     /// The group whose call it is, if it is one: then a thread that waits for it waits in the group.
     group: Option<Arc<GroupState>>,
     /// The queue in which it waits, if it is a call.
-    queue: Option<Weak<dyn Runs>>,
+    queue: Option<Weak<dyn RunsCalls>>,
 }
 
-/// Who can run an operation that waits in line.
-pub(crate) trait Runs: Send + Sync {
+/// The queue in which an operation waits.
+pub(crate) trait RunsCalls: Send + Sync {
     /// Runs it on this thread if it is the next one and nothing is under way; whether it did.
     fn run_if_next(&self, work: &Work) -> bool;
 }
@@ -60,8 +60,8 @@ impl Work {
     }
 
     /// Runs the operation on this thread, if it is a call that has not begun and is the next of its
-    /// group; whether it did. A thread that would only wait has the result sooner this way than if
-    /// the progress thread woke up for it.
+    /// group; whether it did. Then this takes as long as the call, like one that blocks. A thread that would only
+    /// wait has the result sooner this way than if the progress thread woke up for it.
     pub fn run_if_next(&self) -> bool {
         let queue = self.shared.queue.as_ref().and_then(Weak::upgrade);
         queue.is_some_and(|queue| !self.is_done() && queue.run_if_next(self))
@@ -111,7 +111,9 @@ impl Work {
     }
 
     /// Calls `callback` when the operation has ended: at once if it has, else on the thread that
-    /// ends it, which must not be kept waiting. A panic there is logged and goes no further.
+    /// ends it, which must not be kept waiting. That may be a thread that [waits](Work::wait) for it, so a callback takes
+    /// no lock with which a thread waits; callbacks of different operations may run at the same time. A panic there is
+    /// logged and goes no further.
     pub fn on_completion(&self, callback: impl FnOnce(&Result<(), Error>) + Send + 'static) {
         let mut progress = self.lock();
         match progress.outcome.clone() {
@@ -123,7 +125,7 @@ impl Work {
         }
     }
 
-    fn new(group: Option<Arc<GroupState>>, queue: Option<Weak<dyn Runs>>) -> Work {
+    fn new(group: Option<Arc<GroupState>>, queue: Option<Weak<dyn RunsCalls>>) -> Work {
         Work { shared: Arc::new(Shared { group, queue, ..Shared::default() }) }
     }
 
@@ -195,7 +197,7 @@ pub(crate) struct WorkPool {
     next: usize,
     /// The group whose calls the handles are of, if they are of calls, and its queue.
     group: Option<Arc<GroupState>>,
-    queue: Option<Weak<dyn Runs>>,
+    queue: Option<Weak<dyn RunsCalls>>,
 }
 
 impl WorkPool {
@@ -208,7 +210,7 @@ impl WorkPool {
     const FIRST: usize = 16;
 
     /// Handles of a group's calls, which wait in this queue.
-    pub fn of(group: Arc<GroupState>, queue: Weak<dyn Runs>) -> WorkPool {
+    pub fn of(group: Arc<GroupState>, queue: Weak<dyn RunsCalls>) -> WorkPool {
         WorkPool { group: Some(group), queue: Some(queue), ..WorkPool::default() }
     }
 

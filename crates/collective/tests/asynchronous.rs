@@ -98,6 +98,37 @@ fn who_waits_for_the_next_call_may_run_it() {
     }
 }
 
+/// A rank leaves after its calls, also after one that the progress thread does not run.
+#[test]
+fn a_group_that_is_dropped_ends_the_call_that_a_waiter_runs() {
+    for groups in (0..4).flat_map(|_| worlds(2)) {
+        let has_come = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let mut groups = groups.into_iter();
+            let (drops, comes_late) = (groups.next().unwrap(), groups.next().unwrap());
+            let (has_come, (hand_over, take_over)) = (&has_come, std::sync::mpsc::channel::<Group>());
+            scope.spawn(move || {
+                std::thread::sleep(Duration::from_millis(150));
+                has_come.store(true, Ordering::SeqCst);
+                let mut buffer = [1i32; 9];
+                comes_late.all_reduce(&mut buffer, Reduction::Sum).unwrap();
+                assert_eq!(buffer, [2; 9]);
+            });
+            scope.spawn(move || {
+                let group = take_over.recv().unwrap();
+                // For one of the two to begin with the call.
+                std::thread::sleep(Duration::from_millis(20));
+                drop(group);
+                assert!(has_come.load(Ordering::SeqCst), "the rank has left during a call");
+            });
+            let pending = drops.submit_all_reduce(vec![1i32; 9], Reduction::Sum).unwrap();
+            hand_over.send(drops).unwrap();
+            pending.work().run_if_next();
+            assert_eq!(pending.wait().unwrap(), vec![2; 9]);
+        });
+    }
+}
+
 #[test]
 fn a_callback_after_the_end_runs_at_once_on_the_callers_thread() {
     for groups in worlds(2) {

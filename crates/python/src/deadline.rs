@@ -24,6 +24,8 @@ pub struct Deadlines {
     group: AbortHandle,
     state: Mutex<State>,
     change: Condvar,
+    /// The process that has joined the group.
+    process: u32,
 }
 
 #[derive(Default)]
@@ -48,12 +50,17 @@ impl Deadlines {
     /// For the calls of this group.
     pub fn new(group: AbortHandle) -> Arc<Deadlines> {
         let (state, change) = Default::default();
-        Arc::new(Deadlines { group, state, change })
+        Arc::new(Deadlines { group, state, change, process: std::process::id() })
     }
 
     /// What ends the group.
     pub fn group(&self) -> &AbortHandle {
         &self.group
+    }
+
+    /// Whether this process was forked from the one that has joined the group, and makes no calls of it.
+    pub fn is_forked(&self) -> bool {
+        std::process::id() != self.process
     }
 
     /// Notes a call that must have ended after `limit`.

@@ -33,9 +33,10 @@ impl Work {
         led.map_err(|error| self.site.failed(py, &failed(error)))
     }
 
-    /// Runs a call of host memory that has not begun on this thread, which would only wait for it.
+    /// Runs a call of host memory that has not begun on this thread, which would only wait for it. From then on it is a
+    /// blocking call, also if a signal interrupts it.
     fn run_if_next(&self, py: Python<'_>, limit: Duration) -> PyResult<()> {
-        if self.flight.is_some() || self.work.is_done() {
+        if self.flight.is_some() || self.work.is_done() || self.deadlines.is_forked() {
             return Ok(());
         }
         let (_, interruption) = py.detach(|| {

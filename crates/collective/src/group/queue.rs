@@ -6,7 +6,7 @@
 //! the progress thread has not come to it.
 
 use std::collections::VecDeque;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 use std::thread::{JoinHandle, ThreadId};
 
@@ -17,7 +17,7 @@ use crate::helpers::LARGE_CALL;
 use crate::registered::Allocation;
 use crate::request::Checked;
 use crate::state::GroupState;
-use crate::work::{Runs, Work, WorkPool};
+use crate::work::{RunsCalls, Work, WorkPool};
 
 /// What the progress thread does between calls.
 type Task = Box<dyn FnOnce() + Send>;
@@ -81,7 +81,7 @@ impl Queue {
         }
         line.busy = true;
         drop(line);
-        let outcome = self.shared.calls().make(number, &mut request);
+        let outcome = self.shared.unless_panicking(|calls| calls.make(number, &mut request));
         if !in_task {
             self.shared.release();
         }
@@ -111,7 +111,7 @@ impl Queue {
             let (shared, allocated) = (self.shared.clone(), Arc::new(Mutex::new(None)));
             let result = allocated.clone();
             let task = move || {
-                let outcome = shared.calls().allocate(numbers, bytes);
+                let outcome = shared.unless_panicking(|calls| calls.allocate(numbers, bytes));
                 *result.lock().expect("no panic while locked") = Some(outcome);
             };
             self.start_thread();
@@ -121,7 +121,7 @@ impl Queue {
         }
         line.busy = true;
         drop(line);
-        let outcome = self.shared.calls().allocate(numbers, bytes);
+        let outcome = self.shared.unless_panicking(|calls| calls.allocate(numbers, bytes));
         if !in_task {
             self.shared.release();
         }
@@ -198,6 +198,17 @@ impl Shared {
         work
     }
 
+    /// Uses the engine. Should that panic, which is a defect of this crate, the group ends and the line moves on, so
+    /// that nothing waits for this thread.
+    fn unless_panicking<R>(&self, make: impl FnOnce(&mut Calls) -> R) -> R {
+        catch_unwind(AssertUnwindSafe(|| make(&mut self.calls()))).unwrap_or_else(|panic| {
+            let reason = "it panicked".into();
+            self.state.fail(Error::System { what: "a call", reason });
+            self.release();
+            resume_unwind(panic)
+        })
+    }
+
     /// The engine is free again.
     fn release(&self) {
         let mut line = self.lock();
@@ -212,7 +223,8 @@ impl Shared {
         let mut line = self.lock();
         loop {
             if line.busy || line.entries.is_empty() {
-                if line.closed && line.entries.is_empty() {
+                // A waiting thread may run the last call. The rank has not left before that has ended.
+                if line.closed && line.entries.is_empty() && !line.busy {
                     return;
                 }
                 line = self.change.wait(line).expect("no panic while locked");
@@ -232,7 +244,9 @@ impl Shared {
     /// Runs what was taken from the line, which is busy for it.
     fn perform(&self, entry: Entry, work: Work) {
         let outcome = match entry {
-            Entry::Call(number, mut request) => self.calls().make(number, &mut request),
+            Entry::Call(number, mut request) => {
+                self.unless_panicking(|calls| calls.make(number, &mut request))
+            }
             Entry::Task(task) => catch_unwind(AssertUnwindSafe(task)).map_err(|_| {
                 let reason = "it panicked".into();
                 Error::System { what: "a task", reason }
@@ -243,12 +257,17 @@ impl Shared {
         let mut line = self.lock();
         (line.busy, line.in_task) = (false, None);
         let ended = work.end(outcome);
+        // The progress thread may have found the line busy and sleep. It goes on while callbacks run here.
+        let is_wanted = line.closed || !line.entries.is_empty();
         drop(line);
+        if is_wanted {
+            self.change.notify_all();
+        }
         ended.notify();
     }
 }
 
-impl Runs for Shared {
+impl RunsCalls for Shared {
     fn run_if_next(&self, work: &Work) -> bool {
         let mut line = self.lock();
         let next = line.entries.front();
@@ -262,10 +281,6 @@ impl Runs for Shared {
         line.busy = true;
         drop(line);
         self.perform(entry, work);
-        // The progress thread found the line busy and sleeps.
-        if !self.lock().entries.is_empty() {
-            self.change.notify_all();
-        }
         true
     }
 }

@@ -32,6 +32,8 @@ pub struct Clocks {
     patience: Patience,
     /// Runs so far: the slot in which ranks record what they called.
     runs: usize,
+    /// The fingerprint of the call that was entered last.
+    entered: u64,
 }
 
 /// How to wait for a clock before sleeping.
@@ -69,7 +71,7 @@ impl Clocks {
         me: usize,
         patience: Patience,
     ) -> Clocks {
-        Clocks { regions, members, me, patience, runs: 0 }
+        Clocks { regions, members, me, patience, runs: 0, entered: 0 }
     }
 
     pub(super) fn for_engine(&self) -> Clocks {
@@ -79,14 +81,15 @@ impl Clocks {
 
     /// Shows the call that this rank makes now: others see it with the next tick.
     pub fn enter(&mut self, call: &Call) {
-        self.regions[self.me].record(self.runs, call, call.fingerprint());
+        self.entered = call.fingerprint();
+        self.regions[self.me].record(self.runs, call, self.entered);
         self.runs += 1;
     }
 
     /// The clocks during the call that was entered last.
     pub fn view<'a>(&'a self, call: &'a Call, state: &'a GroupState) -> ClockView<'a> {
         let slot = self.runs.wrapping_sub(1);
-        ClockView { clocks: self, slot, state, call, yielding: Cell::new(Instant::now()) }
+        ClockView { clocks: self, slot, state, call, yielding: Cell::new(None) }
     }
 
     /// Shows the others that this rank has left a call in which they may still read its buffer: what they have
@@ -117,15 +120,15 @@ pub struct ClockView<'a> {
     slot: usize,
     state: &'a GroupState,
     call: &'a Call,
-    /// When the wait under way began to yield.
-    yielding: Cell<Instant>,
+    /// When the wait under way began to yield, if it has.
+    yielding: Cell<Option<Instant>>,
 }
 
 impl<'a> ClockView<'a> {
     /// A rank whose call in this place is not this one, by its number in the group, and its call. For
     /// when all have entered.
     pub fn disagreement(&self) -> Option<(usize, Call)> {
-        let fingerprint = self.call.fingerprint();
+        let fingerprint = self.clocks.entered;
         let mut ranks = self.clocks.regions.iter().enumerate();
         let (rank, region) = ranks.find(|(_, r)| r.fingerprint(self.slot) != fingerprint)?;
         let peer_call = region.call(self.slot).unwrap_or(*self.call);
@@ -222,11 +225,12 @@ impl Words for ClockView<'_> {
         } else if turn < patience.spins + patience.yields {
             let turn = turn - patience.spins;
             if turn == 0 {
-                self.yielding.set(Instant::now());
+                self.yielding.set(Some(Instant::now()));
             }
             // On a busy machine every turn may cost a time slice of another process: go to sleep,
             // where the group's failure is noticed.
-            let busy = turn % 16 == 15 && self.yielding.get().elapsed() > YIELDING;
+            let is_late = |since: Instant| since.elapsed() > YIELDING;
+            let busy = turn % 16 == 15 && self.yielding.get().is_some_and(is_late);
             if busy || self.state.is_over() {
                 return false;
             }
