@@ -26,6 +26,8 @@ const PIECES: usize = 16;
 /// The search for a size.
 #[derive(Clone, Debug)]
 pub struct Tuner {
+    /// Whether all gradients fit the first bucket.
+    is_small: bool,
     /// All sizes that can be tried, ascending.
     sizes: Vec<usize>,
     best: usize,
@@ -45,9 +47,10 @@ impl Tuner {
             .take_while(|size| *size <= bytes.max(SMALLEST))
             .collect();
         let best = sizes.iter().rposition(|size| *size <= bytes / PIECES).unwrap_or(0);
+        let is_small = bytes <= BucketSizes::default().first;
         Tuner {
-            // All fits the first bucket, or one size is all there is.
-            settled: bytes <= BucketSizes::default().first || sizes.len() < 2,
+            is_small,
+            settled: is_small || sizes.len() < 2,
             best,
             best_seconds: f64::INFINITY,
             trying: best,
@@ -60,10 +63,13 @@ impl Tuner {
 
     /// The sizes to use now.
     pub fn sizes(&self) -> BucketSizes {
-        let others = self.sizes[self.trying];
+        let (others, default) = (self.sizes[self.trying], BucketSizes::default());
+        if self.is_small {
+            return BucketSizes { first: default.first, others };
+        }
         // Until the first bucket is complete nothing travels, and where communication takes longer than backward nothing makes
         // up for that. So it is smaller than the others also where those are small.
-        BucketSizes { first: BucketSizes::default().first.min(others / 2), others }
+        BucketSizes { first: default.first.min(others / 2), others }
     }
 
     /// Whether the search is over.
@@ -176,6 +182,7 @@ mod tests {
     fn a_small_model_is_not_tuned() {
         assert!(Tuner::new(1000).is_settled());
         assert!(Tuner::new(1 << 20).is_settled());
+        assert_eq!(Tuner::new(1 << 20).sizes().first, 1 << 20, "one bucket is enough");
         assert!(!Tuner::new(3 << 20).is_settled());
     }
 }
