@@ -106,7 +106,7 @@ fn a_group_that_is_dropped_ends_the_call_that_a_waiter_runs() {
         std::thread::scope(|scope| {
             let mut groups = groups.into_iter();
             let (drops, comes_late) = (groups.next().unwrap(), groups.next().unwrap());
-            let (has_come, (hand_over, take_over)) = (&has_come, std::sync::mpsc::channel::<Group>());
+            let (has_come, (hand_over, take_over)) = (&has_come, std::sync::mpsc::channel());
             scope.spawn(move || {
                 std::thread::sleep(Duration::from_millis(150));
                 has_come.store(true, Ordering::SeqCst);

@@ -208,6 +208,33 @@ mod tests {
         assert!(theirs.file().is_none());
     }
 
+    /// Around the size from which on memory may have huge pages.
+    #[test]
+    fn memory_of_any_size_is_shared_to_its_last_byte() {
+        const HUGE: usize = 2 << 20;
+        for bytes in [4096, HUGE - 8, HUGE, HUGE + 8, 3 * HUGE - 4096] {
+            let mut mine = Memory::create(bytes).unwrap();
+            let theirs = Memory::open(mine.file().unwrap(), bytes).unwrap();
+            assert_eq!((mine.len(), theirs.len()), (bytes, bytes));
+            let mut last = [1; 8];
+            theirs.read(bytes - 8, &mut last);
+            assert_eq!(last, [0; 8], "{bytes}");
+            mine.write(bytes - 8, b"the last");
+            theirs.read(bytes - 8, &mut last);
+            assert_eq!(&last, b"the last");
+        }
+    }
+
+    #[test]
+    fn memory_that_others_can_only_read_is_as_large() {
+        let mut mine = Memory::create_readable(5 << 20).unwrap();
+        let theirs = Memory::open(mine.file().unwrap(), 5 << 20).unwrap();
+        mine.write(4 << 20, b"it is here");
+        let mut read = [0; 16];
+        theirs.read(4 << 20, &mut read);
+        assert_eq!(&read[..10], b"it is here");
+    }
+
     #[test]
     fn memory_that_could_shrink_or_is_short_is_refused() {
         let file = rustix::fs::memfd_create("t", MemfdFlags::CLOEXEC).unwrap();

@@ -6,10 +6,11 @@
 //! that backward has just written.
 //!
 //! Beside every rate is what it is of the *limit*: the bytes that must be read and written, at the rate at which the
-//! fastest copy reads and writes them in the same run. A residual is read and written, too. A codec that writes more
-//! than it reads can be above it, for a core writes faster than it reads; one that hardly writes stays below.
+//! fastest copy reads and writes them in the same run. A residual is read and written, too. Encoding hardly writes and
+//! decoding hardly reads, so next to that is what they are of a [pass](passes) that only reads, and of one that only writes.
 
 mod device;
+mod passes;
 mod products;
 mod trip;
 
@@ -73,6 +74,12 @@ struct Row {
     /// What must be moved at the rate of that copy, as a share of the time that it took.
     encode_of_limit: f64,
     decode_of_limit: f64,
+    /// What a pass that only reads the gradient takes, as a share of the time that encoding took.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    encode_of_reading: Option<f64>,
+    /// What a pass that only writes it takes, as a share of the time that decoding took.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    decode_of_writing: Option<f64>,
     /// Of encoding with the residual, for codecs that keep one and encode by blocks.
     #[serde(skip_serializing_if = "Option::is_none")]
     fed_gbs: Option<f64>,
@@ -123,11 +130,12 @@ pub fn run(args: CodecArgs) -> anyhow::Result<ExitCode> {
         None => {
             let mut entries: Vec<Entry> =
                 codecs.iter().map(|(spec, codec)| Entry::new(spec, codec.as_ref(), task)).collect();
-            let (memcpy, copy) = measure(&mut entries, bytes, args.seconds)?;
-            let (memcpy, copy) = (memcpy.median(), copy.median());
+            let limits = measure(&mut entries, bytes, args.seconds)?;
+            let (memcpy, copy) = (limits.memcpy.median(), limits.copy.median());
+            let passes = Some(Passes { read: limits.read.median(), write: limits.write.median() });
             let figures = entries.iter().map(Entry::figures).collect();
             let place = "one core".to_owned();
-            Report { figures, memcpy, copy: copy.min(memcpy), place, device: None }
+            Report { figures, memcpy, copy: copy.min(memcpy), passes, place, device: None }
         }
     };
     report.print(bytes, args.json)
@@ -147,20 +155,32 @@ fn parse_codecs(list: &str) -> Result<Vec<CodecSpec>, BadCodec> {
     texts.iter().map(|text| text.parse()).collect()
 }
 
-/// Times all entries and, in between, copies of the gradient, of which the times are returned: memcpy, and one past the
-/// caches.
-fn measure(entries: &mut [Entry], bytes: usize, seconds: f64) -> anyhow::Result<(Times, Times)> {
+/// What memory lets a core do with the gradient.
+#[derive(Default)]
+struct Limits {
+    memcpy: Times,
+    /// Past the caches.
+    copy: Times,
+    read: Times,
+    write: Times,
+}
+
+/// Times all entries and, in between, the limits, which are returned.
+fn measure(entries: &mut [Entry], bytes: usize, seconds: f64) -> anyhow::Result<Limits> {
     let gradient = gradient(bytes / 4);
     let (mut values, mut decoded) = (gradient.clone(), vec![0.0; gradient.len()]);
     let mut owed = gradient.clone();
-    let (mut memcpy, mut copy) = (Times::default(), Times::default());
+    let mut limits = Limits::default();
     let deadline = Duration::try_from_secs_f64(seconds * entries.len() as f64)?;
     let start = Instant::now();
-    while memcpy.0.len() < FEWEST || start.elapsed() < deadline {
+    while limits.memcpy.0.len() < FEWEST || start.elapsed() < deadline {
         values.copy_from_slice(&gradient);
-        memcpy.time(|| std::hint::black_box(&mut decoded).copy_from_slice(&values));
+        limits.memcpy.time(|| std::hint::black_box(&mut decoded).copy_from_slice(&values));
         values.copy_from_slice(&gradient);
-        copy.time(|| stream::copy(&values, std::hint::black_box(&mut decoded)));
+        limits.copy.time(|| stream::copy(&values, std::hint::black_box(&mut decoded)));
+        values.copy_from_slice(&gradient);
+        limits.read.time(|| passes::read(&values));
+        limits.write.time(|| passes::write(std::hint::black_box(&mut decoded)));
         for entry in entries.iter_mut() {
             values.copy_from_slice(&gradient);
             entry.encode.time(|| entry.trip.encode(&mut values));
@@ -178,7 +198,7 @@ fn measure(entries: &mut [Entry], bytes: usize, seconds: f64) -> anyhow::Result<
             }
         }
     }
-    Ok((memcpy, copy))
+    Ok(limits)
 }
 
 /// What was measured of all codecs.
@@ -188,9 +208,17 @@ struct Report {
     memcpy: f64,
     /// Of the fastest one.
     copy: f64,
+    /// Where they were measured.
+    passes: Option<Passes>,
     /// Where, in words.
     place: String,
     device: Option<DeviceKind>,
+}
+
+/// Seconds of passes over the gradient that only read, and only write.
+struct Passes {
+    read: f64,
+    write: f64,
 }
 
 /// What was measured of one codec, in seconds and bytes.
@@ -209,14 +237,22 @@ impl Report {
     fn print(&self, bytes: usize, json: bool) -> anyhow::Result<ExitCode> {
         let memcpy_gbs = bytes as f64 / self.memcpy / 1e9;
         if !json {
+            let gbs = |seconds: f64| bytes as f64 / seconds / 1e9;
+            let passes = self.passes.as_ref().map_or_else(String::new, |Passes { read, write }| {
+                let (read, write) = (gbs(*read), gbs(*write));
+                format!(", only reading {read:.2} GB/s, only writing {write:.2} GB/s")
+            });
             result_line!(
-                "{} of f32 on {}, memcpy {memcpy_gbs:.2} GB/s, the fastest copy {:.2} GB/s; every result verified",
+                "{} of f32 on {}, memcpy {memcpy_gbs:.2} GB/s, the fastest copy {:.2} GB/s{passes}; every result verified",
                 sizes::format(bytes),
                 self.place,
-                bytes as f64 / self.copy / 1e9
+                gbs(self.copy)
             )?;
             let rest = match self.device {
-                None => format!("{:>16} {:>12}", "residual of copy", "of products"),
+                None => format!(
+                    "{:>15} {:>15} {:>16} {:>12}",
+                    "enc. of reading", "dec. of writing", "residual of copy", "of products"
+                ),
                 Some(_) => String::new(),
             };
             result_line!(
@@ -260,6 +296,8 @@ impl Report {
             copy_gbs: gbs(self.copy),
             encode_of_limit: of_limit(1, encode),
             decode_of_limit: of_limit(1, decode),
+            encode_of_reading: self.passes.as_ref().map(|passes| passes.read / encode),
+            decode_of_writing: self.passes.as_ref().map(|passes| passes.write / decode),
             fed_gbs: figures.fed.map(gbs),
             // The gradient is read, the residual read and written.
             fed_of_limit: figures.fed.map(|seconds| of_limit(3, seconds)),
@@ -279,7 +317,13 @@ impl Report {
         };
         let rest = match self.device {
             Some(_) => String::new(),
-            None => format!("{} {}", share(row.fed_of_limit, 16), share(row.of_products, 12)),
+            None => format!(
+                "{} {} {} {}",
+                share(row.encode_of_reading, 15),
+                share(row.decode_of_writing, 15),
+                share(row.fed_of_limit, 16),
+                share(row.of_products, 12)
+            ),
         };
         format!(
             "{codec:<18} {ratio:>8.2} {encode_gbs:>12.2} {decode_gbs:>12.2} {gbs:>10.2} \

@@ -134,3 +134,35 @@ fn unmap(start: *mut u8, bytes: usize) {
         debug_assert!(unmapped.is_ok(), "{unmapped:?}");
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use rustix::fs::MemfdFlags;
+
+    use super::*;
+
+    /// What the kernel says of the mapping that begins here: KiB in huge pages.
+    fn kib_in_huge_pages(start: *mut u8) -> usize {
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let of = maps.split_once(&format!("\n{:x}-", start.addr())).expect("it is mapped").1;
+        let line = of.lines().find_map(|line| line.strip_prefix("ShmemPmdMapped:"));
+        let number = line.and_then(|line| line.trim().strip_suffix("kB"));
+        number.expect("every mapping has this line").trim().parse().unwrap()
+    }
+
+    #[test]
+    fn large_mappings_begin_where_huge_pages_do_and_have_those_that_the_kernel_gives() {
+        let bytes = 2 * HUGE + 4096;
+        let file = rustix::fs::memfd_create("t", MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, whole_pages(bytes) as u64).unwrap();
+        let maker = Mapping::new(file.as_fd(), bytes, Access::ReadWrite).unwrap();
+        assert_eq!((maker.as_ptr().addr() % HUGE, maker.len()), (0, bytes));
+        // SAFETY: the mapping is this test's.
+        let gives = unsafe { libc::madvise(maker.as_ptr().cast(), HUGE, libc::MADV_COLLAPSE) } == 0;
+        maker.collapse();
+        let huge = kib_in_huge_pages(maker.as_ptr());
+        assert!(if gives { huge >= HUGE / 1024 } else { huge == 0 }, "{huge} KiB, given: {gives}");
+    }
+}

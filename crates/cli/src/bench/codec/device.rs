@@ -54,6 +54,7 @@ pub fn run(
         figures: figures.collect(),
         memcpy,
         copy: memcpy,
+        passes: None,
         place: gpu.name()?,
         device: Some(DeviceKind::Cuda),
     })
