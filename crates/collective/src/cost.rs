@@ -40,6 +40,8 @@ pub struct Costs {
     pub crowd: f64,
     /// Threads that a rank has for one call, on average of the ranks, half of the time with a program that rests.
     pub threads: f64,
+    /// Hosts of which it was found out which are in one region; 0 if it was not.
+    pub surveyed: usize,
 }
 
 /// What a link costs.
@@ -76,22 +78,35 @@ impl Default for Costs {
             fold: 0.06e-9,
             crowd: 1.0,
             threads: 1.0,
+            surveyed: 0,
         }
     }
 }
 
 impl Costs {
-    pub(crate) const NUMBERS: usize = 15;
+    pub(crate) const NUMBERS: usize = 16;
 
-    /// Whether all that a group with this topology uses was measured, and not only assumed.
-    pub(crate) fn cover(&self, topology: &Topology) -> bool {
+    /// Whether it was found out that this many hosts are all in one region.
+    pub(crate) fn rule_out_regions(&self, hosts: usize) -> bool {
+        !self.know_regions() && self.surveyed >= hosts
+    }
+
+    /// Whether a link between regions was measured.
+    fn know_regions(&self) -> bool {
+        self.wide != Costs::default().wide
+    }
+
+    /// Whether all that a group with this topology uses was measured, and not only assumed. If it was not `surveyed`, its
+    /// hosts seem to be in one region, but may be those of two.
+    pub(crate) fn cover(&self, topology: &Topology, surveyed: bool) -> bool {
         let typical = Costs::default();
         let shares_hosts = (0..topology.hosts()).any(|host| topology.members(host).len() > 1);
         let is_near = !shares_hosts || self.near != typical.near;
         let spans_hosts = (0..topology.regions()).any(|r| topology.hosts_of(r).len() > 1);
         let is_far = !spans_hosts || self.far != typical.far;
-        let is_wide = topology.regions() == 1 || self.wide != typical.wide;
-        is_near && is_far && is_wide
+        let is_wide = topology.regions() == 1 || self.know_regions();
+        let is_sure = surveyed || topology.hosts() == 1 || !self.know_regions();
+        is_near && is_far && is_wide && is_sure
     }
 
     /// The same where so many ranks share a core: what they compute takes them as much longer.
@@ -132,17 +147,18 @@ impl Costs {
 
     /// As they travel.
     pub(crate) fn to_numbers(self) -> [f64; Costs::NUMBERS] {
-        let Costs { window, near, far, wide, fold, crowd, threads } = self;
+        let Costs { window, near, far, wide, fold, crowd, threads, surveyed } = self;
         let [near, far, wide] =
             [near, far, wide].map(|link| [link.latency, link.message, link.byte]);
         let window = [window.wait, window.copy, window.fold];
         let [[a, b, c], [d, e, f], [g, h, i], [j, k, l]] = [window, near, far, wide];
-        [a, b, c, d, e, f, g, h, i, j, k, l, fold, crowd, threads]
+        [a, b, c, d, e, f, g, h, i, j, k, l, fold, crowd, threads, surveyed as f64]
     }
 
     /// The reverse of [`Costs::to_numbers`].
     pub(crate) fn from_numbers(numbers: [f64; Costs::NUMBERS]) -> Costs {
-        let [wait, copy, fold, d, e, f, g, h, i, j, k, l, own_fold, crowd, threads] = numbers;
+        let [wait, copy, fold, d, e, f, g, h, i, j, k, l, own_fold, crowd, threads, surveyed] =
+            numbers;
         Costs {
             window: WindowCost { wait, copy, fold },
             near: LinkCost { latency: d, message: e, byte: f },
@@ -151,6 +167,7 @@ impl Costs {
             fold: own_fold,
             crowd,
             threads,
+            surveyed: surveyed as usize,
         }
     }
 }

@@ -3,6 +3,7 @@
 mod stall;
 
 use std::os::fd::OwnedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
@@ -457,9 +458,12 @@ impl GroupState {
         let _ = self.stop.set(stop);
     }
 
-    /// To be called now and then by a thread that waits: ends the group if the wait should be given up.
+    /// To be called now and then by a thread that waits: ends the group if the wait should be given up. What is asked
+    /// is the program's; a panic of it counts as yes, and goes no further, since the thread that waits may own the
+    /// memory of a call that still waits in line.
     pub(crate) fn ask_to_stop(&self) {
-        if !self.is_over() && self.stop.get().is_some_and(|stop| stop()) {
+        let asked = |stop: &Stop| catch_unwind(AssertUnwindSafe(stop)).unwrap_or(true);
+        if !self.is_over() && self.stop.get().is_some_and(asked) {
             self.abort("interrupted while it waited for other ranks");
         }
     }

@@ -166,8 +166,12 @@ fn make_device(wires: &Arc<Wires>) -> Arc<MakeEngine> {
 
 /// A world of threads with a device.
 fn start(world: usize, wires: &Arc<Wires>) -> Vec<Group> {
+    start_with(world, &make_device(wires))
+}
+
+/// A world of threads with engines of this kind.
+fn start_with(world: usize, make: &Arc<MakeEngine>) -> Vec<Group> {
     let (hub, epoch) = (LocalHub::new(world), Epoch::new(0));
-    let make = make_device(wires);
     std::thread::scope(|scope| {
         let form = |rank| {
             let (hub, epoch, make) = (hub.clone(), epoch.clone(), make.clone());
@@ -305,6 +309,102 @@ fn a_call_on_an_engine_ends_with_its_group() {
             assert!(reason.contains("it was enough"), "{reason}");
         }
     });
+}
+
+/// The engine of host memory, with a defect: calls of so many elements panic on rank 0.
+struct Defective(HostEngine);
+
+const BREAKS: usize = 13;
+
+impl Engine for Defective {
+    fn reaches(&self) -> Vec<Memory> {
+        self.0.reaches()
+    }
+
+    fn plan(&mut self, request: &Request<'_>) -> Result<CallPlan, Error> {
+        self.0.plan(request)
+    }
+
+    fn explain(&mut self, request: &Request<'_>) -> Result<Explanation, Error> {
+        self.0.explain(request)
+    }
+
+    fn host(&mut self) -> &mut HostEngine {
+        &mut self.0
+    }
+
+    fn run(&mut self, call: &Call, request: &Checked<'_>) -> Result<(), Error> {
+        if request.count() == BREAKS && self.0.rank() == 0 {
+            // For other threads to wait for the call meanwhile.
+            std::thread::sleep(Duration::from_millis(50));
+            panic!("a defect, on purpose");
+        }
+        self.0.run(call, request)
+    }
+}
+
+fn start_defective(world: usize) -> Vec<Group> {
+    let make: Arc<MakeEngine> = Arc::new(|host| Ok(Box::new(Defective(host)) as Box<dyn Engine>));
+    start_with(world, &make)
+}
+
+fn is_defect(error: &Error) -> bool {
+    matches!(error, Error::System { what: "a call", reason } if reason == "it panicked")
+}
+
+#[test]
+fn a_call_that_panics_ends_its_group_with_an_error_on_every_rank() {
+    let groups = start_defective(2);
+    on_all(&groups, |group| {
+        group.barrier().unwrap();
+        let mut buffer = [1f32; BREAKS];
+        let error = group.all_reduce(&mut buffer, Reduction::Sum).unwrap_err();
+        assert_eq!(is_defect(&error), group.rank() == 0, "rank {}: {error}", group.rank());
+        let error = group.barrier().unwrap_err();
+        assert_eq!(is_defect(&error), group.rank() == 0, "rank {}: {error}", group.rank());
+    });
+}
+
+#[test]
+fn a_submitted_call_that_panics_ends_for_all_who_wait_and_so_do_those_after_it() {
+    // Whichever thread runs the call: the progress thread, or one that waits for it.
+    for runs_it in [true, false, true, false] {
+        let mut groups = start_defective(2);
+        let other = groups.pop().unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                let mut buffer = [1f32; BREAKS];
+                other.all_reduce(&mut buffer, Reduction::Sum).unwrap_err();
+            });
+            let group = groups.pop().unwrap();
+            let breaks = group.submit_all_reduce(vec![1f32; BREAKS], Reduction::Sum).unwrap();
+            if runs_it {
+                breaks.work().run_if_next();
+            }
+            let later: Vec<_> = (0..3).map(|_| group.submit_barrier()).collect();
+            for _ in 0..2 {
+                let work = breaks.work().clone();
+                scope.spawn(move || assert!(is_defect(&work.wait().unwrap_err())));
+            }
+            // Ends the progress thread while the call is under way.
+            scope.spawn(move || drop(group));
+            assert!(is_defect(&breaks.wait().unwrap_err()));
+            for work in later.into_iter().flatten() {
+                assert!(is_defect(&work.wait().unwrap_err()));
+            }
+        });
+    }
+}
+
+#[test]
+fn a_question_whether_to_stop_that_panics_is_answered_yes() {
+    let mut groups = start(2, &Arc::default());
+    let late = groups.pop().unwrap();
+    let group = groups.pop().unwrap();
+    group.stop_waiting_if(|| panic!("a question that cannot be answered, on purpose"));
+    let error = group.barrier().unwrap_err();
+    assert!(matches!(error, Error::Aborted { .. }), "{error:?}");
+    late.barrier().unwrap_err();
 }
 
 #[test]

@@ -63,17 +63,24 @@ impl Memory {
     /// If the file is shorter, or may still be cut: then an access would end this process with SIGBUS.
     pub fn open(file: impl AsFd, bytes: usize) -> io::Result<Memory> {
         let file = file.as_fd();
-        let seals = rustix::fs::fcntl_get_seals(file)?;
-        let length = u64::try_from(rustix::fs::fstat(file)?.st_size).unwrap_or(0);
-        if !seals.contains(SealFlags::SHRINK) || length < bytes as u64 {
-            let what = "the other process's memory is too small or not sealed";
-            return Err(io::Error::new(io::ErrorKind::InvalidData, what));
-        }
-        let access = match seals.contains(SealFlags::FUTURE_WRITE) {
+        let access = match seals_of(file, bytes)?.intersects(READ_ONLY) {
             true => Access::Read,
             false => Access::ReadWrite,
         };
         Ok(Memory { map: Mapping::new(file, bytes, access)?, file: None })
+    }
+
+    /// As [`Memory::open`], for a caller that writes to the memory as well.
+    ///
+    /// # Errors
+    ///
+    /// As there; and if the memory can only be read, where writing would end this process with SIGSEGV.
+    pub fn open_writable(file: impl AsFd, bytes: usize) -> io::Result<Memory> {
+        let file = file.as_fd();
+        if seals_of(file, bytes)?.intersects(READ_ONLY) {
+            return Err(refused("the other process's memory can only be read"));
+        }
+        Ok(Memory { map: Mapping::new(file, bytes, Access::ReadWrite)?, file: None })
     }
 
     /// The file of memory that this process made, to hand it to others.
@@ -115,17 +122,34 @@ impl Memory {
     pub fn read(&self, at: usize, into: &mut [u8]) {
         assert!(at.checked_add(into.len()).is_some_and(|end| end <= self.map.len()));
         assert!(at.is_multiple_of(8) && into.len().is_multiple_of(8));
-        // SAFETY: within the mapping, which can be read and written and is sealed against shrinking, and
-        // aligned, as checked above.
+        // SAFETY: within the mapping, which can be read and is sealed against shrinking, and aligned, as
+        // checked above.
         unsafe { copy(self.as_ptr().add(at), into) };
     }
+}
+
+/// Seals with which a file cannot be mapped for writing.
+const READ_ONLY: SealFlags = SealFlags::WRITE.union(SealFlags::FUTURE_WRITE);
+
+/// The seals of a file of memory that has so many bytes and keeps them.
+fn seals_of(file: BorrowedFd<'_>, bytes: usize) -> io::Result<SealFlags> {
+    let seals = rustix::fs::fcntl_get_seals(file)?;
+    let length = u64::try_from(rustix::fs::fstat(file)?.st_size).unwrap_or(0);
+    if !seals.contains(SealFlags::SHRINK) || length < bytes as u64 {
+        return Err(refused("the other process's memory is too small or not sealed"));
+    }
+    Ok(seals)
+}
+
+fn refused(why: &'static str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, why)
 }
 
 /// Copies memory that another process may write to meanwhile, reading each byte once. What is copied is
 /// then anything, but it is one thing.
 ///
 /// # Safety
-/// `from` is valid for reads and writes of the length of `into`, which is a multiple of eight, and aligned
+/// `from` is valid for reads of the length of `into`, which is a multiple of eight, and aligned
 /// to eight bytes.
 unsafe fn copy(from: *mut u8, into: &mut [u8]) {
     #[cfg(target_arch = "x86_64")]
@@ -142,7 +166,7 @@ unsafe fn copy(from: *mut u8, into: &mut [u8]) {
     }
     #[cfg(not(target_arch = "x86_64"))]
     for (word, into) in into.chunks_exact_mut(8).enumerate() {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's promise; loads of this size need no memory that can be written.
         let word = unsafe { AtomicU64::from_ptr(from.cast::<u64>().add(word)) };
         into.copy_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes());
     }
@@ -233,6 +257,28 @@ mod tests {
         let mut read = [0; 16];
         theirs.read(4 << 20, &mut read);
         assert_eq!(&read[..10], b"it is here");
+    }
+
+    #[test]
+    fn memory_that_can_only_be_read_is_refused_for_writing() {
+        for bytes in [4096, 5 << 20] {
+            let mine = Memory::create_readable(bytes).unwrap();
+            let error = Memory::open_writable(mine.file().unwrap(), bytes).map(drop).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{error}");
+            let mine = Memory::create(bytes).unwrap();
+            let mut theirs = Memory::open_writable(mine.file().unwrap(), bytes).unwrap();
+            theirs.write(0, b"from elsewhere..");
+            let mut read = [0; 16];
+            mine.read(0, &mut read);
+            assert_eq!(&read, b"from elsewhere..");
+        }
+        // Sealed against every mapping that can be written, as no memory of ours is.
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let file = rustix::fs::memfd_create("t", flags).unwrap();
+        rustix::fs::ftruncate(&file, 4096).unwrap();
+        rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::WRITE).unwrap();
+        assert!(Memory::open_writable(&file, 4096).is_err());
+        assert_eq!(Memory::open(&file, 4096).unwrap().len(), 4096);
     }
 
     #[test]

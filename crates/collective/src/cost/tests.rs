@@ -176,8 +176,23 @@ fn costs_travel_as_they_are() {
 fn costs_of_links_between_regions_count_where_there_are_regions() {
     let link = LinkCost { latency: 1.0, message: 1.0, byte: 1.0 };
     let without = Costs { far: link, ..Costs::default() };
-    assert!(without.cover(&Topology::all_apart(4)) && !without.cover(&two_regions(2)));
-    assert!(Costs { wide: link, ..without }.cover(&two_regions(2)));
+    let with = Costs { wide: link, near: link, ..without };
+    assert!(without.cover(&Topology::all_apart(4), true));
+    assert!(!without.cover(&two_regions(2), true) && with.cover(&two_regions(2), true));
     // Every host is a region of its own.
-    assert!(Costs { wide: link, ..Costs::default() }.cover(&two_regions(1)));
+    assert!(Costs { wide: link, ..Costs::default() }.cover(&two_regions(1), true));
+    // What is left of two regions: two hosts, whose link may be that of one region or that between both.
+    assert!(!with.cover(&Topology::all_apart(2), false));
+    assert!(with.cover(&Topology::all_apart(3), true) && with.cover(&Topology::new(&[0, 0]), false));
+}
+
+#[test]
+fn regions_are_ruled_out_for_as_many_hosts_as_were_surveyed() {
+    let alone = Costs::default();
+    assert!(!alone.rule_out_regions(3), "a group of two hosts has looked for none");
+    let surveyed = Costs { surveyed: 4, ..alone };
+    assert!(surveyed.rule_out_regions(3) && surveyed.rule_out_regions(4));
+    assert!(!surveyed.rule_out_regions(5), "another host has come");
+    let wide = LinkCost { latency: 1.0, message: 1.0, byte: 1.0 };
+    assert!(!Costs { wide, ..surveyed }.rule_out_regions(4));
 }

@@ -50,6 +50,8 @@ pub struct HostEngine {
     pub(super) window: Option<WindowMemory>,
     pub(super) helpers: Helpers,
     costs: Costs,
+    /// Hosts of which it was found out which are in one region; 0 if it was not.
+    pub(super) surveyed: usize,
     pub(super) state: Arc<GroupState>,
     contests: BTreeMap<(Op, bool, bool), Contest>,
     // Sorted, since comparing a few small keys is quicker than hashing one.
@@ -81,6 +83,7 @@ impl HostEngine {
             window,
             helpers,
             costs,
+            surveyed: 0,
             state,
             contests: BTreeMap::new(),
             schedules: BTreeMap::new(),
@@ -234,15 +237,16 @@ impl HostEngine {
     }
 
     /// Finds out which hosts are in one region, from the name that this rank gives its own or by measuring, unless rank
-    /// 0 knows of an earlier group that had one, or all hosts `are_one` machine.
+    /// 0 knows of an earlier group of as many hosts that had one, or all hosts `are_one` machine.
     pub(crate) fn find_regions(
         &mut self,
         name: Option<&str>,
         known: Option<&Costs>,
         are_one: bool,
     ) -> Result<(), Error> {
-        let regions = survey::regions(self, name, known, are_one)?;
-        self.topology = self.topology.clone().in_regions(&regions);
+        let survey = survey::regions(self, name, known, are_one)?;
+        self.topology = self.topology.clone().in_regions(&survey.regions);
+        self.surveyed = if survey.is_known { survey.regions.len() } else { 0 };
         // What was planned before did not know of them.
         self.contests.clear();
         self.schedules.clear();

@@ -33,26 +33,38 @@ const BATCHES: usize = 3;
 /// regions form later. Smaller: hosts whose ranks had to wait for a processor look as if they were far away.
 const LOOKS: usize = 3;
 
-/// The region of every host. Every rank of the group calls this, with what it knows of an earlier group: if rank 0 knows
-/// one that had no regions, none are looked for; nor where all hosts `are_one` machine.
+/// The regions of a group's hosts.
+pub struct Survey {
+    /// The region of every host.
+    pub regions: Vec<u32>,
+    /// Whether that is known, and not only assumed because nobody has looked.
+    pub is_known: bool,
+}
+
+/// Finds out the region of every host. Every rank of the group calls this, with what it knows of an earlier group: if that of
+/// rank 0 [rules them out](Costs::rule_out_regions), none are looked for; nor where all hosts `are_one` machine.
 pub fn regions(
     engine: &mut HostEngine,
     name: Option<&str>,
     known: Option<&Costs>,
     are_one: bool,
-) -> Result<Vec<u32>, Error> {
+) -> Result<Survey, Error> {
     let hosts = engine.topology.hosts();
+    let known_as = |regions| Ok(Survey { regions, is_known: true });
     let one = vec![0; hosts];
     if hosts == 1 {
-        return Ok(one);
+        return Ok(Survey { regions: one, is_known: false });
     }
-    let had_none = known.is_some_and(|costs| costs.wide == Costs::default().wide);
-    let (names, had_none) = names(engine, name, had_none)?;
+    let are_ruled_out = known.is_some_and(|costs| costs.rule_out_regions(hosts));
+    let (names, are_ruled_out) = names(engine, name, are_ruled_out)?;
     if let Some(regions) = regions::by_names(&names) {
-        return Ok(regions);
+        return known_as(regions);
     }
-    if had_none || are_one || !(FEWEST..=MOST).contains(&hosts) {
-        return Ok(one);
+    if are_ruled_out {
+        return known_as(one);
+    }
+    if are_one || !(FEWEST..=MOST).contains(&hosts) {
+        return Ok(Survey { regions: one, is_known: false });
     }
     let mut shortest = vec![f64::INFINITY; hosts * hosts];
     for _ in 0..LOOKS {
@@ -64,10 +76,10 @@ pub fn regions(
         let regions = regions::decide(hosts, &shortest);
         log::debug!("seconds between hosts: {shortest:?}; their regions: {regions:?}");
         if regions == one {
-            return Ok(one);
+            return known_as(one);
         }
     }
-    Ok(regions::decide(hosts, &shortest))
+    known_as(regions::decide(hosts, &shortest))
 }
 
 /// A hash of the name that the first rank of every host gives its region; and what rank 0 says, equal on all ranks.

@@ -183,7 +183,8 @@ pub fn measure(engine: &mut HostEngine, crowd: f64) -> Result<(), Error> {
         large.add(Finding::FarLarge, exchange(engine, far_rate, LARGE_PROBE, LONG)?);
     }
     large.share(engine)?;
-    engine.set_costs(costs(&findings, &large, &topology));
+    let surveyed = engine.surveyed;
+    engine.set_costs(Costs { surveyed, ..costs(&findings, &large, &topology) });
     log::debug!("measured costs: {:?}", engine.costs());
     Ok(())
 }
@@ -191,12 +192,13 @@ pub fn measure(engine: &mut HostEngine, crowd: f64) -> Result<(), Error> {
 /// Takes over the costs that rank 0 knows of an earlier group: in one message, so that all ranks choose
 /// alike. `false` if it has none that will do.
 pub fn agree(engine: &mut HostEngine, known: Option<Costs>, crowd: f64) -> Result<bool, Error> {
-    let known = known.filter(|costs| costs.cover(&engine.topology));
+    let known = known.filter(|costs| costs.cover(&engine.topology, engine.surveyed > 0));
     // Rank 0 says for all of them how crowded the hosts are now, and how many threads a rank has.
     let mut message = match known {
         Some(costs) => {
             let threads = engine.helpers.mean_threads();
-            Costs { threads, ..costs.in_crowd(crowd) }.to_numbers()
+            let surveyed = engine.surveyed.max(costs.surveyed);
+            Costs { threads, surveyed, ..costs.in_crowd(crowd) }.to_numbers()
         }
         None => [f64::NAN; Costs::NUMBERS],
     };
@@ -258,6 +260,7 @@ fn costs(findings: &Findings, large: &Findings, topology: &Topology) -> Costs {
         fold,
         crowd,
         threads: findings.mean(Finding::Threads).unwrap_or(typical.threads),
+        surveyed: 0,
     }
 }
 

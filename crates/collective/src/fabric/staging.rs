@@ -64,7 +64,7 @@ impl<'a> HostMemory<'a> {
 
     /// Maps what another rank has made.
     pub fn open(&self, file: impl AsFd) -> Result<Arc<Memory>, FormError> {
-        self.mapped(Memory::open(file, self.bytes()))
+        self.mapped(Memory::open_writable(file, self.bytes()))
     }
 
     /// The regions of all ranks in it.

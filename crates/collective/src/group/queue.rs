@@ -6,8 +6,8 @@
 //! the progress thread has not come to it.
 
 use std::collections::VecDeque;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::{JoinHandle, ThreadId};
 
 use super::calls::Calls;
@@ -81,7 +81,7 @@ impl Queue {
         }
         line.busy = true;
         drop(line);
-        let outcome = self.shared.unless_panicking(|calls| calls.make(number, &mut request));
+        let outcome = self.shared.use_engine(|calls| calls.make(number, &mut request));
         if !in_task {
             self.shared.release();
         }
@@ -111,7 +111,7 @@ impl Queue {
             let (shared, allocated) = (self.shared.clone(), Arc::new(Mutex::new(None)));
             let result = allocated.clone();
             let task = move || {
-                let outcome = shared.unless_panicking(|calls| calls.allocate(numbers, bytes));
+                let outcome = shared.use_engine(|calls| calls.allocate(numbers, bytes));
                 *result.lock().expect("no panic while locked") = Some(outcome);
             };
             self.start_thread();
@@ -121,7 +121,7 @@ impl Queue {
         }
         line.busy = true;
         drop(line);
-        let outcome = self.shared.unless_panicking(|calls| calls.allocate(numbers, bytes));
+        let outcome = self.shared.use_engine(|calls| calls.allocate(numbers, bytes));
         if !in_task {
             self.shared.release();
         }
@@ -135,7 +135,7 @@ impl Queue {
 
     /// What is left to do when the group is dropped.
     pub fn closing(&mut self) -> Closing {
-        let thread = self.thread.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let thread = self.thread.get_mut().unwrap_or_else(PoisonError::into_inner);
         Closing { shared: self.shared.clone(), thread: thread.take() }
     }
 
@@ -187,7 +187,7 @@ impl Shared {
     }
 
     fn calls(&self) -> MutexGuard<'_, Calls> {
-        self.calls.lock().expect("calls do not panic")
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn push(&self, mut line: MutexGuard<'_, Line>, number: Option<u32>, entry: Entry) -> Work {
@@ -198,14 +198,17 @@ impl Shared {
         work
     }
 
-    /// Uses the engine. Should that panic, which is a defect of this crate, the group ends and the line moves on, so
-    /// that nothing waits for this thread.
-    fn unless_panicking<R>(&self, make: impl FnOnce(&mut Calls) -> R) -> R {
-        catch_unwind(AssertUnwindSafe(|| make(&mut self.calls()))).unwrap_or_else(|panic| {
-            let reason = "it panicked".into();
-            self.state.fail(Error::System { what: "a call", reason });
-            self.release();
-            resume_unwind(panic)
+    /// Uses the engine. Should that panic, which is a defect of the engine, the group ends with an error that says so:
+    /// the calls after it end like those of any group that has failed, and no thread waits for ever.
+    fn use_engine<R>(
+        &self,
+        action: impl FnOnce(&mut Calls) -> Result<R, Error>,
+    ) -> Result<R, Error> {
+        // Locked outside, so that the panic does not poison it.
+        let mut calls = self.calls();
+        catch_unwind(AssertUnwindSafe(|| action(&mut calls))).unwrap_or_else(|_| {
+            self.state.fail(Error::System { what: "a call", reason: "it panicked".into() });
+            Err(self.state.settled_error(None))
         })
     }
 
@@ -213,7 +216,12 @@ impl Shared {
     fn release(&self) {
         let mut line = self.lock();
         line.busy = false;
-        if !line.entries.is_empty() {
+        self.call_progress_thread(&line);
+    }
+
+    /// Wakes the progress thread if there is something for it to do, after the line was busy for another thread.
+    fn call_progress_thread(&self, line: &Line) {
+        if line.closed || !line.entries.is_empty() {
             self.change.notify_all();
         }
     }
@@ -245,7 +253,7 @@ impl Shared {
     fn perform(&self, entry: Entry, work: Work) {
         let outcome = match entry {
             Entry::Call(number, mut request) => {
-                self.unless_panicking(|calls| calls.make(number, &mut request))
+                self.use_engine(|calls| calls.make(number, &mut request))
             }
             Entry::Task(task) => catch_unwind(AssertUnwindSafe(task)).map_err(|_| {
                 let reason = "it panicked".into();
@@ -257,12 +265,9 @@ impl Shared {
         let mut line = self.lock();
         (line.busy, line.in_task) = (false, None);
         let ended = work.end(outcome);
-        // The progress thread may have found the line busy and sleep. It goes on while callbacks run here.
-        let is_wanted = line.closed || !line.entries.is_empty();
+        // The progress thread goes on while callbacks run here.
+        self.call_progress_thread(&line);
         drop(line);
-        if is_wanted {
-            self.change.notify_all();
-        }
         ended.notify();
     }
 }
