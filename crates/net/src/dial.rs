@@ -20,6 +20,7 @@ use crate::handshake::{
     Encryption, HandshakeError, Initiated, Initiator, Introduction, random_nonce,
 };
 use crate::keepalive::{SILENCE, keep_alive};
+use crate::pace::send_unpaced_within_machine;
 use crate::signal::Signal;
 use crate::timed::timespec;
 use crate::token::Token;
@@ -290,6 +291,7 @@ impl Attempt {
                 return Err(HandshakeError::Io(io::ErrorKind::ConnectionRefused.into()));
             }
             socket.set_tcp_nodelay(true)?;
+            send_unpaced_within_machine(&socket);
             keep_alive(&socket, dialer.silence)?;
         }
         let is_local = matches!(self.door.target, Target::Unix(_));

@@ -5,7 +5,7 @@
 //! [`Connection`], which is encrypted in a job that [wants it](Token::with_encryption). What it is for, its
 //! [`Purpose`], is a tag that the crates above define; nothing here knows them. Above the bytes there is
 //! one kind of [`frame`] for control messages. Processes of one host also share [`memory`], whose descriptor
-//! travels over a Unix socket. [`keepalive`] notices connections that carry nothing any more, [`fork`] keeps
+//! travels over a Unix socket. Within a machine, TCP sends without a [`pace`]. [`keepalive`] notices connections that carry nothing any more, [`fork`] keeps
 //! forked children from holding them open, [`descriptors`] raises their limit for a large job, and
 //! [`interface`] chooses the address to listen on. What a job writes down for its next start lies in a
 //! [`folder`] that outlasts a power failure. [`rank`] numbers the processes of a job. Tests can
@@ -24,6 +24,7 @@ pub mod handshake;
 pub mod interface;
 pub mod keepalive;
 pub mod memory;
+pub mod pace;
 pub mod rank;
 mod signal;
 mod timed;

@@ -25,6 +25,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use unisono::net::Token;
+use unisono::net::pace::send_unpaced_within_machine;
 use unisono::optimizer::{LearningRate, OptimizerSpec};
 use unisono_codec::sender::{self, Origin, Scratch, Sender};
 use unisono_codec::{CodecSpec, Rounding};
@@ -483,6 +484,7 @@ fn answer(message: &impl Serialize) -> anyhow::Result<()> {
 /// What the loopback does for one worker, until it leaves.
 fn send_back(mut stream: TcpStream, bytes: usize) -> std::io::Result<()> {
     stream.set_nodelay(true)?;
+    send_unpaced_within_machine(&stream);
     let mut buffer = vec![0; bytes];
     loop {
         stream.read_exact(&mut buffer)?;
@@ -512,6 +514,7 @@ impl Worker {
             if *way == Way::Loopback {
                 let stream = TcpStream::connect(address)?;
                 stream.set_nodelay(true)?;
+                send_unpaced_within_machine(&stream);
                 loopback = Some((stream, vec![1; model.bytes()]));
                 continue;
             }

@@ -28,6 +28,7 @@ use crate::connection::Connection;
 use crate::fork;
 use crate::handshake::{Encryption, Introduction, Purpose, Responder, Step, random_nonce};
 use crate::keepalive::{SILENCE, keep_alive};
+use crate::pace::send_unpaced_within_machine;
 use crate::signal::Signal;
 use crate::timed::timespec;
 use crate::token::Token;
@@ -244,6 +245,7 @@ impl<F: FnMut(Connection, Introduction)> Door<F> {
             socket.set_nonblocking(true)?;
             if address.domain() != Domain::UNIX {
                 socket.set_tcp_nodelay(true)?;
+                send_unpaced_within_machine(&socket);
                 keep_alive(&socket, SILENCE)?;
             }
             watch(&self.epoll, &socket, key)?;
