@@ -42,13 +42,14 @@ pub enum FrameError {
     Io(io::Error),
 }
 
-/// Appends one message to a buffer.
+/// Appends one message to a buffer. It must have bytes: its reader would take `()` for a sign of life.
 pub fn append(message: &impl Serialize, into: &mut Vec<u8>) -> Result<(), FrameError> {
     let start = into.len();
     into.extend_from_slice(&SIGN_OF_LIFE);
     *into =
         postcard::to_extend(message, std::mem::take(into)).map_err(|_| FrameError::Malformed)?;
     let len = u32::try_from(into.len() - start - HEADER).map_err(|_| FrameError::Malformed)?;
+    debug_assert!(len > 0, "a message of no bytes is a sign of life");
     into[start..start + HEADER].copy_from_slice(&len.to_le_bytes());
     Ok(())
 }

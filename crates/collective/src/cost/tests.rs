@@ -183,7 +183,9 @@ fn costs_of_links_between_regions_count_where_there_are_regions() {
     assert!(Costs { wide: link, ..Costs::default() }.cover(&two_regions(1), true));
     // What is left of two regions: two hosts, whose link may be that of one region or that between both.
     assert!(!with.cover(&Topology::all_apart(2), false));
-    assert!(with.cover(&Topology::all_apart(3), true) && with.cover(&Topology::new(&[0, 0]), false));
+    assert!(
+        with.cover(&Topology::all_apart(3), true) && with.cover(&Topology::new(&[0, 0]), false)
+    );
 }
 
 #[test]

@@ -13,6 +13,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
+use super::store::Abandoned;
+
 /// Threads that help.
 #[derive(Default)]
 pub struct Crew {
@@ -47,8 +49,11 @@ struct Job {
     wanted: usize,
     /// Helpers that are in it.
     inside: usize,
-    panic: Option<Box<dyn Any + Send>>,
+    panic: Panic,
 }
+
+/// What threads unwound with, if they did.
+type Panic = Option<Box<dyn Any + Send>>;
 
 /// Work that lives until its job is taken from the board.
 #[derive(Clone, Copy)]
@@ -67,7 +72,7 @@ impl Crew {
         let number = self.post(helpers, most, work);
         let own = catch_unwind(AssertUnwindSafe(work));
         let of_helper = self.shared.take_down(number);
-        if let Some(panic) = own.err().or(of_helper) {
+        if let Some(panic) = cause(own.err(), of_helper) {
             resume_unwind(panic);
         }
     }
@@ -138,7 +143,7 @@ impl Shared {
             let job = board.jobs.iter_mut().find(|job| job.number == number);
             let job = job.expect("a job stays while a helper is inside");
             job.inside -= 1;
-            job.panic = done.err().or(job.panic.take());
+            job.panic = cause(done.err(), job.panic.take());
             if job.inside == 0 {
                 self.left.notify_all();
             }
@@ -146,7 +151,7 @@ impl Shared {
     }
 
     /// Lets no more helpers into a job, and waits for those that are in it: what one unwound with.
-    fn take_down(&self, number: u64) -> Option<Box<dyn Any + Send>> {
+    fn take_down(&self, number: u64) -> Panic {
         let mut board = self.lock();
         loop {
             let at = board.jobs.iter().position(|job| job.number == number);
@@ -162,6 +167,21 @@ impl Shared {
     /// Nothing that is done under the lock panics half-way.
     fn lock(&self) -> MutexGuard<'_, Board> {
         self.board.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The one of two panics that is no consequence of another. The thread that shares must not unwind
+/// [silently](Abandoned) with a consequence of what it is the only one to tell.
+fn cause(one: Panic, other: Panic) -> Panic {
+    let is_consequence = one.as_ref().is_some_and(|panic| panic.is::<Abandoned>());
+    if is_consequence { other.or(one) } else { one.or(other) }
+}
+
+#[cfg(test)]
+impl Crew {
+    /// Threads that it has so far.
+    pub fn threads(&self) -> usize {
+        self.threads.lock().unwrap().len()
     }
 }
 
@@ -192,8 +212,7 @@ mod tests {
                 });
             }
         });
-        let threads = crew.threads.lock().unwrap().len();
-        assert!((1..=5).contains(&threads), "{threads}");
+        assert!((1..=5).contains(&crew.threads()), "{}", crew.threads());
         assert!(crew.shared.lock().jobs.is_empty());
     }
 
@@ -223,5 +242,37 @@ mod tests {
                 std::thread::yield_now();
             }
         });
+    }
+
+    /// Of three threads that share something one panics, before or after what that does to the others.
+    #[test]
+    fn a_panic_is_not_lost_among_its_consequences() {
+        for panics_first in [true, false] {
+            let crew = Crew::default();
+            let (me, has_come) = (std::thread::current().id(), AtomicUsize::new(0));
+            let until = |is_true: &dyn Fn() -> bool| {
+                while !is_true() {
+                    std::thread::yield_now();
+                }
+            };
+            let other_is_out = || crew.shared.lock().jobs[0].panic.is_some();
+            let work = || {
+                if std::thread::current().id() == me {
+                    until(&|| has_come.load(Ordering::Acquire) == 2);
+                    resume_unwind(Box::new(Abandoned));
+                }
+                let panics = (has_come.fetch_add(1, Ordering::AcqRel) == 0) == panics_first;
+                // None that comes first waits for the other, or that might never come.
+                if panics != panics_first {
+                    until(&other_is_out);
+                }
+                match panics {
+                    true => resume_unwind(Box::new("on purpose")),
+                    false => resume_unwind(Box::new(Abandoned)),
+                }
+            };
+            let shared = catch_unwind(AssertUnwindSafe(|| crew.share(2, 2, &work)));
+            assert_eq!(shared.unwrap_err().downcast_ref::<&str>(), Some(&"on purpose"));
+        }
     }
 }

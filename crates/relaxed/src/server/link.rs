@@ -139,7 +139,8 @@ impl Link {
             return Err(wire::invalid("the memory that was offered cannot be used".into()));
         }
         let half = half as usize;
-        let sealed = memory::Memory::open(file, 2 * half)?;
+        // This side writes to its half.
+        let sealed = memory::Memory::open_writable(file, 2 * half)?;
         self.memory = Some(Memory { sealed, half, own: 1 });
         Ok(())
     }
@@ -225,8 +226,7 @@ impl Link {
     /// this side's alone.
     pub fn bulk(&mut self, lengths: impl Iterator<Item = usize>) -> io::Result<Vec<&[u8]>> {
         let lengths: Vec<usize> = lengths.collect();
-        let total = total(&lengths)?;
-        self.received += total as u64;
+        let total = self.begin_bulk(&lengths)?;
         let bytes = self.read_bulk(0, total, total)?;
         let mut start = 0;
         let part = |length: usize| {
@@ -240,19 +240,15 @@ impl Link {
     /// As [`Link::bulk`], where each part is copied to this side's own memory, or may stay where it is.
     pub fn bulk_or_places(&mut self, parts: &[(usize, bool)]) -> io::Result<Vec<Bulk<'_>>> {
         let lengths = || parts.iter().map(|(length, _)| *length);
-        let Some(memory) = &self.memory else {
+        if !self.is_shared() {
             return Ok(self.bulk(lengths())?.into_iter().map(Bulk::Own).collect());
-        };
-        let lengths: Vec<usize> = lengths().collect();
-        let total = total(&lengths)?;
-        memory.expect(0, total)?;
-        self.received += total as u64;
-        if memory.own == 0 {
-            // Until the last step is announced.
-            self.announced = 0;
+        }
+        let total = self.begin_bulk(&lengths().collect::<Vec<usize>>())?;
+        if self.is_announced() {
             self.await_steps(total, total)?;
         }
         let memory = self.memory.as_ref().expect("seen above");
+        memory.expect(0, total)?;
         let copied = |(length, copied): &(usize, bool)| if *copied { aligned(*length) } else { 0 };
         let room: usize = parts.iter().map(copied).sum();
         grow(&mut self.bulk, room);
@@ -280,8 +276,7 @@ impl Link {
         lengths: &[usize],
         mut take: impl FnMut(usize, usize, &[u8]) -> io::Result<()>,
     ) -> io::Result<()> {
-        let total = total(lengths)?;
-        self.received += total as u64;
+        let total = self.begin_bulk(lengths)?;
         let chunk = if self.is_shared() { SHARED_CHUNK } else { CHUNK };
         let mut at = 0;
         for (part, &length) in lengths.iter().enumerate() {
@@ -303,9 +298,7 @@ impl Link {
         lengths: &[usize],
         mut lend: impl FnMut(usize, usize, usize, &mut dyn FnMut(&mut [f32])),
     ) -> io::Result<()> {
-        let total = total(lengths)?;
-        self.received += total as u64;
-        self.announced = 0;
+        let total = self.begin_bulk(lengths)?;
         let mut at = 0;
         for (part, &length) in lengths.iter().enumerate() {
             for start in (0..length).step_by(STEP) {
@@ -324,10 +317,24 @@ impl Link {
         Ok(())
     }
 
+    /// To be called once for the bulk data of every message, before any of it is read: how much there is, in parts of these
+    /// lengths.
+    fn begin_bulk(&mut self, lengths: &[usize]) -> io::Result<usize> {
+        let total = total(lengths)?;
+        self.received += total as u64;
+        self.announced = 0;
+        Ok(total)
+    }
+
+    /// Whether bulk data comes in steps that are announced: to a worker, in common memory.
+    fn is_announced(&self) -> bool {
+        self.memory.as_ref().is_some_and(|memory| memory.own == 0)
+    }
+
     /// Writes the next numbers of bulk data to their place; in common memory they lie at `at`, of so many bytes in `total`.
     fn fill(&mut self, at: usize, total: usize, into: &mut [f32]) -> io::Result<()> {
         let gap = aligned(size_of_val(into)) - size_of_val(into);
-        if self.memory.as_ref().is_some_and(|memory| memory.own == 0) {
+        if self.is_announced() {
             self.await_steps(at + size_of_val(into) + gap, total)?;
         }
         let Some(memory) = &self.memory else {
@@ -351,10 +358,7 @@ impl Link {
 
     /// The next bytes of bulk data, of so many in `total`, copied once; in common memory they lie at `at`.
     fn read_bulk(&mut self, at: usize, bytes: usize, total: usize) -> io::Result<&[u8]> {
-        if self.memory.as_ref().is_some_and(|memory| memory.own == 0) {
-            if at == 0 {
-                self.announced = 0;
-            }
+        if self.is_announced() {
             self.await_steps(at + bytes, total)?;
         }
         if let Some(memory) = &self.memory {
@@ -541,4 +545,4 @@ fn aligned(length: usize) -> usize {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

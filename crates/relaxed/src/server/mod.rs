@@ -22,8 +22,8 @@ pub mod store;
 pub mod wire;
 
 pub use client::{
-    ASK_EVERY, Client, ClientOptions, Fill, Gradient, Pushed, Run, ServerError, Stopper, Transport,
-    fetch_weights, has_begun, is_over, reports, reports_so_far, wait_for_worker_zero,
+    ASK_EVERY, Client, ClientOptions, Fill, Gradient, Pushed, Run, ServerError, Stopper, Take,
+    Transport, fetch_weights, has_begun, is_over, reports, reports_so_far, wait_for_worker_zero,
 };
 pub use run::{Files, ServeError};
 pub use serve::{Server, ServerOptions, StartError, unix_target};

@@ -50,22 +50,27 @@ fn weights(run: &Run, transport: Transport, files: Files) -> Vec<Vec<u32>> {
     lab.serve(files.clone());
     let initial = |parameter: usize| gradient(99, zeros(run, parameter).len());
     let join = |worker| Client::join(run, lab.options(worker), &initial).unwrap();
-    let mut clients = [join(0), join(1)];
-    for client in &mut clients {
+    let (mut stays, mut leaves) = (join(0), join(1));
+    for client in [&mut stays, &mut leaves] {
         client.pull(None, &mut |_, _, _| {}).unwrap();
     }
     for step in 0..4 {
-        push(&mut clients[0], run, step, true);
+        push(&mut stays, run, step, true);
         if step % 2 == 1 {
-            push(&mut clients[1], run, 100 + step, step == 1);
+            push(&mut leaves, run, 100 + step, step == 1);
         }
+    }
+    // From here on even two cores are enough for threads to share updates.
+    leaves.leave();
+    for step in 4..6 {
+        push(&mut stays, run, step, true);
     }
     let bits = |weights: Vec<Vec<f32>>| -> Vec<Vec<u32>> {
         weights.iter().map(|w| w.iter().map(|w| w.to_bits()).collect()).collect()
     };
     let weights = bits(lab.weights(run));
     if files.journal.is_some() {
-        drop(clients);
+        drop(stays);
         lab.servers[0] = None;
         lab.serve(files);
         assert!(bits(lab.weights(run)) == weights, "the journal has other weights");

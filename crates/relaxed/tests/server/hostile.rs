@@ -15,6 +15,7 @@ use unisono_codec::dgc::DgcSettings;
 use unisono_codec::spec::Values;
 use unisono_codec::topk::Selection;
 use unisono_codec::{CodecSpec, Wire};
+use unisono_net::memory::{Memory, send_with};
 use unisono_net::{Dialer, Introduction, frame};
 use unisono_relaxed::downpour::Periods;
 use unisono_relaxed::server::core::PushId;
@@ -327,7 +328,7 @@ fn scribbling_into_a_push_harms_only_the_push() {
     });
 }
 
-/// Over a Unix socket: memory that is missing, or too small for what is said to be in it.
+/// Over a Unix socket: memory that is missing, too small for what is said to be in it, or not for the server to write to.
 #[test]
 fn bad_memory_disturbs_no_worker() {
     within("memory", || {
@@ -337,6 +338,10 @@ fn bad_memory_disturbs_no_worker() {
             insult(knock(), &[]);
             insult(knock(), &noise(1, 8));
             insult(knock(), &noise(2, 100));
+            let (socket, memory) = (knock(), Memory::create_readable(8192).unwrap());
+            send_with(&socket, &4096u64.to_le_bytes(), memory.file()).unwrap();
+            let asks = Request::Weights { run: setup(&run, 1).fingerprint() };
+            insult(socket, &text(&asks, &[]));
             let socket = knock();
             let mut link = Link::offer(socket.try_clone().unwrap(), 4096).unwrap();
             let large = Piece { parameter: 0, start: 0, shape: vec![1 << 20] };

@@ -157,7 +157,8 @@ impl Entry {
         read(&self.live, then)
     }
 
-    /// Changes the values, for the model and in the variable.
+    /// Changes the values, for the model and in the variable. All are copied, and nobody
+    /// can read them meanwhile: many small changes are better made at once.
     pub fn change(&self, how: impl FnOnce(&mut [f32])) -> Result<()> {
         change(&self.live, how)?;
         read(&self.live, |values| {

@@ -17,6 +17,14 @@ fn pairs_for(bytes: usize) -> [(Link, Link); 2] {
     [(Link::over(a), Link::over(b)), (offered, taken)]
 }
 
+/// A worker and a server that have numbers in common memory.
+pub fn in_common_memory(numbers: &[f32]) -> (Link, Link) {
+    let [_, (mut worker, mut server)] = pairs_for(size_of_val(numbers));
+    worker.send(&0u64, &[bytes(numbers)]).unwrap();
+    server.receive::<u64>().unwrap();
+    (worker, server)
+}
+
 #[test]
 fn bulk_data_arrives_beside_its_message() {
     for (mut worker, mut server) in pairs() {
@@ -207,5 +215,14 @@ fn memory_that_could_shrink_is_refused() {
     let file = rustix::fs::memfd_create("t", MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&file, 8192).unwrap();
     send_with(&a, &4096u64.to_le_bytes(), Some(file.as_fd())).unwrap();
+    assert!(Link::over(b).take_offer().is_err());
+}
+
+/// Its maker may write to it, but not who takes it, who would have to.
+#[test]
+fn memory_that_can_only_be_read_is_refused() {
+    let (a, b) = Socket::pair(Domain::UNIX, Type::STREAM, None).unwrap();
+    let memory = memory::Memory::create_readable(8192).unwrap();
+    send_with(&a, &4096u64.to_le_bytes(), memory.file()).unwrap();
     assert!(Link::over(b).take_offer().is_err());
 }

@@ -281,6 +281,7 @@ impl ServedRun {
         }
         let repeated = state.core.repeat(&written.entry);
         repeated.map_err(|broken| ServeError::Content(broken.into()))?;
+        // No worker is served yet, so that none counts as busy.
         self.apply(written.entry.factor, &changes, 0);
         Ok(())
     }

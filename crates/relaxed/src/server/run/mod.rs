@@ -487,20 +487,21 @@ impl ServedRun {
         }
         let reply = self.pushed(&state, applied, age, push.clock.next());
         self.write_down(&mut state, entry, vec![measured], &changes)?;
-        let here = state.here.len();
+        // The worker whose push this is waits.
+        let others = state.here.len() - usize::from(state.here.contains(&push.worker));
         drop(state);
         self.changed.notify_all();
-        self.apply(factor, &changes, here);
+        self.apply(factor, &changes, others);
         let mut state = self.lock()?;
         self.snapshot_if_due(&mut state)?;
         Ok(reply)
     }
 
-    /// Updates pieces, by several threads if that is much and there are cores for them beside those on which so many
-    /// workers are `busy`. A worker whose push this is waits, so that its core is the one of this thread.
+    /// Updates pieces, by several threads if that is much and there are cores for them, beside that of this thread and those
+    /// on which so many workers are `busy` meanwhile.
     fn apply(&self, factor: f64, changes: &[Change<'_>], busy: usize) {
         let elements: usize = changes.iter().map(|change| change.source.len()).sum();
-        let idle = self.cores.saturating_sub(busy.max(1));
+        let idle = self.cores.saturating_sub(1 + busy);
         let helpers = (elements / MANY).clamp(1, MOST_THREADS).min(1 + idle) - 1;
         match helpers {
             0 => self.store.apply(factor, changes),

@@ -113,7 +113,7 @@ impl ServedRun {
             }
         }
         self.write_down(state, entry, measured, &changes)?;
-        // All workers wait for this.
+        // All workers wait for this: none is busy.
         self.apply(1.0, &changes, 0);
         self.snapshot_if_due(state)
     }

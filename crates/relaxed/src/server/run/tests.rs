@@ -1,26 +1,35 @@
-//! A server that wakes up after it was stopped: what comes first, of all that happens then.
+//! A server that wakes up after it was stopped: what comes first, of all that happens then. And one whose threads share
+//! updates.
 
 use super::*;
 use crate::server::layout::Piece;
 use crate::server::link::bytes;
+use crate::server::link::tests::in_common_memory;
+use unisono_codec::CodecSpec;
+use unisono_codec::sender::{Origin, Scratch, Sender};
 
 /// Far longer than a test takes, so that only what is [slept](sleep) counts.
 const TIMEOUT: Duration = Duration::from_secs(600);
 
 fn served(level: &str) -> ServedRun {
+    served_with(level, 1, None)
+}
+
+/// With so many weights.
+fn served_with(level: &str, elements: usize, codec: Option<CodecSpec>) -> ServedRun {
     let setup = Setup {
-        pieces: vec![Piece { parameter: 0, start: 0, shape: vec![1] }],
+        pieces: vec![Piece { parameter: 0, start: 0, shape: vec![elements] }],
         optimizer: "sgd".parse().unwrap(),
         level: level.parse().unwrap(),
         stale: StalenessPolicy::Keep,
         total: 100,
         workers: 3,
         shards: 3,
-        codecs: vec![None],
+        codecs: vec![codec],
         seed: 0,
         timeout_ms: TIMEOUT.as_millis() as u64,
     };
-    ServedRun::new(setup, vec![vec![0.0]], &Files::default(), Waiting::default()).unwrap()
+    ServedRun::new(setup, vec![vec![0.0; elements]], &Files::default(), Waiting::default()).unwrap()
 }
 
 /// Stops the process for longer than workers wait for it.
@@ -42,10 +51,14 @@ fn come(served: &ServedRun, caller: Caller) -> Clock {
 /// A run that its three workers have come to.
 fn with_workers(level: &str) -> ServedRun {
     let served = served(level);
-    for worker in 0..3 {
-        come(&served, caller(worker, 0));
-    }
+    all_come(&served);
     served
+}
+
+fn all_come(served: &ServedRun) {
+    for worker in 0..3 {
+        come(served, caller(worker, 0));
+    }
 }
 
 /// The first push of a worker arrives, and no worker waits for the reply.
@@ -132,4 +145,54 @@ fn a_sleep_does_not_shorten_the_wait_for_the_first_round() {
     sleep(&mut served);
     push(&served, caller(0, 1));
     assert_eq!(updates(&served), 0);
+}
+
+/// Whatever gradients are made of, and for as many cores as a machine may have: what several threads make of the weights is
+/// what one does. Helpers come if there are cores on which no worker computes.
+#[test]
+fn helpers_change_no_bit() {
+    const LARGE: usize = MOST_THREADS * MANY + 77;
+    let gradient = |worker: u32| -> Vec<f32> {
+        let at = |i: usize| ((i * 7919 + worker as usize * 104_729) % 1009) as f32 / 504.5 - 1.0;
+        (0..LARGE).map(at).collect()
+    };
+    let gradients = [0, 1, 2].map(gradient);
+    let codec: CodecSpec = "int8".parse().unwrap();
+    let origin = Origin { shape: vec![LARGE], parameter: 0, seed: 0, worker: 2, mean_of: 1 };
+    let (mut encoded, mut scratch) = (Vec::new(), Scratch::default());
+    Sender::new(codec.build(), origin, false).encode(0, &gradients[2], &mut scratch, &mut encoded);
+
+    let weights = |level: &str, cores: usize| {
+        let mut served = served_with(level, LARGE, Some(codec.clone()));
+        served.cores = cores;
+        all_come(&served);
+        for (worker, numbers) in (0..).zip(&gradients) {
+            let (_worker, mut link) = in_common_memory(numbers);
+            let there = link.bulk_or_places(&[(4 * LARGE, false)]).unwrap().remove(0);
+            let (bulk, is_encoded) = match (level, worker) {
+                ("async", 1) => (there, false),
+                ("async", 2) => (Bulk::Own(&encoded), true),
+                _ => (Bulk::Own(bytes(numbers)), false),
+            };
+            let length = if is_encoded { encoded.len() } else { 4 * LARGE };
+            let part = Part { piece: 0, vectors: 1, bytes: length as u64, encoded: is_encoded };
+            let push = PushId { worker, life: Life(1), number: 1, clock: Clock::START };
+            // In lock-step none of these waits for the last, which makes the update.
+            let parts = [(part, bulk)];
+            let _ = served.push(caller(worker, 0), push, Measured::default(), &parts, || true);
+        }
+        assert_eq!(updates(&served), if level == "bsp" { 1 } else { 3 });
+        let weights = served.weights().unwrap().remove(0).2.to_vec();
+        let bits: Vec<u32> = weights.iter().map(|weight| weight.to_bits()).collect();
+        (bits, served.crew.threads())
+    };
+    for (level, cores, helpers) in
+        [("async", 3, 0), ("async", 5, 2), ("async", 9, 3), ("bsp", 3, 2), ("bsp", 9, 3)]
+    {
+        let (alone, shared) = (weights(level, 1), weights(level, cores));
+        assert!(alone.0 == shared.0, "{level} with {cores} cores");
+        assert_eq!(alone.1, 0);
+        assert_eq!(shared.1 > 0, helpers > 0, "{level} with {cores} cores");
+        assert!(shared.1 <= helpers, "{} helpers of {level} with {cores} cores", shared.1);
+    }
 }

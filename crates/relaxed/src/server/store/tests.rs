@@ -1,7 +1,14 @@
+use std::borrow::Cow;
+use std::sync::Barrier;
+
 use super::*;
 use crate::server::crew::Crew;
+use crate::server::link::Bulk;
+use crate::server::link::tests::in_common_memory;
+use crate::server::mean::Mean;
 use unisono_codec::sender::{Origin, Scratch, Sender, decode};
 use unisono_codec::{Blockwise, CodecSpec};
+use unisono_collective::tree::Tree;
 use unisono_optimizer::LearningRate;
 
 /// Of a few elements per block, so that a piece has several.
@@ -158,14 +165,33 @@ fn bits(store: &Store, piece: usize) -> Vec<u32> {
     })
 }
 
-/// Decoding, correcting and updating block by block, by one thread or several, against one after the other.
+/// A mean of three vectors where there should be four.
+fn mean(vectors: &[Vec<f32>]) -> Mean<'_> {
+    let [a, b, c] = vectors else { panic!("three vectors") };
+    let inputs = vec![Some(&a[..]), None, Some(b), Some(c)];
+    Mean::new(inputs, Cow::Owned(Tree::canonical(4)), 5, a.len())
+}
+
+/// Making a gradient, correcting it and updating block by block, by one thread or several, against one after the other.
 #[test]
 fn one_pass_has_the_bits_of_several() {
-    const CODECS: [&str; 9] =
-        ["none", "fp16", "bf16", "int8", "int8:stochastic", "int4", "qsgd:4", "qsgd:7", "sign"];
+    const SOURCES: [&str; 11] = [
+        "values",
+        "common memory",
+        "mean",
+        "fp16",
+        "bf16",
+        "int8",
+        "int8:stochastic",
+        "int4",
+        "qsgd:4",
+        "qsgd:7",
+        "sign",
+    ];
     for optimizer in OptimizerSpec::NAMES {
         let spec = optimizer.parse::<OptimizerSpec>().unwrap();
-        for codec in CODECS {
+        for source in SOURCES {
+            let codec = source.parse::<CodecSpec>().ok().map(|codec| codec.build());
             for elements in [1, WHOLE, 3 * WHOLE + 1, 7 * WHOLE - 5] {
                 for lambda in [None, Some(0.7)] {
                     let new = || Store::with_blocks(&spec, vec![numbers(9, elements)], WHOLE);
@@ -179,25 +205,36 @@ fn one_pass_has_the_bits_of_several() {
                     let reads = stores.each_ref().map(|(_, store)| compensation(store));
                     for version in 1..=3u64 {
                         let plain = numbers(version, elements);
-                        let (bytes, mut whole) = match codec {
-                            "none" => (Vec::new(), plain.clone()),
-                            codec => encoded(codec, version, elements),
+                        let vectors = [1, 2, 3].map(|seed| numbers(10 * version + seed, elements));
+                        let (encoding, mut whole) = match (source, &codec) {
+                            (_, Some(_)) => encoded(source, version, elements),
+                            ("mean", None) => (Vec::new(), mean(&vectors).whole()),
+                            _ => (Vec::new(), plain.clone()),
                         };
+                        let (_worker, mut server) = in_common_memory(&plain);
+                        let there = server.bulk_or_places(&[(4 * elements, false)]).unwrap();
+                        let [Bulk::There(place)] = there[..] else { panic!("it is copied") };
                         if let Some(by) = &read {
                             expected.compensate(0, version, by, &mut whole);
                         }
                         expected.apply_one(0, version, 0.5, &whole);
-                        let codec = (codec != "none").then(|| codec.parse::<CodecSpec>().unwrap());
-                        let codec = codec.map(|codec| codec.build());
                         for ((threads, store), by) in stores.iter().zip(&reads) {
-                            let source = match &codec {
-                                None => Source::from(&plain[..]),
-                                Some(codec) => Source::Encoded(
-                                    Blockwise::new(&**codec, &bytes, elements).unwrap().unwrap(),
+                            let source = match (source, &codec) {
+                                (_, Some(codec)) => Source::Encoded(
+                                    Blockwise::new(&**codec, &encoding, elements).unwrap().unwrap(),
                                 ),
+                                ("common memory", None) => Source::There(place),
+                                ("mean", None) => Source::Mean(mean(&vectors)),
+                                _ => Source::from(&plain[..]),
                             };
                             let change = Change { piece: 0, version, source, by: by.clone() };
+                            // All at once, or the first would do it alone before the others begin.
+                            let barrier = Barrier::new(*threads);
                             store.apply_shared(0.5, &[change], |work| {
+                                let work = || {
+                                    barrier.wait();
+                                    work();
+                                };
                                 std::thread::scope(|scope| {
                                     (1..*threads).for_each(|_| drop(scope.spawn(work)));
                                     work();
@@ -206,7 +243,7 @@ fn one_pass_has_the_bits_of_several() {
                         }
                     }
                     for (threads, store) in &stores {
-                        let what = format!("{optimizer} {codec} {elements} {lambda:?} {threads}");
+                        let what = format!("{optimizer} {source} {elements} {lambda:?} {threads}");
                         assert!(bits(store, 0) == bits(&expected, 0), "{what}");
                         assert_eq!(store.read(0, 3).0, 3, "{what}");
                     }
