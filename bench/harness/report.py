@@ -56,6 +56,7 @@ class Row:
     failures: dict = field(default_factory=dict)
     other_loads: list = field(default_factory=list)  # cores that other work took, run by run
     limit: float | None = None  # µs that the machine needs at least, as Unisono measures it
+    without_limit: str | None = None  # why there is none, where one was asked for
 
     @property
     def other_load(self):
@@ -97,7 +98,7 @@ class Table:
         return any(system.key == "unisono" for system in self.systems)
 
     def has_limits(self):
-        return any(row.limit for row in self.rows)
+        return any(row.limit or row.without_limit for row in self.rows)
 
     def target(self, row, peer):
         return target(self.op, self.transport, self.world, peer, row.size, self.cores)
@@ -123,7 +124,11 @@ class Table:
 
     def note(self):
         worst = max((row.other_load for row in self.rows), default=0.0)
-        return f"Other work on the machine meanwhile: {worst:.1f} cores in the worst row."
+        sentences = [f"Other work on the machine meanwhile: {worst:.1f} cores in the worst row."]
+        for why in dict.fromkeys(row.without_limit for row in self.rows if row.without_limit):
+            sizes = ", ".join(size_text(row.size) for row in self.rows if row.without_limit == why)
+            sentences.append(f"No limit for {sizes}: {why}.")
+        return " ".join(sentences)
 
     def verdict(self, row):
         """Losses first, then targets missed; `ok` only where all set targets are met."""

@@ -23,9 +23,12 @@ TARGET = os.path.join(ROOT, "target")
 # The index of the CPU builds, a tenth of the size; where it cannot be reached, PyPI's will do.
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
+# After which the measurement of a limit is taken to hang.
+LIMIT_SECONDS = 120
+
 
 class Missing(Exception):
-    """A system is not installed and could not be."""
+    """What was wanted of a system is not there: most often, it is not installed and could not be."""
 
 
 class Unisono:
@@ -51,14 +54,18 @@ class Unisono:
                  "--transport", transport]
         return [([self.program, "run", "-n", str(world), "--", *serve], {})]
 
-    def limits(self, op, world, transport, sizes):
-        """The microseconds that the machine needs at least for each size, measured now."""
+    def limit(self, op, world, transport, size):
+        """The microseconds that the machine needs at least, measured now; None where Unisono knows none."""
         out = _output(self.program, "bench", "collective", "--op", op, "--ranks", str(world),
-                      "--transport", transport, "--sizes", ",".join(map(str, sizes)),
-                      "--seconds", "0.01", "--json")
-        rows = [json.loads(line) for line in out.splitlines()]
-        # busbw is algbw by a factor of the operation, and so is the limit.
-        return {row["bytes"]: row["median_us"] * row["busbw_gbs"] / row["limit_gbs"] for row in rows}
+                      "--transport", transport, "--sizes", str(size), "--seconds", "0.01", "--json",
+                      timeout=LIMIT_SECONDS)
+        try:
+            row = json.loads(out)
+            # busbw is algbw by a factor of the operation, and so is the limit.
+            needed = row["median_us"] * row["busbw_gbs"]
+            return needed / row["limit_gbs"] if needed and row["limit_gbs"] else None
+        except (ValueError, TypeError, KeyError) as error:
+            raise Missing(f"{self.program} answered {out!r}") from error
 
 
 class Before(Unisono):
@@ -185,12 +192,13 @@ def _do(*command, **options):
         raise Missing(str(error)) from error
 
 
-def _output(*command):
+def _output(*command, timeout=None):
     try:
-        done = subprocess.run(
-            command, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-    except (OSError, subprocess.CalledProcessError) as error:
+        done = subprocess.run(command, check=True, text=True, capture_output=True, timeout=timeout)
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.strip().splitlines()[-1:]
+        raise Missing(": ".join([f"{command[0]} exits with {error.returncode}", *said])) from error
+    except (OSError, subprocess.TimeoutExpired) as error:
         raise Missing(str(error)) from error
     return done.stdout.strip()
 

@@ -13,7 +13,7 @@ use unisono::collective::cost::Prediction;
 use unisono::{Algorithm, Dtype, Group, Job, Options, Reduction, Transport};
 
 use super::device::{self, DeviceKind, EngineArgs, Gpu, Roofline, Sharing, Way};
-use super::limit::{Neighbours, Ring};
+use super::limit::{Flow, Neighbours, Ring};
 use super::workload::{self, Operation, Workload, verify_step};
 use super::{expect_memory, sizes};
 use crate::exit::Wrong;
@@ -81,7 +81,8 @@ struct Row {
     p99_us: f64,
     algbw_gbs: f64,
     busbw_gbs: f64,
-    limit_gbs: f64,
+    /// None where nothing must be moved, or what must be is not known.
+    limit_gbs: Option<f64>,
     verified: bool,
     /// Where the memory is, if not on the host.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -294,22 +295,11 @@ impl<'a> Report<'a> {
             // What lies between the ranks' devices is a matter of the engine.
             Some(devices) => {
                 self.transport = explanation.engine;
-                devices.limit(args.op, explanation.engine, group, self.ip)?
+                Some(devices.limit(args.op, explanation.engine, group, self.ip)?)
             }
-            None if self.transport == "shm" => match &mut self.neighbours {
-                Some(neighbours) => neighbours,
-                unknown => unknown.insert(Neighbours::map(group)?),
-            }
-            .bus(args.op, group, workload.bytes())?,
-            None => {
-                // What the operation must send and receive, at least.
-                let moved = args.op.bus_factor(world) * workload.bytes() as f64;
-                match &mut self.ring {
-                    Some(ring) => ring,
-                    unknown => unknown.insert(Ring::connect(group, self.ip)?),
-                }
-                .rate(group, moved as usize)?
-            }
+            None => self
+                .least_seconds(group, workload.bytes())?
+                .map(|seconds| args.op.bus_factor(world) * workload.bytes() as f64 / seconds),
         };
         if group.rank() != 0 {
             return Ok(());
@@ -328,13 +318,39 @@ impl<'a> Report<'a> {
             p99_us,
             algbw_gbs,
             busbw_gbs: algbw_gbs * args.op.bus_factor(world),
-            limit_gbs: limit / 1e9,
+            limit_gbs: limit.filter(|limit| limit.is_finite()).map(|limit| limit / 1e9),
             // A wrong result ends the measurement with an error.
             verified: true,
             device: self.devices.as_ref().map(|devices| devices.kind.name()),
             registered: args.registered,
         };
         self.print(&row, &explanation)
+    }
+
+    /// Seconds that the operation takes this machine at least, where that is known; all ranks at once.
+    fn least_seconds(&mut self, group: &Group, bytes: usize) -> anyhow::Result<Option<f64>> {
+        let (op, world) = (self.args.op, group.size());
+        if world == 1 || op == Operation::Barrier {
+            return Ok(None);
+        }
+        if self.transport == "shm" {
+            let neighbours = match &mut self.neighbours {
+                Some(neighbours) => neighbours,
+                unknown => unknown.insert(Neighbours::map(group)?),
+            };
+            return neighbours.seconds(op, group, bytes).map(Some);
+        }
+        let flow = match op {
+            Operation::Broadcast | Operation::Reduce => Flow::Along(bytes),
+            // One rank has many neighbours, which a ring has not.
+            Operation::Gather | Operation::Scatter => return Ok(None),
+            _ => Flow::Around((op.bus_factor(world) * bytes as f64) as usize),
+        };
+        let ring = match &mut self.ring {
+            Some(ring) => ring,
+            unknown => unknown.insert(Ring::connect(group, self.ip)?),
+        };
+        ring.seconds(group, flow).map(Some)
     }
 
     fn print(&mut self, row: &Row, explanation: &unisono::Explanation) -> anyhow::Result<()> {
@@ -366,14 +382,17 @@ impl<'a> Report<'a> {
                 )?;
             }
             result_line!(
-                "{:>10}  {:<16} {:>11.2} {:>11.2} {:>9.3} {:>9.3} {:>9.3}",
+                "{:>10}  {:<16} {:>11.2} {:>11.2} {:>9.3} {:>9.3} {:>9}",
                 sizes::format(row.bytes),
                 row.algorithm,
                 row.median_us,
                 row.p99_us,
                 row.algbw_gbs,
                 row.busbw_gbs,
+                // What was beaten was measured while something else disturbed it, and limits nothing.
                 row.limit_gbs
+                    .filter(|&limit| limit >= row.busbw_gbs)
+                    .map_or_else(|| "—".into(), |limit| format!("{limit:.3}"))
             )?;
         }
         self.started = true;

@@ -5,9 +5,11 @@ use std::net::{IpAddr, Ipv6Addr, TcpListener, TcpStream};
 use std::time::Instant;
 
 use anyhow::Context;
+use rustix::event::{PollFd, PollFlags};
+use unisono::net::pace::send_unpaced_within_machine;
 use unisono::{Group, Reduction};
 
-use super::{BUDGET, slowest};
+use super::BUDGET;
 
 /// Streams to the next rank, each with a thread of its own at both ends. More: threads take cores from each other.
 /// Fewer: one thread moves no more bytes than one core can.
@@ -23,10 +25,28 @@ const RATE: usize = 4 << 20;
 const CHUNK: usize = 128 << 10;
 
 /// Measurements, of which the quickest counts: others may have been disturbed.
-const BATCHES: usize = 5;
+const MOST_BATCHES: usize = 5;
 
-/// Looks at a socket with nothing in it before others may have the core.
-const SPINS: u32 = 200;
+/// Bytes that the ranks of a ring pass on.
+#[derive(Clone, Copy)]
+pub enum Flow {
+    /// Every rank sends so many to the next.
+    Around(usize),
+    /// Every rank but one does: the next of that one needs nothing from it.
+    Along(usize),
+}
+
+/// What a thread does while its sockets have nothing for it. Which is quickest depends on how many threads there are for every
+/// core, and on what it costs to wake one.
+#[derive(Clone, Copy)]
+enum Wait {
+    /// Looks again.
+    Spin,
+    /// Looks again when others have had the core.
+    Yield,
+    /// Sleeps until there is something.
+    Sleep,
+}
 
 /// Every rank's plain connections to the next one and from the one before.
 pub struct Ring {
@@ -65,6 +85,7 @@ impl Ring {
             };
             for stream in [&out, &input] {
                 stream.set_nodelay(true)?;
+                send_unpaced_within_machine(stream);
                 stream.set_nonblocking(true)?;
             }
             streams.push((out, input));
@@ -72,43 +93,61 @@ impl Ring {
         Ok(Ring { streams })
     }
 
-    /// Bytes per second at which every rank sends so many to the next and receives as many from the one before, over and
-    /// over, while all do so: over one stream or several, whichever is quicker.
-    pub fn rate(&mut self, group: &Group, bytes: usize) -> anyhow::Result<f64> {
-        let bytes = bytes.max(1);
-        let mut best: f64 = 0.0;
+    /// Seconds that it takes at least to pass so many bytes on, over and over: in the quickest of several ways, over one
+    /// stream or several.
+    pub fn seconds(&mut self, group: &Group, flow: Flow) -> anyhow::Result<f64> {
+        let (Flow::Around(bytes) | Flow::Along(bytes)) = flow;
+        let pilots = if bytes < LONG { 3 } else { 1 };
+        let mut best = f64::INFINITY;
         for streams in [1, 2, STREAMS] {
             if streams > 1 && bytes < LONG {
                 break;
             }
-            let pilot = self.exchange(group, bytes, streams, 3)?;
-            let times = (BUDGET.as_secs_f64() / BATCHES as f64 / pilot).clamp(1.0, 10_000.0);
-            for _ in 0..BATCHES {
-                let seconds = self.exchange(group, bytes, streams, times as usize)?;
-                best = best.max(bytes as f64 / seconds);
+            for wait in [Wait::Sleep, Wait::Yield, Wait::Spin] {
+                let pilot = self.pass(group, flow, streams, wait, pilots)?;
+                best = best.min(pilot);
+                let in_budget = BUDGET.as_secs_f64() / pilot;
+                // Threads that spin on the cores of those they wait for are slower by orders of magnitude.
+                if in_budget < 1.0 && pilot > 2.0 * best {
+                    continue;
+                }
+                let times = (in_budget / MOST_BATCHES as f64).clamp(1.0, 10_000.0) as usize;
+                let batches = (in_budget as usize).clamp(2, MOST_BATCHES);
+                for _ in 0..batches {
+                    best = best.min(self.pass(group, flow, streams, wait, times)?);
+                }
             }
         }
         Ok(best)
     }
 
-    /// Seconds of one of so many exchanges, on the slowest rank.
-    fn exchange(
+    /// Seconds of one of so many times, on the slowest rank.
+    fn pass(
         &mut self,
         group: &Group,
-        bytes: usize,
+        flow: Flow,
         streams: usize,
+        wait: Wait,
         times: usize,
     ) -> anyhow::Result<f64> {
-        let share = bytes.div_ceil(streams);
+        let share = |bytes: usize| bytes.div_ceil(streams).max(1);
+        let (to_send, to_receive) = match flow {
+            Flow::Around(bytes) => (share(bytes), share(bytes)),
+            Flow::Along(bytes) => {
+                let (is_first, is_last) = (group.rank() == 0, group.rank() + 1 == group.size());
+                (if is_last { 0 } else { share(bytes) }, if is_first { 0 } else { share(bytes) })
+            }
+        };
         group.barrier()?;
         let start = Instant::now();
         std::thread::scope(|scope| {
+            let pass = |(out, input): &mut (TcpStream, TcpStream)| {
+                pass_on(out, input, [to_send, to_receive], times, wait)
+            };
             let mut used = self.streams[..streams].iter_mut();
-            let (out, input) = used.next().expect("at least one stream");
-            let others: Vec<_> = used
-                .map(|(out, input)| scope.spawn(move || pass_on(out, input, share, times)))
-                .collect();
-            let own = pass_on(out, input, share, times);
+            let own = used.next().expect("at least one stream");
+            let others: Vec<_> = used.map(|pair| scope.spawn(move || pass(pair))).collect();
+            let own = pass(own);
             let all = others.into_iter().map(|other| other.join().expect("does not panic"));
             all.fold(own, |all, one| all.and(one))
         })
@@ -126,8 +165,7 @@ fn twice(stream: TcpStream) -> anyhow::Result<(TcpStream, TcpStream)> {
 
 /// Bytes that every rank can send per second to the next one while all do so, over plain TCP.
 pub fn link_rate(group: &Group, ip: IpAddr) -> anyhow::Result<f64> {
-    let rate = Ring::connect(group, ip)?.rate(group, RATE)?;
-    slowest(group, rate)
+    Ok(RATE as f64 / Ring::connect(group, ip)?.seconds(group, Flow::Around(RATE))?)
 }
 
 /// Sends and receives so many bytes, so many times; the next time begins when those of the last have come. The memory is
@@ -135,13 +173,14 @@ pub fn link_rate(group: &Group, ip: IpAddr) -> anyhow::Result<f64> {
 fn pass_on(
     out: &mut TcpStream,
     input: &mut TcpStream,
-    bytes: usize,
+    [to_send, to_receive]: [usize; 2],
     times: usize,
+    wait: Wait,
 ) -> std::io::Result<()> {
     let memory = [7u8; CHUNK];
     let mut arrived = [0u8; CHUNK];
     for _ in 0..times {
-        let (mut unsent, mut awaited, mut idle) = (bytes, bytes, 0);
+        let (mut unsent, mut awaited) = (to_send, to_receive);
         while unsent > 0 || awaited > 0 {
             let (mut sent, mut received) = (0, 0);
             if unsent > 0 {
@@ -152,13 +191,34 @@ fn pass_on(
             }
             unsent -= sent;
             awaited -= received;
-            idle = if sent + received > 0 { 0 } else { idle + 1 };
-            if idle > SPINS {
-                std::thread::yield_now();
+            if sent + received == 0 {
+                match wait {
+                    Wait::Spin => std::hint::spin_loop(),
+                    Wait::Yield => std::thread::yield_now(),
+                    Wait::Sleep => sleep(out, unsent > 0, input, awaited > 0)?,
+                }
             }
         }
     }
     Ok(())
+}
+
+/// Until one of the sockets that are waited for is ready.
+fn sleep(
+    out: &TcpStream,
+    is_sending: bool,
+    input: &TcpStream,
+    is_receiving: bool,
+) -> std::io::Result<()> {
+    let if_so = |is_wanted, flags| if is_wanted { flags } else { PollFlags::empty() };
+    let mut sockets = [
+        PollFd::new(out, if_so(is_sending, PollFlags::OUT)),
+        PollFd::new(input, if_so(is_receiving, PollFlags::IN)),
+    ];
+    match rustix::event::poll(&mut sockets, None) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// The bytes that were moved, none if the socket was not ready.

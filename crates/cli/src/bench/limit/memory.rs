@@ -11,9 +11,10 @@ use std::time::Instant;
 use anyhow::Context;
 use memmap2::MmapRaw;
 use rustix::fs::FallocateFlags;
-use unisono::Group;
+use rustix::thread::{CpuSet, sched_getaffinity};
+use unisono::{Group, Reduction};
 
-use super::{BUDGET, slowest};
+use super::BUDGET;
 use crate::bench::workload::Operation;
 
 /// Bytes that one core writes and another reads, at most. More: they fall out of the caches. Fewer: the clock counts.
@@ -23,27 +24,80 @@ const PART: usize = 256 << 10;
 /// looks count.
 const SHORT: usize = 256 << 10;
 
-/// Bytes per second of what must be done at least with memory of one's own: all ranks read a buffer of this size and write
-/// what comes out, at the same time.
+/// What one rank must do at least in an operation, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Share {
+    /// Of its own buffers, what it reads.
+    read: usize,
+    /// Of its own buffers, what it writes.
+    written: usize,
+    /// What it reads of what others have written.
+    taken: usize,
+}
+
+impl Share {
+    /// Of an operation on a buffer of so many bytes, whose root, if it has one, is rank 0.
+    fn of(operation: Operation, rank: usize, world: usize, bytes: usize) -> Share {
+        let (block, is_root) = (bytes / world, rank == 0);
+        let others = bytes - block;
+        let (read, written, taken) = match operation {
+            Operation::AllReduce => (bytes, bytes, 2 * others),
+            Operation::ReduceScatter => (bytes, block, others),
+            // A block of the result may be there already.
+            Operation::AllGather => (block, others, others),
+            Operation::AllToAll => (bytes, others, others),
+            Operation::Broadcast if is_root => (bytes, 0, 0),
+            Operation::Broadcast => (0, bytes, bytes),
+            // One rank after the other adds its own: the first has none before it.
+            Operation::Reduce if is_root => (bytes, bytes, bytes),
+            Operation::Reduce => (bytes, 0, if rank + 1 == world { 0 } else { bytes }),
+            Operation::Gather if is_root => (block, bytes, others),
+            Operation::Gather => (block, 0, 0),
+            Operation::Scatter if is_root => (bytes, block, 0),
+            Operation::Scatter => (0, block, block),
+            Operation::Barrier => (0, 0, 0),
+        };
+        Share { read, written, taken }
+    }
+}
+
+/// Cores on which any of the ranks may run.
+fn cores(group: &Group) -> anyhow::Result<usize> {
+    let own = sched_getaffinity(None).context("asking for the cores of a rank")?;
+    let mut any: Vec<u8> = (0..CpuSet::MAX_CPU).map(|core| u8::from(own.is_set(core))).collect();
+    group.all_reduce(&mut any, Reduction::Max)?;
+    Ok(any.into_iter().map(usize::from).sum())
+}
+
+/// Seconds that all ranks need at least, of which this one needs so many while it has a core: as many as the slowest, and where
+/// there are more ranks than cores, what these take in turns.
+///
+/// To time them from the first to the last would not do for short work: how long they take to begin counts more than it.
+fn together(group: &Group, cores: usize, alone: f64) -> anyhow::Result<f64> {
+    let mut all = vec![0.0; group.size()];
+    group.all_gather(&[alone], &mut all)?;
+    let longest = all.iter().copied().fold(0.0, f64::max);
+    Ok(longest.max(all.iter().sum::<f64>() / cores as f64))
+}
+
+/// Seconds in which this rank does what must be done with memory of its own, while all others do it.
 fn own_pass(operation: Operation, group: &Group, bytes: usize) -> anyhow::Result<f64> {
-    let words = (bytes / 8).max(1);
-    let (mut from, mut into) = (vec![1u64; words], vec![1u64; words]);
-    // What a rank writes; of a reduce-scatter it is a part of what it reads.
-    let written = if operation == Operation::ReduceScatter { words / group.size() } else { words };
-    let mut pass = || match operation {
-        Operation::AllReduce | Operation::Reduce => {
+    let share = Share::of(operation, group.rank(), group.size(), bytes);
+    let [read, written] = [share.read, share.written].map(|bytes| bytes.div_ceil(8));
+    // An all-reduce writes where it has read.
+    let is_in_place = operation == Operation::AllReduce;
+    let mut from = vec![1u64; read];
+    let mut into = vec![1u64; if is_in_place { 0 } else { written }];
+    let both = read.min(into.len());
+    let mut pass = || {
+        if is_in_place {
             from.iter_mut().for_each(|word| *word = word.wrapping_add(1));
-            std::hint::black_box(&mut from);
+        } else {
+            into[..both].copy_from_slice(&from[..both]);
+            into[both..].fill(2);
+            std::hint::black_box(from[both..].iter().fold(0, |all, word| all ^ word));
         }
-        Operation::ReduceScatter => {
-            let blocks = from.chunks_exact(written.max(1));
-            blocks.for_each(|block| into.iter_mut().zip(block).for_each(|(sum, x)| *sum ^= x));
-            std::hint::black_box(&mut into);
-        }
-        _ => {
-            into.copy_from_slice(&from);
-            std::hint::black_box(&mut into);
-        }
+        std::hint::black_box((&mut from, &mut into));
     };
     // Short passes are made in a row: a look at the clock would cost more than they do.
     let in_row = (SHORT / bytes.max(1)).clamp(1, 1000);
@@ -55,12 +109,13 @@ fn own_pass(operation: Operation, group: &Group, bytes: usize) -> anyhow::Result
         best = best.min(start.elapsed().as_secs_f64() / in_row as f64);
     }
     group.barrier()?;
-    slowest(group, bytes as f64 / best)
+    Ok(best)
 }
 
 /// Memory in which every rank writes a part that another one reads.
 pub struct Neighbours {
     memory: MmapRaw,
+    cores: usize,
 }
 
 impl Neighbours {
@@ -79,26 +134,29 @@ impl Neighbours {
         group.barrier()?;
         drop(made);
         let memory = MmapRaw::map_raw(&file.context("opening the limit's memory")?)?;
-        Ok(Neighbours { memory })
+        Ok(Neighbours { memory, cores: cores(group)? })
     }
 
-    /// The bus bandwidth, in bytes per second, that the machine allows an operation on a buffer of this size.
-    pub fn bus(
+    /// Seconds that the machine needs at least for an operation on a buffer of this size.
+    pub fn seconds(
         &mut self,
         operation: Operation,
         group: &Group,
         bytes: usize,
     ) -> anyhow::Result<f64> {
-        if operation == Operation::Barrier || group.size() == 1 {
-            return Ok(f64::INFINITY);
-        }
-        let factor = operation.bus_factor(group.size());
-        let own = factor * own_pass(operation, group, bytes)?;
-        Ok(own.min(self.between_cores(group, bytes)?))
+        let own = together(group, self.cores, own_pass(operation, group, bytes)?)?;
+        Ok(own.max(self.between_cores(operation, group, bytes)?))
     }
 
-    /// Bytes per second that every rank reads of what the next one has just written, while all do so.
-    fn between_cores(&mut self, group: &Group, bytes: usize) -> anyhow::Result<f64> {
+    /// Seconds in which all ranks read what others have just written. Of a round the slowest rank counts: the others may have shared a
+    /// core with the one they read from.
+    fn between_cores(
+        &mut self,
+        operation: Operation,
+        group: &Group,
+        bytes: usize,
+    ) -> anyhow::Result<f64> {
+        let taken = Share::of(operation, group.rank(), group.size(), bytes).taken;
         let part = bytes.clamp(64, PART) / 64 * 64;
         let place = |rank: usize| self.memory.as_mut_ptr().wrapping_add(rank % group.size() * PART);
         let (own, next) = (place(group.rank()), place(group.rank() + 1));
@@ -108,16 +166,20 @@ impl Neighbours {
             // SAFETY: the part of this rank, which nobody else writes, and nobody reads between these barriers.
             unsafe { std::ptr::copy_nonoverlapping(private.as_ptr(), own, part) };
             group.barrier()?;
-            let start = Instant::now();
-            // SAFETY: the part of the next rank, which does not write before the barrier.
-            unsafe { std::ptr::copy_nonoverlapping(next, private.as_mut_ptr(), part) };
-            std::hint::black_box(&mut private);
-            best = best.min(start.elapsed().as_secs_f64());
+            let mut seconds = 0.0;
+            if taken > 0 {
+                let start = Instant::now();
+                // SAFETY: the part of the next rank, which does not write before it has the seconds of all.
+                unsafe { std::ptr::copy_nonoverlapping(next, private.as_mut_ptr(), part) };
+                std::hint::black_box(&mut private);
+                seconds = start.elapsed().as_secs_f64() * taken as f64 / part as f64;
+            }
+            best = best.min(together(group, self.cores, seconds)?);
             // All stop together.
             let mut is_over = [u8::from(started.elapsed() > BUDGET)];
-            group.all_reduce(&mut is_over, unisono::Reduction::Max)?;
+            group.all_reduce(&mut is_over, Reduction::Max)?;
             if is_over[0] == 1 {
-                return slowest(group, part as f64 / best);
+                return Ok(best);
             }
         }
     }
@@ -142,6 +204,36 @@ impl Drop for Temporary {
     fn drop(&mut self) {
         if let Err(error) = std::fs::remove_file(&self.0) {
             log::warn!("{} is left: {error}", self.0.display());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::ValueEnum;
+
+    use super::*;
+
+    /// However an operation is done, ranks must take so much from each other.
+    #[test]
+    fn ranks_take_what_they_do_not_have() {
+        use Operation::{Barrier, Broadcast, Gather, Reduce, Scatter};
+        for world in 2..6 {
+            let bytes = 100 * world;
+            for &operation in Operation::value_variants() {
+                let shares = (0..world).map(|rank| Share::of(operation, rank, world, bytes));
+                let taken: Vec<usize> = shares.map(|share| share.taken).collect();
+                let all: usize = taken.iter().sum();
+                match operation {
+                    Broadcast | Reduce => assert_eq!(all, (world - 1) * bytes, "{operation:?}"),
+                    Gather | Scatter => assert_eq!(all, (world - 1) * 100, "{operation:?}"),
+                    Barrier => assert_eq!(all, 0),
+                    _ => {
+                        let each = operation.bus_factor(world) * bytes as f64;
+                        assert!(taken.iter().all(|&taken| taken == each.round() as usize));
+                    }
+                }
+            }
         }
     }
 }
