@@ -33,6 +33,7 @@ impl Quantizer for Int8 {
     /// Longer blocks are coarser, with outliers in more of them; shorter ones are larger: with 128
     /// elements the scales would be 1.5 % of the bytes.
     const BLOCK: usize = 256;
+    const IS_PLAIN: bool = true;
 
     fn rounding(self) -> Rounding {
         self.rounding

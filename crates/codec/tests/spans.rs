@@ -172,6 +172,28 @@ fn long_runs_are_like_their_blocks() {
     }
 }
 
+/// What is encoded of long runs is written past the caches, too, wherever lines begin.
+#[test]
+fn long_encodings_are_like_their_pieces() {
+    const LONG: usize = (16 << 20) + 3 * 2048 + 77;
+    let values: Vec<f32> =
+        (0..LONG).map(|i| ((i * 7919 % 10_007) as f32 - 5000.0) * 1e-4).collect();
+    let (codec, key) = (Int8::default(), Key::new(5));
+    let mut pieces = vec![0; codec.bytes(LONG)];
+    for start in (0..LONG).step_by(4096) {
+        let at = start..(start + 4096).min(LONG);
+        let into = &mut pieces[codec.bytes(at.start)..codec.bytes(at.end)];
+        codec.encode(key, start, &values[at], into);
+    }
+    for offset in [0, 13] {
+        let mut memory = vec![7; pieces.len() + 32];
+        codec.encode(key, 0, &values, &mut memory[offset..offset + pieces.len()]);
+        assert!(memory[offset..][..pieces.len()] == pieces, "from {offset}");
+        let outside = memory[..offset].iter().chain(&memory[offset + pieces.len()..]);
+        assert!(outside.copied().all(|byte| byte == 7), "from {offset}");
+    }
+}
+
 #[test]
 fn what_is_not_finite_stays_so() {
     for codec in codecs() {
