@@ -401,8 +401,14 @@ impl HostEngine {
             bytes = bytes
                 .min(staging_buffer(&self.options, &self.topology) / schedule.staging as usize);
         }
-        let column = (bytes / 64 * line).max(line);
-        column.min(longest.next_multiple_of(line)).max(line)
+        let column = (bytes / 64 * line).max(line).min(longest.next_multiple_of(line)).max(line);
+        if !self.is_tiled(request) {
+            return column;
+        }
+        // No more segments, but all as long: the owners of the last blocks of a short one would have nothing to send, and
+        // those of the first more than their part.
+        let segments = request.count().div_ceil(column * blocks).max(1);
+        request.count().div_ceil(segments * blocks).next_multiple_of(line).max(line)
     }
 
     /// Bytes of a segment, over all its blocks. Larger: the staging buffers, and what was staged

@@ -82,7 +82,7 @@ impl Clocks {
     /// Shows the call that this rank makes now: others see it with the next tick.
     pub fn enter(&mut self, call: &Call) {
         self.entered = call.fingerprint();
-        self.regions[self.me].record(self.runs, call, self.entered);
+        self.regions[self.me].record(self.runs, call);
         self.runs += 1;
     }
 
@@ -191,7 +191,7 @@ impl Words for ClockView<'_> {
     }
 
     fn set_clock(&self, value: u32) {
-        self.clocks.regions[self.clocks.me].clock().store(value, Ordering::SeqCst);
+        self.clocks.regions[self.clocks.me].tick(self.slot, self.clocks.entered, value);
     }
 
     fn sleepers(&self) -> u32 {

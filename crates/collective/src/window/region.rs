@@ -138,13 +138,21 @@ impl Region {
     }
 
     /// Records the owner's call number `slot` on this window; published by its next tick.
-    pub(super) fn record(&self, slot: usize, call: &Call, fingerprint: u64) {
-        let (header, slot) = (self.header(), slot % CALLS);
+    pub(super) fn record(&self, slot: usize, call: &Call) {
         let words: [u64; size_of::<WireCall>() / 8] = zerocopy::transmute!(WireCall::from(*call));
-        for (word, value) in header.calls[slot].iter().zip(words) {
+        for (word, value) in self.header().calls[slot % CALLS].iter().zip(words) {
             word.store(value, Ordering::Relaxed);
         }
-        header.clock.fingerprints[slot].store(fingerprint, Ordering::Relaxed);
+    }
+
+    /// A tick of the owner's clock during its call number `slot`.
+    ///
+    /// The fingerprint is on the line of the clock, and both are written together: other ranks read that line all the
+    /// time, and a line that is written twice with a pause between them has to be fetched twice.
+    pub(super) fn tick(&self, slot: usize, fingerprint: u64, clock: u32) {
+        let line = &self.header().clock;
+        line.fingerprints[slot % CALLS].store(fingerprint, Ordering::Relaxed);
+        line.clock.store(clock, Ordering::SeqCst);
     }
 
     /// The fingerprint of the owner's call number `slot` on this window.
