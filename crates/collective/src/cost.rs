@@ -92,7 +92,7 @@ impl Costs {
     }
 
     /// Whether a link between regions was measured.
-    fn know_regions(&self) -> bool {
+    pub(crate) fn know_regions(&self) -> bool {
         self.wide != Costs::default().wide
     }
 

@@ -1,5 +1,6 @@
 //! Handles to operations under way.
 
+use std::cell::Cell;
 use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::time::Instant;
 
@@ -180,6 +181,7 @@ impl Ended<'_> {
     /// Wakes the threads that wait for it and runs its callbacks.
     pub fn notify(self) {
         self.work.shared.done.notify_all();
+        let before = IN_CALLBACK.replace(true);
         for callback in self.callbacks {
             // The thread that ends operations serves all callers: it outlives a broken callback.
             let call = std::panic::AssertUnwindSafe(|| callback(&self.outcome));
@@ -187,7 +189,17 @@ impl Ended<'_> {
                 log::error!("a callback of an operation that ended panicked");
             }
         }
+        IN_CALLBACK.set(before);
     }
+}
+
+thread_local! {
+    static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether this thread has ended an operation and runs its callbacks.
+pub(crate) fn in_callback() -> bool {
+    IN_CALLBACK.get()
 }
 
 /// Handles that are used again, so that submitting allocates nothing once warm.

@@ -7,7 +7,7 @@ use std::sync::{Barrier, mpsc};
 use std::time::{Duration, Instant};
 
 use common::{Kind, PATIENCE, on_all, outcome, worlds};
-use unisono_collective::{Error, Loss, Options, Rank, Reduction, Request, Work};
+use unisono_collective::{Error, Group, Loss, Options, Rank, Reduction, Request, Work};
 
 #[test]
 fn submissions_end_in_the_order_they_were_made() {
@@ -466,6 +466,29 @@ fn a_callback_that_panics_harms_no_other_operation() {
             group.send(&[2u8], peer, 2).unwrap();
             assert_eq!(outcome(receiving.work()), Ok(()));
         });
+    }
+}
+
+/// The thread that waits for the call, and runs its callback, does not wait for the next call of the group as well.
+#[test]
+fn a_callback_that_drops_the_last_handle_does_not_hold_up_who_waits() {
+    for _ in 0..10 {
+        for groups in worlds(2) {
+            let [first, second] = <[Group; 2]>::try_from(groups).ok().expect("two ranks");
+            let (told, tell) = mpsc::channel();
+            let other = std::thread::spawn(move || {
+                second.all_reduce(&mut [1i32; 4], Reduction::Sum).unwrap();
+                tell.recv_timeout(PATIENCE).expect("the wait for the first call comes back");
+                second.all_reduce(&mut [1i32; 4], Reduction::Sum).unwrap();
+            });
+            let pending = first.submit_all_reduce(vec![1i32; 4], Reduction::Sum).unwrap();
+            let next = first.submit_all_reduce(vec![1i32; 4], Reduction::Sum).unwrap();
+            pending.work().on_completion(move |_| drop(first));
+            assert_eq!(pending.wait().unwrap(), [2; 4]);
+            told.send(()).unwrap();
+            assert_eq!(next.wait().unwrap(), [2; 4]);
+            other.join().unwrap();
+        }
     }
 }
 

@@ -143,8 +143,7 @@ fn a_group_that_forms_again_goes_by_what_was_measured_between_regions() {
     assert_ne!(costs.wide, Costs::default().wide);
     let again = |names: &[Options], costs: Costs| {
         form(&hosts, names, |hub, epoch, me, world, options| {
-            let known = (me == 0).then_some(costs);
-            Group::world_again(hub, epoch, me, world, options, known)
+            Group::world_again(hub, epoch, me, world, options, Some(costs))
         })
     };
     let groups = again(&names, costs);
@@ -174,12 +173,12 @@ fn regional_is_refused_where_there_are_no_regions() {
     assert_eq!(outcomes, [true; 3]);
 }
 
-/// Forms a world with one rank for each host of a lab, of which rank 0 knows the costs of an earlier one if there was one,
+/// Forms a world with one rank for each host of a lab, of which so many know the costs of an earlier one if there was one,
 /// and runs `body` on all of them.
 fn in_lab<R: Send>(
     lab: &Lab,
     order: &[usize],
-    known: Option<Costs>,
+    known: Option<(Costs, usize)>,
     body: impl Fn(&Group) -> R + Sync,
 ) -> Vec<R> {
     let token = Token::random().expect("randomness");
@@ -199,7 +198,8 @@ fn in_lab<R: Send>(
             scope.spawn(move || {
                 let on_host = || {
                     let connector = endpoint.open(rank, token, roster).expect("an acceptor");
-                    let (epoch, known) = (Epoch::new(0), known.filter(|_| rank == 0));
+                    let known = known.filter(|(_, old)| rank < *old).map(|(costs, _)| costs);
+                    let epoch = Epoch::new(0);
                     let group = Group::world_again(connector, epoch, rank, world, options, known);
                     body(&group.expect("the world forms"))
                 };
@@ -237,11 +237,16 @@ fn regions_are_found_where_there_are_some() {
         }
         // A group that forms again looks for them if there were some.
         let flat = Costs { wide: Costs::default().wide, ..found[0].1 };
+        let again = |group: &Group| (group.topology().regions(), group.costs());
         for (known, count) in [(found[0].1, 2), (flat, 1)] {
-            let again = |group: &Group| (group.topology().regions(), group.costs());
-            for (regions, costs) in in_lab(&lab, &order, Some(known), again) {
+            for (regions, costs) in in_lab(&lab, &order, Some((known, 4)), again) {
                 assert_eq!((regions, costs.wide, costs.far), (count, known.wide, known.far));
             }
+        }
+        // So does one with a rank that has just come, from wherever that is.
+        for (regions, costs) in in_lab(&lab, &order, Some((flat, 3)), again) {
+            assert_eq!(regions, 2);
+            assert!(costs.wide.latency > 15e-3, "{costs:?}");
         }
     }
 }

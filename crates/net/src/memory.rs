@@ -48,8 +48,8 @@ impl Memory {
         rustix::fs::ftruncate(&file, whole)?;
         // The mapping that is made before a seal against writing can be written to.
         let map = Mapping::new(file.as_fd(), bytes, Access::ReadWrite)?;
-        // Before the file has pages: those that it has would be copied.
-        map.collapse();
+        // Before the file has all its pages: those that it has are copied.
+        map.collapse(file.as_fd());
         rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, whole)?;
         let all = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL | more;
         rustix::fs::fcntl_add_seals(&file, all)?;
@@ -213,6 +213,8 @@ pub fn receive_with(
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsRawFd;
+
     use super::*;
     use socket2::{Domain, Type};
 
@@ -278,7 +280,46 @@ mod tests {
         rustix::fs::ftruncate(&file, 4096).unwrap();
         rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::WRITE).unwrap();
         assert!(Memory::open_writable(&file, 4096).is_err());
-        assert_eq!(Memory::open(&file, 4096).unwrap().len(), 4096);
+        // Before Linux 6.7 they could not be mapped at all.
+        match Memory::open(&file, 4096) {
+            Ok(memory) => assert_eq!(memory.len(), 4096),
+            Err(error) => assert_eq!(error.kind(), io::ErrorKind::PermissionDenied),
+        }
+    }
+
+    /// Whatever the other process has opened its file for: what could not be mapped costs no addresses.
+    #[test]
+    fn descriptors_that_allow_too_little_are_refused() {
+        use rustix::fs::{Mode, OFlags};
+        for bytes in [4096, 5 << 20] {
+            let mine = Memory::create(bytes).unwrap();
+            let path = format!("/proc/self/fd/{}", mine.file().unwrap().as_raw_fd());
+            let reopened = |flags| rustix::fs::open(&path, flags, Mode::empty()).unwrap();
+            for flags in [OFlags::RDONLY, OFlags::WRONLY] {
+                let opened = Memory::open(reopened(flags), bytes);
+                for opened in [opened, Memory::open_writable(reopened(flags), bytes)] {
+                    let error = opened.map(drop).unwrap_err();
+                    assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{error}");
+                }
+            }
+            let mine = Memory::create_readable(bytes).unwrap();
+            let path = format!("/proc/self/fd/{}", mine.file().unwrap().as_raw_fd());
+            let read_only = rustix::fs::open(&path, OFlags::RDONLY, Mode::empty()).unwrap();
+            assert_eq!(Memory::open(read_only, bytes).unwrap().len(), bytes);
+        }
+    }
+
+    /// What a kernel gives that has just given one.
+    #[test]
+    fn large_memory_has_huge_pages_where_there_are_any() {
+        let has_any = || mapping::tests::kernel_gives_huge_pages();
+        if !has_any() {
+            return println!("SKIPPED: this kernel gives no huge pages");
+        }
+        let memory = Memory::create(4 << 20).unwrap();
+        let given = mapping::tests::kib_in_huge_pages(memory.as_ptr());
+        // Another process may have taken the last of them.
+        assert!(given >= 2048 || !has_any(), "{given} KiB");
     }
 
     #[test]

@@ -38,6 +38,11 @@ const IN_PLACE: Algorithm = Algorithm::Window;
 /// and 12 ms by pairwise exchange.
 const LONG: usize = 2 << 20;
 
+/// Seconds from which on a latency between hosts is believed when it is asked which algorithms are for [`LONG`] calls. Larger:
+/// over long links, rounds are not saved where that would be quicker. Smaller: a busy machine, where a message waits for
+/// a processor, is taken for a long link.
+const FAR: f64 = 5e-3;
+
 /// Plans remembered. A training run has a few dozen different calls.
 const REMEMBERED: usize = 4096;
 
@@ -327,8 +332,10 @@ impl HostEngine {
         let mut too_long = Vec::new();
         let mut predictions = contest.predict(&self.costs, |a, s| {
             let cut = self.cut(request, s, a);
-            let is_long = cut.segments > DEPTH && request.count() * request.dtype().size() >= LONG;
-            if is_long && saves_only_rounds(request.op(), a) {
+            let bytes = request.count() * request.dtype().size();
+            let is_near = self.costs.far.latency < FAR;
+            let overlaps = cut.segments > DEPTH || is_near && bytes > DEPTH * self.segment(a, 0);
+            if overlaps && bytes >= LONG && saves_only_rounds(request.op(), a) {
                 too_long.push(a);
             }
             cut
@@ -386,14 +393,16 @@ impl HostEngine {
         let size = request.dtype().size();
         let line = 64 / size;
         let (blocks, longest) = self.blocks(request, schedule);
-        let segment = self
-            .options
-            .segment
-            .unwrap_or_else(|| self.segment(algorithm, blocks * longest * size));
+        let segment = self.options.segment.unwrap_or_else(|| {
+            let bytes = blocks * longest * size;
+            self.segment(algorithm, self.costs.under_way(&self.topology).min(bytes / DEPTH))
+        });
         let segment = segment.min(LARGEST_SEGMENT);
         let pieces = match algorithm {
             // The whole segments of all ranks arrive at once.
             Algorithm::Direct => self.topology.world(),
+            // So do the partial sums of all hosts of a region.
+            Algorithm::Regional => blocks.max(schedule.cells as usize),
             _ => blocks,
         };
         let mut bytes = segment / pieces.max(1);
@@ -412,10 +421,9 @@ impl HostEngine {
     }
 
     /// Bytes of a segment, over all its blocks. Larger: the staging buffers, and what was staged
-    /// and is still to be collected, fall out of the cache. Smaller: more waiting. Of a call of so many bytes, those in
-    /// flight are as many as can be under way between hosts.
-    fn segment(&self, algorithm: Algorithm, bytes: usize) -> usize {
-        let far = self.costs.under_way(&self.topology).min(bytes / DEPTH);
+    /// and is still to be collected, fall out of the cache. Smaller: more waiting. Over links there are at least `far`, as
+    /// many as can be under way between hosts.
+    fn segment(&self, algorithm: Algorithm, far: usize) -> usize {
         match algorithm {
             Algorithm::Window if self.costs.crowd <= 1.0 => 1 << 20,
             Algorithm::Window | Algorithm::WindowDirect => 256 << 10,

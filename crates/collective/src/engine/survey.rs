@@ -42,7 +42,8 @@ pub struct Survey {
 }
 
 /// Finds out the region of every host. Every rank of the group calls this, with what it knows of an earlier group: if that of
-/// rank 0 [rules them out](Costs::rule_out_regions), none are looked for; nor where all hosts `are_one` machine.
+/// rank 0 [rules them out](Costs::rule_out_regions) and no rank is new, none are looked for; nor where all hosts `are_one`
+/// machine. Where the earlier group had some, one look is enough.
 pub fn regions(
     engine: &mut HostEngine,
     name: Option<&str>,
@@ -55,19 +56,24 @@ pub fn regions(
     if hosts == 1 {
         return Ok(Survey { regions: one, is_known: false });
     }
-    let are_ruled_out = known.is_some_and(|costs| costs.rule_out_regions(hosts));
-    let (names, are_ruled_out) = names(engine, name, are_ruled_out)?;
+    let first = known.filter(|_| engine.rank == 0);
+    let own = Said {
+        rules_out: first.is_some_and(|costs| costs.rule_out_regions(hosts)),
+        knows_some: first.is_some_and(Costs::know_regions),
+        is_new: known.is_none(),
+    };
+    let (names, said) = names(engine, name, own)?;
     if let Some(regions) = regions::by_names(&names) {
         return known_as(regions);
     }
-    if are_ruled_out {
+    if said.rules_out && !said.is_new {
         return known_as(one);
     }
     if are_one || !(FEWEST..=MOST).contains(&hosts) {
         return Ok(Survey { regions: one, is_known: false });
     }
     let mut shortest = vec![f64::INFINITY; hosts * hosts];
-    for _ in 0..LOOKS {
+    for _ in 0..if said.knows_some { 1 } else { LOOKS } {
         let found = distances(engine)?;
         shortest
             .iter_mut()
@@ -82,25 +88,51 @@ pub fn regions(
     known_as(regions::decide(hosts, &shortest))
 }
 
-/// A hash of the name that the first rank of every host gives its region; and what rank 0 says, equal on all ranks.
+/// What ranks say of an earlier group; of several ranks, what any of them says.
+#[derive(Clone, Copy)]
+struct Said {
+    /// Its hosts were in one region, and there were at least as many.
+    rules_out: bool,
+    /// They were in several.
+    knows_some: bool,
+    /// This rank knows of none.
+    is_new: bool,
+}
+
+impl Said {
+    const NUMBERS: usize = 3;
+
+    fn to_numbers(self) -> [i64; Said::NUMBERS] {
+        [self.rules_out, self.knows_some, self.is_new].map(i64::from)
+    }
+
+    /// Of sums over ranks.
+    fn from_numbers(numbers: [i64; Said::NUMBERS]) -> Said {
+        let [rules_out, knows_some, is_new] = numbers.map(|number| number != 0);
+        Said { rules_out, knows_some, is_new }
+    }
+}
+
+/// A hash of the name that the first rank of every host gives its region; and what ranks say, equal on all of them.
 fn names(
     engine: &mut HostEngine,
     name: Option<&str>,
-    said: bool,
-) -> Result<(Vec<Option<u64>>, bool), Error> {
+    said: Said,
+) -> Result<(Vec<Option<u64>>, Said), Error> {
     let hosts = engine.topology.hosts();
-    let mut hashes = vec![0i64; hosts + 1];
-    hashes[hosts] = i64::from(engine.rank == 0 && said);
+    let mut numbers = vec![0i64; hosts];
+    numbers.extend(said.to_numbers());
     if let (Some(host), Some(name)) = (first_of(engine), name) {
         let hash = blake3::hash(name.as_bytes());
         let bytes = hash.as_bytes()[..8].try_into().expect("eight of 32 bytes");
         // 0 is no name.
-        hashes[host] = i64::from_le_bytes(bytes) | 1;
+        numbers[host] = i64::from_le_bytes(bytes) | 1;
     }
-    let request = Request::all_reduce(&mut hashes, Reduction::Sum);
+    let request = Request::all_reduce(&mut numbers, Reduction::Sum);
     engine.run_unnumbered(request.with_algorithm(Algorithm::Tree))?;
-    let said = hashes.pop() != Some(0);
-    Ok((hashes.into_iter().map(|hash| (hash != 0).then_some(hash as u64)).collect(), said))
+    let (hashes, said) = numbers.split_last_chunk().expect("longer than what is said");
+    let hashes = hashes.iter().map(|hash| (*hash != 0).then_some(*hash as u64)).collect();
+    Ok((hashes, Said::from_numbers(*said)))
 }
 
 /// The host whose first rank this is, if it is one.

@@ -197,7 +197,7 @@ pub fn agree(engine: &mut HostEngine, known: Option<Costs>, crowd: f64) -> Resul
     let mut message = match known {
         Some(costs) => {
             let threads = engine.helpers.mean_threads();
-            let surveyed = engine.surveyed.max(costs.surveyed);
+            let surveyed = engine.surveyed;
             Costs { threads, surveyed, ..costs.in_crowd(crowd) }.to_numbers()
         }
         None => [f64::NAN; Costs::NUMBERS],

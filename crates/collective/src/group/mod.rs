@@ -23,6 +23,7 @@ use crate::state::{Epoch, GroupState};
 use crate::traffic::Traffic;
 use crate::window::region::Region;
 use crate::window::{Patience, WindowMemory};
+use crate::work::in_callback;
 use calls::Calls;
 use queue::Queue;
 use unisono_net::rank::Rank;
@@ -119,8 +120,8 @@ impl Group {
 
     /// As [`Group::world`], for ranks of which some were in a group before: they hand over the
     /// [costs](Group::costs) of the last one, others `None`. If rank 0 has some that will do, all ranks
-    /// go by those, and the group forms without the measurement; where there were [regions](Options::region),
-    /// they are looked for again. All ranks must call this, and none [`Group::world`].
+    /// go by those, and the group forms without the measurement; where there were [regions](Options::region), or
+    /// a rank has none, those are looked for again. All ranks must call this, and none [`Group::world`].
     pub fn world_again(
         connector: Arc<dyn Connector>,
         epoch: Arc<Epoch>,
@@ -315,12 +316,13 @@ impl Drop for Inner {
         let closing = self.queue.closing();
         let control = self.control.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         let leaving = control.leaving();
-        let in_callback = closing.is_on_own_thread() || leaving.is_on_own_thread();
+        let is_waited_for = closing.is_on_own_thread() || leaving.is_on_own_thread();
         let end = move || leaving.leave(closing.finish());
-        if !in_callback {
+        if !is_waited_for && !in_callback() {
             return end();
         }
-        // The last handle was dropped by a callback, on a thread that is to be waited for.
+        // The last handle was dropped by a callback: on a thread that is to be waited for, or on one that waits for no more
+        // than the call that has ended.
         let name = format!("unisono-farewell-{}", self.setup.me);
         if let Err(error) = std::thread::Builder::new().name(name).spawn(end) {
             log::error!("cannot leave a group in an orderly way: {error}");

@@ -46,7 +46,8 @@ struct Shared {
 };
 
 std::atomic<int> living{0};
-char last_error[256] = "";
+// Of a rank, which is a thread here: while another writes its own, this one reads.
+thread_local char last_error[256] = "";
 
 struct Comm {
     Shared *shared = nullptr;

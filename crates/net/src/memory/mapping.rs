@@ -10,10 +10,14 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::ptr::null_mut;
 
+use rustix::fs::{FallocateFlags, OFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
 /// Bytes of a huge page on x86-64, and on arm64 with small pages of 4 KiB. Elsewhere the kernel refuses them.
 const HUGE: usize = 2 << 20;
+
+/// Bytes of the smallest page anywhere.
+const PAGE: u64 = 4096;
 
 /// What may be done to memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -47,6 +51,7 @@ impl Mapping {
             Access::Read => ProtFlags::READ,
             Access::ReadWrite => ProtFlags::READ | ProtFlags::WRITE,
         };
+        expect_opened_for(file, access)?;
         if bytes < HUGE {
             // SAFETY: the kernel chooses addresses that nothing uses.
             let start = unsafe {
@@ -64,11 +69,18 @@ impl Mapping {
         Ok(Mapping { start, bytes })
     }
 
-    /// Gives it huge pages, as far as there are any: memory works without.
-    pub fn collapse(&self) {
-        let huge = whole_pages(self.bytes) / HUGE * HUGE;
-        // SAFETY: the addresses are this mapping's, whose bytes stay as they are.
-        let _ = unsafe { libc::madvise(self.start.cast::<c_void>(), huge, libc::MADV_COLLAPSE) };
+    /// Gives it and its file huge pages, as far as there are any: memory works without.
+    pub fn collapse(&self, file: BorrowedFd<'_>) {
+        for at in (0..whole_pages(self.bytes) / HUGE).map(|page| page * HUGE) {
+            // The kernel builds none where there is no page yet.
+            let begun = rustix::fs::fallocate(file, FallocateFlags::empty(), at as u64, PAGE);
+            let start = self.start.wrapping_add(at).cast::<c_void>();
+            // SAFETY: the addresses are this mapping's, whose bytes stay as they are.
+            let collapse = || unsafe { libc::madvise(start, HUGE, libc::MADV_COLLAPSE) };
+            if begun.is_err() || collapse() != 0 {
+                return;
+            }
+        }
     }
 
     /// Where it starts, aligned to pages.
@@ -88,6 +100,17 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         unmap(self.start, whole_pages(self.bytes));
     }
+}
+
+/// Fails unless the file was opened for such access. The kernel would say so too, but only after addresses were reserved
+/// that [`Mapping::new`] cannot give back then.
+fn expect_opened_for(file: BorrowedFd<'_>, access: Access) -> io::Result<()> {
+    let opened = rustix::fs::fcntl_getfl(file)? & OFlags::ACCMODE;
+    if opened == OFlags::RDWR || (access == Access::Read && opened == OFlags::RDONLY) {
+        return Ok(());
+    }
+    let why = "the other process's memory was not opened for that";
+    Err(io::Error::new(io::ErrorKind::InvalidData, why))
 }
 
 /// Reserves as many addresses from a multiple of [`HUGE`] on.
@@ -115,15 +138,15 @@ fn unmap(start: *mut u8, bytes: usize) {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::os::fd::AsFd;
+pub mod tests {
+    use std::os::fd::{AsFd, OwnedFd};
 
     use rustix::fs::MemfdFlags;
 
     use super::*;
 
     /// What the kernel says of the mapping that begins here: KiB in huge pages.
-    fn kib_in_huge_pages(start: *mut u8) -> usize {
+    pub fn kib_in_huge_pages(start: *mut u8) -> usize {
         let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let of = maps.split_once(&format!("\n{:x}-", start.addr())).expect("it is mapped").1;
         let line = of.lines().find_map(|line| line.strip_prefix("ShmemPmdMapped:"));
@@ -131,20 +154,28 @@ mod tests {
         number.expect("every mapping has this line").trim().parse().unwrap()
     }
 
-    #[test]
-    fn large_mappings_begin_where_huge_pages_do_and_have_those_that_the_kernel_gives() {
-        let bytes = 2 * HUGE + 4096;
+    fn file_of(bytes: usize) -> OwnedFd {
         let file = rustix::fs::memfd_create("t", MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&file, whole_pages(bytes) as u64).unwrap();
-        let maker = Mapping::new(file.as_fd(), bytes, Access::ReadWrite).unwrap();
-        assert_eq!((maker.as_ptr().addr() % HUGE, maker.len()), (0, bytes));
-        // SAFETY: the mapping is this test's.
-        let gives = unsafe { libc::madvise(maker.as_ptr().cast(), HUGE, libc::MADV_COLLAPSE) } == 0;
-        let given = kib_in_huge_pages(maker.as_ptr());
-        maker.collapse();
-        // What the kernel takes away again, or has none of for a moment, is no defect of this file.
-        if gives && given > 0 {
-            assert!(kib_in_huge_pages(maker.as_ptr()) >= given, "{given} KiB before");
-        }
+        file
+    }
+
+    /// Whether it has just given one, of memory all of which was there.
+    pub fn kernel_gives_huge_pages() -> bool {
+        let file = file_of(HUGE);
+        let mapping = Mapping::new(file.as_fd(), HUGE, Access::ReadWrite).unwrap();
+        rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, HUGE as u64).unwrap();
+        // SAFETY: the mapping is this function's.
+        unsafe { libc::madvise(mapping.as_ptr().cast(), HUGE, libc::MADV_COLLAPSE) == 0 }
+    }
+
+    #[test]
+    fn large_mappings_begin_where_huge_pages_do() {
+        let bytes = 2 * HUGE + 4096;
+        let file = file_of(bytes);
+        let mapping = Mapping::new(file.as_fd(), bytes, Access::ReadWrite).unwrap();
+        assert_eq!((mapping.as_ptr().addr() % HUGE, mapping.len()), (0, bytes));
+        mapping.collapse(file.as_fd());
+        assert_eq!(rustix::fs::fstat(&file).unwrap().st_size as usize, 3 * HUGE);
     }
 }
