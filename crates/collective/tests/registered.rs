@@ -157,13 +157,13 @@ fn ranks_that_pass_other_memory_are_told() {
         },
         |group, lent, _| {
             let from = 64 * group.rank();
-            group.all_reduce(&mut lent[from..from + 200_000], Reduction::Sum)
+            group.all_reduce(&mut lent[from..from + 550_000], Reduction::Sum)
         },
     ];
     for (case, other) in cases.iter().zip(["in other memory", "at another place of registered"]) {
         let errors = on_all(&Kind::Shm.start(2, &Options::default()), |group| {
-            let mut lent = group.allocate::<f32>(300_000).unwrap();
-            let mut plain = vec![0f32; 300_000];
+            let mut lent = group.allocate::<f32>(600_000).unwrap();
+            let mut plain = vec![0f32; 600_000];
             case(group, &mut lent, &mut plain).unwrap_err().to_string()
         });
         for error in errors {
