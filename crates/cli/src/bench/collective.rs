@@ -10,6 +10,7 @@ use anyhow::Context;
 use clap::Args;
 use serde::Serialize;
 use unisono::collective::cost::Prediction;
+use unisono::collective::schedule::Topology;
 use unisono::{Algorithm, Dtype, Group, Job, Options, Reduction, Transport};
 
 use super::device::{self, DeviceKind, EngineArgs, Gpu, Roofline, Sharing, Way};
@@ -81,7 +82,8 @@ struct Row {
     p99_us: f64,
     algbw_gbs: f64,
     busbw_gbs: f64,
-    /// None where nothing must be moved, or what must be is not known.
+    /// None where nothing must be moved, or what must be is not known. One below the bus bandwidth was measured while
+    /// something else disturbed it, and limits nothing.
     limit_gbs: Option<f64>,
     verified: bool,
     /// Where the memory is, if not on the host.
@@ -340,12 +342,7 @@ impl<'a> Report<'a> {
             };
             return neighbours.seconds(op, group, bytes).map(Some);
         }
-        let flow = match op {
-            Operation::Broadcast | Operation::Reduce => Flow::Along(bytes),
-            // One rank has many neighbours, which a ring has not.
-            Operation::Gather | Operation::Scatter => return Ok(None),
-            _ => Flow::Around((op.bus_factor(world) * bytes as f64) as usize),
-        };
+        let Some(flow) = flow(op, group.topology(), bytes) else { return Ok(None) };
         let ring = match &mut self.ring {
             Some(ring) => ring,
             unknown => unknown.insert(Ring::connect(group, self.ip)?),
@@ -441,9 +438,35 @@ impl<'a> Report<'a> {
     }
 }
 
+/// What every rank must pass on over a link of its own, where that is known.
+fn flow(operation: Operation, topology: &Topology, bytes: usize) -> Option<Flow> {
+    match operation {
+        // Ranks of one host need not each send to other hosts what one of them can send for all.
+        _ if !topology.is_all_apart() => None,
+        Operation::Broadcast | Operation::Reduce => Some(Flow::Along(bytes)),
+        // One rank has many neighbours, which a ring has not.
+        Operation::Gather | Operation::Scatter => None,
+        _ => {
+            let factor = operation.bus_factor(topology.world());
+            Some(Flow::Around((factor * bytes as f64) as usize))
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn no_ring_limits_ranks_that_share_hosts() {
+        let all_reduce = |hosts: &[u32]| flow(Operation::AllReduce, &Topology::new(hosts), 4000);
+        assert!(matches!(all_reduce(&[0, 1, 2, 3]), Some(Flow::Around(6000))));
+        assert!(all_reduce(&[0, 0, 1, 1]).is_none());
+        assert!(all_reduce(&[0, 1, 1]).is_none());
+        let apart = Topology::all_apart(4);
+        assert!(matches!(flow(Operation::Reduce, &apart, 4000), Some(Flow::Along(4000))));
+        assert!(flow(Operation::Scatter, &apart, 4000).is_none());
+    }
 
     #[test]
     fn buffers_beyond_all_memory_are_refused() {

@@ -2,7 +2,7 @@
 //!
 //! The parts are processes of their own, as in a run: one server for every transport, and the
 //! workers. Beside them is the *loopback*, the limit: a process that takes as many bytes from each
-//! worker over plain TCP as a push has, and then sends as many back, and does nothing else. The
+//! worker over plain TCP as a push has, encoded or not, and then sends it as many as a pull has, and does nothing else. The
 //! transports and the loopback take turns, so that whatever disturbs the machine disturbs all alike,
 //! and a ratio is the median over the rounds of what the two did in the same round.
 //!
@@ -92,7 +92,7 @@ enum Way {
     Tcp,
     /// In shared memory.
     Shm,
-    /// Over plain TCP, back and forth, with no server: the limit.
+    /// Over plain TCP, as many bytes in each direction, with no server: the limit.
     #[value(skip)]
     Loopback,
 }
@@ -104,8 +104,10 @@ struct Row {
     workers: u32,
     /// Threads that this machine can run at once.
     cores: usize,
-    /// Bytes of a push, and of a pull.
+    /// Bytes of a pull.
     bytes: usize,
+    /// Bytes of a push: as many, or what the codec makes of them.
+    pushed_bytes: usize,
     tensors: usize,
     codec: Option<String>,
     journal: bool,
@@ -114,7 +116,7 @@ struct Row {
     push_pulls_per_second: f64,
     median_us: f64,
     p99_us: f64,
-    /// In each direction.
+    /// Of what is pulled. Without a codec, as much is pushed.
     gbs: f64,
     /// Relative to plain TCP.
     of_loopback: f64,
@@ -192,9 +194,15 @@ struct Model {
 }
 
 impl Model {
-    /// Of a push, or a pull.
+    /// Of a pull, and of what is pushed before it is encoded.
     fn bytes(&self) -> usize {
         self.elements.saturating_mul(4 * self.tensors)
+    }
+
+    /// Of a push.
+    fn pushed_bytes(&self) -> usize {
+        let encoded = |codec: &CodecSpec| codec.build().encoded_bytes(&[self.elements]);
+        self.codec.as_ref().map_or(self.bytes(), |codec| self.tensors * encoded(codec))
     }
 
     fn run(&self) -> Run {
@@ -460,8 +468,8 @@ fn be_part() -> anyhow::Result<ExitCode> {
             answer(&listener.local_addr()?)?;
             for _ in 0..model.workers {
                 let (stream, _) = listener.accept()?;
-                let bytes = model.bytes();
-                std::thread::spawn(move || send_back(stream, bytes));
+                let mut loopback = Loopback::new(stream, &model)?;
+                std::thread::spawn(move || loopback.serve());
             }
             orders.for_each(drop);
         }
@@ -481,14 +489,33 @@ fn answer(message: &impl Serialize) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What the loopback does for one worker, until it leaves.
-fn send_back(mut stream: TcpStream, bytes: usize) -> std::io::Result<()> {
-    stream.set_nodelay(true)?;
-    send_unpaced_within_machine(&stream);
-    let mut buffer = vec![0; bytes];
-    loop {
-        stream.read_exact(&mut buffer)?;
-        stream.write_all(&buffer)?;
+/// One end of a plain connection that carries as many bytes as the pushes and pulls of a worker have.
+struct Loopback {
+    stream: TcpStream,
+    pushed: Vec<u8>,
+    pulled: Vec<u8>,
+}
+
+impl Loopback {
+    fn new(stream: TcpStream, model: &Model) -> std::io::Result<Loopback> {
+        stream.set_nodelay(true)?;
+        send_unpaced_within_machine(&stream);
+        let [pushed, pulled] = [model.pushed_bytes(), model.bytes()].map(|bytes| vec![1; bytes]);
+        Ok(Loopback { stream, pushed, pulled })
+    }
+
+    /// At the end of the worker.
+    fn push_pull(&mut self) -> std::io::Result<()> {
+        self.stream.write_all(&self.pushed)?;
+        self.stream.read_exact(&mut self.pulled)
+    }
+
+    /// At the other end, until the worker leaves.
+    fn serve(&mut self) -> std::io::Result<()> {
+        loop {
+            self.stream.read_exact(&mut self.pushed)?;
+            self.stream.write_all(&self.pulled)?;
+        }
     }
 }
 
@@ -499,7 +526,7 @@ struct Worker {
     shows_version: bool,
     weights: Vec<Vec<f32>>,
     clients: Vec<(Way, Client)>,
-    loopback: Option<(TcpStream, Vec<u8>)>,
+    loopback: Option<Loopback>,
 }
 
 impl Worker {
@@ -512,10 +539,7 @@ impl Worker {
         let (mut clients, mut loopback) = (Vec::new(), None);
         for (way, address) in places {
             if *way == Way::Loopback {
-                let stream = TcpStream::connect(address)?;
-                stream.set_nodelay(true)?;
-                send_unpaced_within_machine(&stream);
-                loopback = Some((stream, vec![1; model.bytes()]));
+                loopback = Some(Loopback::new(TcpStream::connect(address)?, &model)?);
                 continue;
             }
             let options = options(*way, *address, &token, number);
@@ -545,9 +569,7 @@ impl Worker {
 
     fn push_pull(&mut self, way: Way) -> anyhow::Result<()> {
         if way == Way::Loopback {
-            let (stream, buffer) = self.loopback.as_mut().context("no loopback")?;
-            stream.write_all(buffer)?;
-            return Ok(stream.read_exact(buffer)?);
+            return Ok(self.loopback.as_mut().context("no loopback")?.push_pull()?);
         }
         let Some((_, client)) = self.clients.iter_mut().find(|(other, _)| *other == way) else {
             bail!("not connected over {}", way.name());
@@ -599,20 +621,24 @@ fn report(
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     if !args.json {
         result_line!(
-            "{} {} {} of {}, one server, {}; weights verified",
+            "{} {} {} of {}{}, one server, {}; weights verified",
             counted(model.workers as usize, "worker"),
             if model.workers == 1 { "pushes and pulls" } else { "push and pull" },
             counted(model.tensors, "tensor"),
             sizes::format(4 * model.elements),
+            model
+                .codec
+                .as_ref()
+                .map_or(String::new(), |codec| format!(", pushes encoded by {codec}")),
             counted(cores, "core")
         )?;
         result_line!(
-            "{:<9} {:>12} {:>11} {:>11} {:>10} {:>12} {:>8}",
+            "{:<9} {:>12} {:>11} {:>11} {:>11} {:>12} {:>8}",
             "transport",
             "push-pulls/s",
             "median µs",
             "p99 µs",
-            "GB/s",
+            "GB/s pulled",
             "of loopback",
             "of tcp"
         )?;
@@ -629,6 +655,7 @@ fn report(
             workers: model.workers,
             cores,
             bytes: model.bytes(),
+            pushed_bytes: model.pushed_bytes(),
             tensors: model.tensors,
             codec: model.codec.as_ref().map(CodecSpec::to_string),
             journal: args.journal.is_some() && *way != Way::Loopback,
@@ -647,7 +674,7 @@ fn report(
             let Row { median_us, p99_us, gbs, of_loopback, of_tcp, .. } = row;
             let of_tcp = of_tcp.map_or(String::new(), |ratio| format!("{ratio:.3}"));
             format!(
-                "{:<9} {push_pulls_per_second:>12.1} {median_us:>11.1} {p99_us:>11.1} {gbs:>10.3} \
+                "{:<9} {push_pulls_per_second:>12.1} {median_us:>11.1} {p99_us:>11.1} {gbs:>11.3} \
                  {of_loopback:>12.3} {of_tcp:>8}",
                 way.name()
             )
@@ -663,6 +690,8 @@ fn ratio(rates: &[f64], others: &[f64]) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    use std::net::Shutdown;
+
     use super::*;
 
     #[test]
@@ -683,6 +712,37 @@ mod tests {
         let weights: Vec<f32> = model.gradient().iter().map(|g| -g * 7.0).collect();
         assert!(model.verify(&weights, 7).is_ok());
         assert_eq!(model.bytes(), 24);
+    }
+
+    /// What is pushed is encoded, what is pulled is not.
+    #[test]
+    fn the_loopback_moves_what_a_push_and_a_pull_have() {
+        let codecs = [None, Some("fp16"), Some("int8"), Some("int4"), Some("sign")];
+        for codec in codecs.map(|codec| codec.map(|codec| codec.parse::<CodecSpec>().unwrap())) {
+            let model = Model { elements: 5000, tensors: 3, workers: 1, codec: codec.clone() };
+            let pushed = codec.map_or(60_000, |codec| {
+                let origin =
+                    Origin { shape: vec![5000], parameter: 0, seed: 0, worker: 0, mean_of: 1 };
+                let (mut bytes, mut scratch) = (Vec::new(), Scratch::default());
+                let mut sender = Sender::new(codec.build(), origin, false);
+                sender.encode(0, &model.gradient(), &mut scratch, &mut bytes);
+                3 * bytes.len()
+            });
+            let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+            let mut worker = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            let mut server = Loopback::new(listener.accept().unwrap().0, &model).unwrap();
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    let _left = server.serve();
+                    server.stream.shutdown(Shutdown::Both)
+                });
+                worker.write_all(&vec![1; pushed]).unwrap();
+                worker.shutdown(Shutdown::Write).unwrap();
+                let mut pulled = Vec::new();
+                worker.read_to_end(&mut pulled).unwrap();
+                assert_eq!(pulled.len(), 60_000, "{:?}", model.codec);
+            });
+        }
     }
 
     #[test]

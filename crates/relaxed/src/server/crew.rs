@@ -36,6 +36,10 @@ struct Board {
     jobs: Vec<Job>,
     /// Jobs so far.
     count: u64,
+    /// Helpers that there are, or will be as soon as they have started.
+    helpers: usize,
+    /// Helpers that have not been here yet.
+    starting: usize,
     /// Helpers that wait for a job.
     idle: usize,
     is_dismissed: bool,
@@ -88,25 +92,33 @@ impl Crew {
         });
         let mut board = self.shared.lock();
         board.count += 1;
-        let (number, missing) = (board.count, wanted.saturating_sub(board.idle));
+        let number = board.count;
         board.jobs.push(Job { number, work, wanted, inside: 0, panic: None });
+        let missing = board.missing().min(most.saturating_sub(board.helpers));
+        board.helpers += missing;
+        board.starting += missing;
         drop(board);
         (0..wanted).for_each(|_| self.shared.posted.notify_one());
-        self.enlist(missing, most);
+        self.enlist(missing);
         number
     }
 
-    /// Starts so many more threads, unless these are too many.
-    fn enlist(&self, missing: usize, most: usize) {
+    /// Starts so many more threads, which the board counts already.
+    fn enlist(&self, missing: usize) {
         if missing == 0 {
             return;
         }
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
-        for _ in threads.len()..most.min(threads.len() + missing) {
+        for started in 0..missing {
             let shared = self.shared.clone();
             let thread = std::thread::Builder::new().name("unisono-update".into());
-            // Where the system has no more threads, the others do it.
-            let Ok(thread) = thread.spawn(move || shared.help()) else { return };
+            let Ok(thread) = thread.spawn(move || shared.help()) else {
+                // Where the system has no more threads, the others do it.
+                let mut board = self.shared.lock();
+                board.helpers -= missing - started;
+                board.starting -= missing - started;
+                return;
+            };
             threads.push(thread);
         }
     }
@@ -122,10 +134,19 @@ impl Drop for Crew {
     }
 }
 
+impl Board {
+    /// Helpers that the jobs want, beyond those that wait or are about to come.
+    fn missing(&self) -> usize {
+        let wanted: usize = self.jobs.iter().map(|job| job.wanted).sum();
+        wanted.saturating_sub(self.idle + self.starting)
+    }
+}
+
 impl Shared {
     /// What a helper does, until it is dismissed.
     fn help(&self) {
         let mut board = self.lock();
+        board.starting -= 1;
         while !board.is_dismissed {
             let Some(job) = board.jobs.iter_mut().find(|job| job.wanted > 0) else {
                 board.idle += 1;
@@ -214,6 +235,16 @@ mod tests {
         });
         assert!((1..=5).contains(&crew.threads()), "{}", crew.threads());
         assert!(crew.shared.lock().jobs.is_empty());
+    }
+
+    /// Even if no helper has come to the first of many jobs before the last is done.
+    #[test]
+    fn no_more_helpers_start_than_are_wanted() {
+        for _ in 0..20 {
+            let crew = Crew::default();
+            (0..20).for_each(|_| crew.share(2, 9, &|| ()));
+            assert_eq!(crew.threads(), 2);
+        }
     }
 
     /// A helper that is in it is waited for, and what it unwinds with is not lost.

@@ -24,7 +24,7 @@
 use std::ops::Range;
 use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, OnceLock};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once};
 
 use unisono_optimizer::{Optimizer, OptimizerSpec, WrongState};
 
@@ -115,7 +115,8 @@ pub struct Change<'a> {
 struct Making<'a> {
     change: &'a Change<'a>,
     begun: Once,
-    made: Vec<OnceLock<Memory>>,
+    /// Empty again when it is published: what overlaps must find no block in two places, or it would copy it.
+    made: Vec<Mutex<Option<Memory>>>,
     /// Blocks that are not made yet.
     left: AtomicUsize,
 }
@@ -199,7 +200,7 @@ impl Store {
             let blocks = self.blocks(change);
             all += blocks;
             ends.push(all);
-            let made = (0..blocks).map(|_| OnceLock::new()).collect();
+            let made = (0..blocks).map(|_| Mutex::default()).collect();
             makings.push(Making {
                 change,
                 begun: Once::new(),
@@ -233,11 +234,13 @@ impl Store {
         let Making { change, begun, made, left } = making;
         let piece = &self.pieces[change.piece];
         begun.call_once(|| piece.withdraw(change.version - 1));
-        let set = made[block].set(self.make_block(factor, change, block, room));
-        debug_assert!(set.is_ok(), "a block is taken once");
+        let memory = self.make_block(factor, change, block, room);
+        let lock = |block: usize| made[block].lock().unwrap_or_else(|_| give_up());
+        let before = lock(block).replace(memory);
+        debug_assert!(before.is_none(), "a block is taken once");
         if left.fetch_sub(1, Ordering::AcqRel) == 1 {
-            let made = made.iter().map(|block| block.get().expect("none is left").clone());
-            piece.publish(change.version, Weights { blocks: made.collect() });
+            let all = (0..made.len()).map(|block| lock(block).take().expect("none is left"));
+            piece.publish(change.version, Weights { blocks: all.collect() });
         }
     }
 

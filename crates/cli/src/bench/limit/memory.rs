@@ -12,6 +12,7 @@ use anyhow::Context;
 use memmap2::MmapRaw;
 use rustix::fs::FallocateFlags;
 use rustix::thread::{CpuSet, sched_getaffinity};
+use rustix::time::{ClockId, clock_gettime};
 use unisono::{Group, Reduction};
 
 use super::BUDGET;
@@ -22,7 +23,7 @@ const PART: usize = 256 << 10;
 
 /// Bytes that are passed over between two looks at the clock. More: fewer of them fit into the time. Fewer: the
 /// looks count.
-const SHORT: usize = 256 << 10;
+const SHORT: usize = 1 << 20;
 
 /// What one rank must do at least in an operation, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -80,6 +81,24 @@ fn together(group: &Group, cores: usize, alone: f64) -> anyhow::Result<f64> {
     Ok(longest.max(all.iter().sum::<f64>() / cores as f64))
 }
 
+/// Seconds of a core that work takes at least which is done so many times between two looks at the clock.
+///
+/// The clock is that of the thread: where there are more ranks than cores, long work lasts for several turns, and those of the
+/// other ranks are counted [elsewhere](together).
+fn least(in_row: usize, mut work: impl FnMut()) -> f64 {
+    let thread_seconds = || {
+        let time = clock_gettime(ClockId::ThreadCPUTime);
+        time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+    };
+    let (started, mut best) = (Instant::now(), f64::INFINITY);
+    while started.elapsed() < BUDGET {
+        let start = thread_seconds();
+        (0..in_row).for_each(|_| work());
+        best = best.min((thread_seconds() - start) / in_row as f64);
+    }
+    best
+}
+
 /// Seconds in which this rank does what must be done with memory of its own, while all others do it.
 fn own_pass(operation: Operation, group: &Group, bytes: usize) -> anyhow::Result<f64> {
     let share = Share::of(operation, group.rank(), group.size(), bytes);
@@ -89,7 +108,7 @@ fn own_pass(operation: Operation, group: &Group, bytes: usize) -> anyhow::Result
     let mut from = vec![1u64; read];
     let mut into = vec![1u64; if is_in_place { 0 } else { written }];
     let both = read.min(into.len());
-    let mut pass = || {
+    let pass = || {
         if is_in_place {
             from.iter_mut().for_each(|word| *word = word.wrapping_add(1));
         } else {
@@ -102,12 +121,7 @@ fn own_pass(operation: Operation, group: &Group, bytes: usize) -> anyhow::Result
     // Short passes are made in a row: a look at the clock would cost more than they do.
     let in_row = (SHORT / bytes.max(1)).clamp(1, 1000);
     group.barrier()?;
-    let (started, mut best) = (Instant::now(), f64::INFINITY);
-    while started.elapsed() < BUDGET {
-        let start = Instant::now();
-        (0..in_row).for_each(|_| pass());
-        best = best.min(start.elapsed().as_secs_f64() / in_row as f64);
-    }
+    let best = least(in_row, pass);
     group.barrier()?;
     Ok(best)
 }
@@ -213,6 +227,16 @@ mod tests {
     use clap::ValueEnum;
 
     use super::*;
+
+    /// A thread that sleeps has no core, just as one whose core others have.
+    #[test]
+    fn the_turns_of_others_are_not_counted() {
+        let turn = BUDGET / 4;
+        assert!(least(1, || std::thread::sleep(turn)) < turn.as_secs_f64() / 2.0);
+        let mut words = vec![1u64; 1 << 12];
+        let work = || words.iter_mut().for_each(|word| *word = std::hint::black_box(*word) + 1);
+        assert!(least(10, work) > 0.0);
+    }
 
     /// However an operation is done, ranks must take so much from each other.
     #[test]

@@ -52,6 +52,33 @@ fn memory_is_written_again_when_no_reader_has_it() {
     assert_eq!(store.read(0, 4).1.to_vec(), [-4.0; 6]);
 }
 
+/// A push that is shared is not over, and the next one already makes the pieces that this has made.
+#[test]
+fn overlapping_pushes_leave_no_second_copy() {
+    let store = store("sgd", vec![vec![0.0; 6], vec![0.0; 9], vec![0.0; 3]]);
+    let ones = [1.0; 9];
+    let push = |version| {
+        let change = |piece| {
+            let length = store.read(piece, version - 1).1.to_vec().len();
+            Change { piece, version, source: ones[..length].into(), by: None }
+        };
+        [0, 1, 2].map(change)
+    };
+    store.apply_shared(1.0, &push(1), |first| {
+        first();
+        store.apply_shared(1.0, &push(2), |second| {
+            second();
+            store.apply(1.0, &push(3));
+        });
+    });
+    for (piece, pieces) in store.pieces.iter().enumerate() {
+        assert!(store.read(piece, 3).1.blocks().flatten().all(|weight| *weight == -3.0));
+        let older: Vec<usize> =
+            pieces.blocks.iter().map(|block| block.lock().older.len()).collect();
+        assert_eq!(older, vec![0; pieces.blocks.len()], "piece {piece}");
+    }
+}
+
 #[test]
 fn updates_wait_for_their_turn_and_readers_for_their_version() {
     let store = store("sgd", vec![vec![0.0; 10], vec![0.0; 2]]);
