@@ -18,9 +18,9 @@ impl Group {
     /// A buffer of so many elements, at first 0, that the other ranks of the host can read. All ranks call this,
     /// in order with their other calls, and with the same number.
     ///
-    /// An all-reduce, broadcast or all-gather in place, and a reduce-scatter, on such a buffer or the same part of
-    /// it on all ranks reads the other ranks' buffers where they are, instead of copies: the bits are the same, and
-    /// large ones take less time. Where not all ranks share a host, it is like any other memory.
+    /// A broadcast or an all-gather in place, and an all-reduce or a reduce-scatter of 2 MiB or more, on such a buffer or
+    /// the same part of it on all ranks reads the other ranks' buffers where they are, instead of copies: the bits are
+    /// the same, and large ones take less time. Where not all ranks share a host, it is like any other memory.
     ///
     /// # Errors
     ///
