@@ -66,7 +66,7 @@ fn collectives_in_registered_memory_are_checked_and_say_so() {
     for (op, ranks) in
         [("all-reduce", 2), ("all-gather", 3), ("reduce-scatter", 2), ("broadcast", 3)]
     {
-        let call = format!("bench collective --op {op} --ranks {ranks} --sizes 64KiB,1MiB");
+        let call = format!("bench collective --op {op} --ranks {ranks} --sizes 2MiB,4MiB");
         let rows = rows(&desk.run(&format!("{call} --registered --seconds 0.01 --json")));
         assert_eq!(rows.len(), 2, "{call}");
         for row in rows {

@@ -49,7 +49,7 @@ pub struct CollectiveArgs {
     #[arg(long)]
     algorithm: Option<Algorithm>,
     /// Use memory that the ranks of a host read of each other in place, as `Group::allocate` makes it: for
-    /// all-reduce, reduce-scatter, all-gather and broadcast.
+    /// all-gather and broadcast, and from 2 MiB on for all-reduce and reduce-scatter.
     #[arg(long)]
     registered: bool,
     /// Print every algorithm that could do it with its predicted time, and the measured time of the

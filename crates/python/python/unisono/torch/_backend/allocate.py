@@ -24,8 +24,8 @@ def allocate(
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)  # The gradients stay where they are.
 
-    An ``all_reduce`` or ``broadcast`` of such a tensor, or of the same contiguous part of it on all ranks, reads the other ranks'
-    tensors where they are instead of copies of them.  The bits are the same; large ones take less time.  All ranks of the
+    A ``broadcast`` of such a tensor, or of the same contiguous part of it on all ranks, and an ``all_reduce`` of 2 MiB or more, reads
+    the other ranks' tensors where they are instead of copies of them.  The bits are the same; large ones take less time.  All ranks of the
     group call this, in the order of their other calls and with the same size, and then use it alike: a rank that hands over
     other memory in the same call is told so.  Where not all ranks share a machine, it is a tensor like any other.  It may outlive
     the group.  A forked child that writes to it, such as a loader of data, writes to its parent's tensor.
