@@ -71,8 +71,8 @@ pub(super) fn encode_owed_blocks<Q: Quantizer>(
 /// What encodes group by group. Without closures: those are compiled once for all instruction sets, unless they happen to
 /// be inlined.
 trait EncodeGroup {
-    /// The scales of a span of elements. To be `#[inline(always)]`, as all here.
-    fn scales<Q: Quantizer>(&mut self, quantizer: Q, group: Range<usize>) -> Scales;
+    /// The largest magnitude of a block. To be `#[inline(always)]`, as all here.
+    fn peak(&mut self, block: Range<usize>) -> f32;
 
     /// Makes codes of the elements of a block of `Q`, or of the shorter last one.
     fn encode<Q: Quantizer>(
@@ -101,7 +101,11 @@ fn in_groups<Q: Quantizer>(
         let group = start..(start + AT_ONCE * Q::BLOCK).min(elements);
         let buffer = &mut buffer[..into.len()];
         let encoding = if is_long { &mut *buffer } else { &mut *into };
-        let scales = codec.scales(quantizer, group.clone());
+        let mut peaks = [0.0; AT_ONCE];
+        for (peak, start) in peaks.iter_mut().zip(group.clone().step_by(Q::BLOCK)) {
+            *peak = codec.peak(start..(start + Q::BLOCK).min(elements));
+        }
+        let scales = Scales::new(quantizer, peaks);
         let starts = group.step_by(Q::BLOCK).zip(encoding.chunks_mut(stride(quantizer)));
         for (i, (start, into)) in starts.enumerate() {
             let block = start..(start + Q::BLOCK).min(elements);
@@ -138,14 +142,10 @@ struct Values<'a> {
 
 impl EncodeGroup for Values<'_> {
     #[inline(always)]
-    fn scales<Q: Quantizer>(&mut self, quantizer: Q, group: Range<usize>) -> Scales {
-        let mut peaks = [0.0; AT_ONCE];
-        for (peak, start) in peaks.iter_mut().zip(group.clone().step_by(Q::BLOCK)) {
-            let mut whole = Peak::default();
-            whole.note_all(self.values, start..(start + Q::BLOCK).min(group.end));
-            *peak = whole.whole();
-        }
-        Scales::new(quantizer, peaks)
+    fn peak(&mut self, block: Range<usize>) -> f32 {
+        let mut peak = Peak::default();
+        peak.note_all(self.values, block);
+        peak.whole()
     }
 
     #[inline(always)]
@@ -188,18 +188,13 @@ struct Owed<'a> {
 
 impl EncodeGroup for Owed<'_> {
     #[inline(always)]
-    fn scales<Q: Quantizer>(&mut self, quantizer: Q, group: Range<usize>) -> Scales {
-        let mut peaks = [0.0; AT_ONCE];
-        for (peak, start) in peaks.iter_mut().zip(group.clone().step_by(Q::BLOCK)) {
-            let block = start..(start + Q::BLOCK).min(group.end);
-            let mut whole = Peak::default();
-            match self.fed {
-                None => whole.note_all(self.owed, block),
-                Some(fed) => whole.note_fed(fed, self.owed, block),
-            }
-            *peak = whole.whole();
+    fn peak(&mut self, block: Range<usize>) -> f32 {
+        let mut peak = Peak::default();
+        match self.fed {
+            None => peak.note_all(self.owed, block),
+            Some(fed) => peak.note_fed(fed, self.owed, block),
         }
-        Scales::new(quantizer, peaks)
+        peak.whole()
     }
 
     #[inline(always)]
