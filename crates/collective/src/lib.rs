@@ -38,6 +38,7 @@ mod link;
 mod memory;
 mod messages;
 pub mod options;
+mod patience;
 mod places;
 mod regions;
 mod registered;

@@ -23,7 +23,7 @@ pub use crate::buffers::Buffers;
 pub use crate::state::{GroupState, StallWatch};
 pub use crate::traffic::Meter;
 pub use crate::window::clock;
-pub use crate::window::clocks::{ClockView, Clocks, Patience};
+pub use crate::window::clocks::{ClockView, Clocks};
 pub use host::HostEngine;
 pub use unisono_net::memory::Memory as SharedMemory;
 

@@ -21,8 +21,8 @@ use crate::error::Error;
 use crate::fabric::Network;
 use crate::helpers::{LARGE_CALL, Room};
 use crate::memory::ScratchMemory;
+use crate::patience::{Patience, Waiter};
 use crate::state::GroupState;
-use crate::window::Patience;
 use open::Opener;
 use rounds::Flight;
 pub use rounds::Run;
@@ -61,7 +61,7 @@ pub struct Links {
     /// Opens links.
     opener: Option<Opener>,
     /// Attempts to make progress before sleeping in poll.
-    patience: Patience,
+    waiter: Waiter,
     flights: Vec<Flight>,
     inputs: Room,
     /// Numbers of streams, each with whether something is to be sent or received on it.
@@ -111,7 +111,7 @@ impl Links {
             lanes,
             is_wide,
             opener,
-            patience,
+            waiter: Waiter::new(patience),
             flights,
             inputs,
             directions,

@@ -71,12 +71,8 @@ impl Links {
             if moved {
                 idle = 0;
                 watch = None;
-            } else if idle < self.patience.spins {
+            } else if self.waiter.turn(idle) {
                 idle += 1;
-                std::hint::spin_loop();
-            } else if idle < self.patience.spins + self.patience.yields {
-                idle += 1;
-                std::thread::yield_now();
             } else {
                 watch.get_or_insert_with(|| run.state.watch(run.call));
                 self.wait(run.call, run.state, &mut watch)?;
@@ -369,9 +365,9 @@ mod tests {
 
     use super::*;
     use crate::dtype::{Dtype, Unit};
+    use crate::patience::Patience;
     use crate::schedule::{Algorithm, Area, Fold, Layout, Op, Recv, Round};
     use crate::tree::Tree;
-    use crate::window::Patience;
 
     /// Rank 0 adds two messages that rank 1 sends in each of two rounds, two segments of them; the sum
     /// of all that arrive if rank 1 sends the messages `sent`, as (segment, round, index).

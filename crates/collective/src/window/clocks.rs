@@ -1,8 +1,7 @@
 //! The clocks of the ranks of a host, in memory that they share.
 
-use std::cell::Cell;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::thread::futex;
 
@@ -10,16 +9,13 @@ use super::clock::{Interrupted, Words, reached};
 use super::region::Region;
 use crate::call::Call;
 use crate::error::Error;
+use crate::patience::{Patience, Waiter};
 use crate::state::{GroupState, StallWatch};
 
 /// How long a sleeper sleeps before it looks again whether the group still stands. A failure of the group
 /// wakes it; this is for one that falls between the look and the sleep, and for a wake-up call that was missed
 /// because its caller died. Shorter costs wake-ups of a waiting rank, longer delays the news.
 const NAP: Duration = Duration::from_millis(20);
-
-/// How long a wait yields at most. Longer: on a busy machine, a failure of the group is noticed
-/// later. Shorter: a wait that would be over soon ends in a sleep.
-const YIELDING: Duration = Duration::from_millis(5);
 
 /// The [clocks](super::clock) of the ranks of one host, beside which each rank shows its last calls.
 pub struct Clocks {
@@ -29,39 +25,11 @@ pub struct Clocks {
     pub(super) members: Vec<usize>,
     /// This rank's index among the members.
     pub(super) me: usize,
-    patience: Patience,
+    waiter: Waiter,
     /// Runs so far: the slot in which ranks record what they called.
     runs: usize,
     /// The fingerprint of the call that was entered last.
     entered: u64,
-}
-
-/// How to wait for a clock before sleeping.
-#[derive(Clone, Copy, Debug)]
-pub struct Patience {
-    /// Busy turns, each a pause instruction or a few.
-    pub spins: u32,
-    /// Turns after that which give the core to another thread.
-    pub yields: u32,
-}
-
-impl Patience {
-    /// Spinning pays only if every rank of the host has a core of its own, and even then not for
-    /// long: the scheduler may have put two ranks on one core, where the one that spins keeps the
-    /// other from arriving. Yielding costs little with a core to oneself and lets the other rank
-    /// run at once without.
-    pub fn for_crowd(crowd: f64) -> Patience {
-        if crowd <= 1.0 {
-            Patience { spins: 300, yields: 2000 }
-        } else {
-            Patience { spins: 0, yields: 40 }
-        }
-    }
-
-    /// The same for sockets, where an attempt is a system call and worth many busy turns.
-    pub fn for_links(&self) -> Patience {
-        Patience { spins: self.spins / 4, yields: self.yields.min(40) }
-    }
 }
 
 impl Clocks {
@@ -71,12 +39,12 @@ impl Clocks {
         me: usize,
         patience: Patience,
     ) -> Clocks {
-        Clocks { regions, members, me, patience, runs: 0, entered: 0 }
+        Clocks { regions, members, me, waiter: Waiter::new(patience), runs: 0, entered: 0 }
     }
 
     pub(super) fn for_engine(&self) -> Clocks {
         let regions = self.regions.iter().map(Region::for_engine).collect();
-        Clocks::new(regions, self.members.clone(), self.me, self.patience)
+        Clocks::new(regions, self.members.clone(), self.me, self.waiter.patience())
     }
 
     /// Shows the call that this rank makes now: others see it with the next tick.
@@ -89,7 +57,7 @@ impl Clocks {
     /// The clocks during the call that was entered last.
     pub fn view<'a>(&'a self, call: &'a Call, state: &'a GroupState) -> ClockView<'a> {
         let slot = self.runs.wrapping_sub(1);
-        ClockView { clocks: self, slot, state, call, yielding: Cell::new(None) }
+        ClockView { clocks: self, slot, state, call }
     }
 
     /// Shows the others that this rank has left a call in which they may still read its buffer: what they have
@@ -120,8 +88,6 @@ pub struct ClockView<'a> {
     slot: usize,
     state: &'a GroupState,
     call: &'a Call,
-    /// When the wait under way began to yield, if it has.
-    yielding: Cell<Option<Instant>>,
 }
 
 impl<'a> ClockView<'a> {
@@ -220,26 +186,8 @@ impl Words for ClockView<'_> {
     }
 
     fn spin(&self, turn: u32) -> bool {
-        let patience = self.clocks.patience;
-        if turn < patience.spins {
-            std::hint::spin_loop();
-            true
-        } else if turn < patience.spins + patience.yields {
-            let turn = turn - patience.spins;
-            if turn == 0 {
-                self.yielding.set(Some(Instant::now()));
-            }
-            // On a busy machine every turn may cost a time slice of another process: go to sleep,
-            // where the group's failure is noticed.
-            let is_late = |since: Instant| since.elapsed() > YIELDING;
-            let busy = turn % 16 == 15 && self.yielding.get().is_some_and(is_late);
-            if busy || self.state.is_over() {
-                return false;
-            }
-            std::thread::yield_now();
-            true
-        } else {
-            false
-        }
+        let waiter = &self.clocks.waiter;
+        // Whoever sleeps notices that the group is over.
+        !(waiter.has_spun(turn) && self.state.is_over()) && waiter.turn(turn)
     }
 }

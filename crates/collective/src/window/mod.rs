@@ -18,6 +18,7 @@ use crate::dtype::{Dtype, Reduction};
 use crate::error::Error;
 use crate::helpers::{Helpers, Room, Share};
 use crate::kernel;
+use crate::patience::Patience;
 use crate::registered::Lent;
 use crate::schedule::{self, Area, Blocks, Source, WindowFold};
 use crate::state::GroupState;
@@ -25,8 +26,6 @@ use crate::traffic::Meter;
 use clock::{Interrupted, Pipeline, Steps};
 use clocks::{ClockView, Clocks};
 use region::Region;
-
-pub use clocks::Patience;
 
 /// This rank's view of a window.
 pub struct WindowMemory {
