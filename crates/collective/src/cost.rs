@@ -23,6 +23,11 @@ const SHARED: f64 = 512.0 * 1024.0;
 /// What another thread adds to the rate of the first: with four ranks and 16 MiB two threads were 1.2 to 1.7 times as fast as one.
 const GAIN: f64 = 0.5;
 
+/// Seconds a byte from which on the link is what takes them, and no longer the one thread that sends and receives: 20 Gbit/s.
+/// Smaller: how several threads share out messages counts for less than it does. Larger: where it does not help, more
+/// messages seem to cost nothing.
+const SLOW: f64 = 4e-10;
+
 /// Measured constants, in seconds. Equal on all ranks of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Costs {
@@ -280,6 +285,8 @@ struct Load {
     steps: Vec<Step>,
     /// Whether segments overlap.
     overlaps: bool,
+    /// Whether each host has one rank: what crosses between hosts is then what one rank sends and receives.
+    apart: bool,
 }
 
 /// A round or a window: what every witness does in it.
@@ -378,7 +385,7 @@ impl Load {
             }
         }
         let overlaps = plans.iter().all(|(_, schedule)| schedule.phases.len() <= 1);
-        Load { steps, overlaps }
+        Load { steps, overlaps, apart: topology.is_all_apart() }
     }
 
     fn price(&self, costs: &Costs, cut: Cut) -> f64 {
@@ -388,7 +395,7 @@ impl Load {
         let (mut fill, mut crossing) = (0.0, 0.0);
         for step in &self.steps {
             // What leaves a region leaves a host as well; both happen at once.
-            let far = step.hosts.most() * costs.far.byte;
+            let far = step.hosts.most() * costs.far.byte / self.speedup(costs, step, column);
             let crosses = far.max(step.regions.most() * costs.wide.byte) * column;
             let mut slowest: f64 = 0.0;
             for (effort, busy) in step.efforts.iter().zip(&mut busy) {
@@ -403,6 +410,18 @@ impl Load {
         let in_flight = if self.overlaps { cut.in_flight.max(1) } else { 1 };
         let next = bottleneck.max(fill / in_flight as f64);
         fill + cut.segments.saturating_sub(1) as f64 * next
+    }
+
+    /// How much quicker what crosses between hosts does so because ranks have several threads for it.
+    fn speedup(&self, costs: &Costs, step: &Step, column: f64) -> f64 {
+        if !self.apart || costs.far.byte > SLOW {
+            return 1.0;
+        }
+        let of_rank = |effort: &Effort| {
+            effort.far.speedup(costs, effort.far.sent.max(effort.far.received) * column)
+        };
+        let least = step.efforts.iter().map(of_rank).fold(f64::INFINITY, f64::min);
+        if least.is_finite() { least } else { 1.0 }
     }
 }
 

@@ -45,6 +45,26 @@ fn threads_share_the_messages_of_a_round_out() {
 }
 
 #[test]
+fn threads_are_worth_more_messages_where_the_link_is_quicker_than_one_of_them() {
+    let first = |threads: f64, byte: f64, ranks: &Topology| {
+        let far = LinkCost { message: 3e-6, latency: 3e-6, byte };
+        let costs = Costs { far, threads, fold: 2e-11, ..Costs::default() };
+        let contest = Contest::new(
+            Op::AllReduce,
+            ranks,
+            &[Algorithm::HalvingDoubling, Algorithm::Pairwise],
+            None,
+        );
+        let cut = Cut { column: (1 << 20) / 8, segments: 8, in_flight: 4 };
+        contest.predict(&costs, |_, _| cut)[0].algorithm
+    };
+    let apart = Topology::all_apart(8);
+    assert_eq!(first(1.0, 1.5e-10, &apart), Algorithm::HalvingDoubling, "fewer messages");
+    assert_eq!(first(2.0, 1.5e-10, &apart), Algorithm::Pairwise, "messages for two threads");
+    assert_eq!(first(2.0, 8e-9, &apart), Algorithm::HalvingDoubling, "the link takes as long");
+}
+
+#[test]
 fn more_is_under_way_the_longer_it_takes() {
     let far = |latency| LinkCost { latency, ..Costs::default().far };
     let costs = |latency| Costs { far: far(latency), ..Costs::default() };

@@ -240,6 +240,9 @@ fn costs(findings: &Findings, large: &Findings, topology: &Topology) -> Costs {
         // Ranks that had no core meanwhile seem to take long for a message. Large calls would then go by an algorithm of
         // few messages and many bytes: between three hosts by a tree, at half the rate of the links.
         let message = message.min(UNLIKELY * crowd * typical.message);
+        // A rank that exchanges empty messages with one other sends one and receives one. With many at once it also waits
+        // for those that begin later, which is no effort. Ranks that share a core do need as long: they take turns.
+        let message = if crowd <= 1.0 { message.min(latency / 2.0) } else { message };
         LinkCost { latency: (latency - 2.0 * message).max(latency / 4.0), message, byte }
     };
     let near = link(Finding::NearLatency, Finding::NearProbe, Finding::NearLarge, typical.near);
@@ -588,6 +591,8 @@ mod tests {
         // A long way is no effort: what is not believed of the message is latency.
         assert_eq!(far(20e-3, 20e-3, 2).latency, 20e-3 - 2.0 * most);
         assert_eq!(far(40e-6, 40e-6, 2).message, 10e-6);
+        // Others begin later; one that is there takes 4 µs, of which each rank sends and receives.
+        assert_eq!(far(4e-6, 100e-6, 8).message, 2e-6);
     }
 
     #[test]
