@@ -28,6 +28,9 @@ const GAIN: f64 = 0.5;
 /// messages seem to cost nothing.
 const SLOW: f64 = 4e-10;
 
+/// Ranks of a group whose links have one stream at most.
+pub(crate) const MANY_SOCKETS: usize = 16;
+
 /// Measured constants, in seconds. Equal on all ranks of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Costs {
@@ -45,6 +48,8 @@ pub struct Costs {
     pub crowd: f64,
     /// Threads that a rank has for one call, on average of the ranks, half of the time with a program that rests.
     pub threads: f64,
+    /// Streams that a link between hosts needs for its rate, however many threads use them.
+    pub streams: usize,
     /// Hosts of which it was found out which are in one region; 0 if it was not.
     pub surveyed: usize,
 }
@@ -83,13 +88,14 @@ impl Default for Costs {
             fold: 0.06e-9,
             crowd: 1.0,
             threads: 1.0,
+            streams: 1,
             surveyed: 0,
         }
     }
 }
 
 impl Costs {
-    pub(crate) const NUMBERS: usize = 16;
+    pub(crate) const NUMBERS: usize = 17;
 
     /// Whether it was found out that this many hosts are all in one region.
     pub(crate) fn rule_out_regions(&self, hosts: usize) -> bool {
@@ -136,34 +142,52 @@ impl Costs {
         (round_trip * RATE) as usize
     }
 
-    /// Streams that a link should have for long messages: some where several threads of a rank can use them at once. Not for the
-    /// sake of distance: over a link of 40 ms that loses packets, 24 streams took longer for 4 MiB than one, since each has to
-    /// find out the rate, and waits for what it has lost.
+    /// Streams that a link should have for long messages: some where several threads of a rank can use them at once, and as
+    /// many as were found to carry more. Not for the sake of distance: over a link of 40 ms that loses packets, 24 streams took
+    /// longer for 4 MiB than one, since each has to find out the rate, and waits for what it has lost.
     pub(crate) fn streams(&self, topology: &Topology) -> usize {
-        match topology.world() {
+        let for_threads = match topology.world() {
             _ if self.threads <= 1.0 => 1,
             // With two threads only while the program rests, what four would gain then is lost before.
             ..=8 if self.threads >= 2.0 => 4,
-            ..=16 => 2,
-            // Sockets of all pairs add up.
-            17.. => 1,
-        }
+            _ => 2,
+        };
+        // Sockets of all pairs add up.
+        if topology.world() > MANY_SOCKETS { 1 } else { for_threads.max(self.streams) }
     }
 
     /// As they travel.
     pub(crate) fn to_numbers(self) -> [f64; Costs::NUMBERS] {
-        let Costs { window, near, far, wide, fold, crowd, threads, surveyed } = self;
+        let Costs { window, near, far, wide, fold, crowd, threads, streams, surveyed } = self;
         let [near, far, wide] =
             [near, far, wide].map(|link| [link.latency, link.message, link.byte]);
         let window = [window.wait, window.copy, window.fold];
         let [[a, b, c], [d, e, f], [g, h, i], [j, k, l]] = [window, near, far, wide];
-        [a, b, c, d, e, f, g, h, i, j, k, l, fold, crowd, threads, surveyed as f64]
+        let [streams, surveyed] = [streams, surveyed].map(|number| number as f64);
+        [a, b, c, d, e, f, g, h, i, j, k, l, fold, crowd, threads, streams, surveyed]
     }
 
     /// The reverse of [`Costs::to_numbers`].
     pub(crate) fn from_numbers(numbers: [f64; Costs::NUMBERS]) -> Costs {
-        let [wait, copy, fold, d, e, f, g, h, i, j, k, l, own_fold, crowd, threads, surveyed] =
-            numbers;
+        let [
+            wait,
+            copy,
+            fold,
+            d,
+            e,
+            f,
+            g,
+            h,
+            i,
+            j,
+            k,
+            l,
+            own_fold,
+            crowd,
+            threads,
+            streams,
+            surveyed,
+        ] = numbers;
         Costs {
             window: WindowCost { wait, copy, fold },
             near: LinkCost { latency: d, message: e, byte: f },
@@ -172,6 +196,7 @@ impl Costs {
             fold: own_fold,
             crowd,
             threads,
+            streams: (streams as usize).clamp(1, MANY_SOCKETS),
             surveyed: surveyed as usize,
         }
     }

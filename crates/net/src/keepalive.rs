@@ -9,7 +9,7 @@
 
 use std::io;
 use std::os::fd::AsRawFd;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -43,23 +43,28 @@ pub fn keep_alive(socket: &Socket, timeout: Duration) -> io::Result<()> {
     socket.set_tcp_keepalive(&settings)
 }
 
-/// A TCP connection that carries data.
+/// A TCP connection that carries data. It stays open only as long as someone else has it.
 pub struct Flow {
-    socket: Arc<Socket>,
+    socket: Weak<Socket>,
     /// Since when nothing was acknowledged that was sent more than once.
     since: Option<Instant>,
 }
 
 impl Flow {
     /// The connection; `None` if it is no TCP connection.
-    pub fn new(socket: Arc<Socket>) -> Option<Flow> {
-        is_tcp(&socket).then_some(Flow { socket, since: None })
+    pub fn new(socket: &Arc<Socket>) -> Option<Flow> {
+        is_tcp(socket).then(|| Flow { socket: Arc::downgrade(socket), since: None })
+    }
+
+    /// Whether someone still has the connection.
+    pub fn is_open(&self) -> bool {
+        self.socket.strong_count() > 0
     }
 
     /// For how long the peer's host has acknowledged nothing although it should have; to be asked now
     /// and then.
     pub fn silence(&mut self, now: Instant) -> Option<Duration> {
-        let info = tcp_info(&self.socket)?;
+        let info = tcp_info(&*self.socket.upgrade()?)?;
         if info.tcpi_unacked == 0 || info.tcpi_retransmits == 0 {
             self.since = None;
             return None;

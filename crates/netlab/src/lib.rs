@@ -3,7 +3,8 @@
 //! A [`Lab`] is a switch and `n` [`Host`]s. Each host is a Linux network namespace with its own
 //! loopback, its own addresses and one link to the switch; the switch is a bridge in a namespace
 //! of its own, so that nothing of a lab shows in, or reaches, the network of the machine. A link
-//! carries a fixed rate in each direction and, if asked, delays and loses packets.
+//! carries a fixed rate in each direction and, if asked, delays and loses packets, or gives each
+//! TCP connection a rate of its own.
 //!
 //! ```text
 //!   host 0          host 1          host 2
@@ -25,8 +26,8 @@
 //! namespaces. What a process that was itself killed left behind is removed by the next process
 //! that builds a lab.
 //!
-//! A lab needs the programs `ip` and `tc` (iproute2) and the right to create network namespaces; for delay and loss, which
-//! a thread of this process makes, also `/dev/net/tun`.
+//! A lab needs the programs `ip` and `tc` (iproute2) and the right to create network namespaces; for delay, loss and
+//! the rates of connections, which a thread of this process makes, also `/dev/net/tun`.
 //! Root has it; elsewhere a user namespace gives it:
 //!
 //! ```text
@@ -70,6 +71,7 @@
 
 mod error;
 mod etcd;
+mod flow;
 mod host;
 mod iproute;
 mod lab;

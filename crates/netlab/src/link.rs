@@ -76,6 +76,13 @@ impl Rate {
             u128::from(self.bits_per_second).saturating_mul(time.as_nanos()) / 8_000_000_000;
         u64::try_from(bytes).unwrap_or(u64::MAX)
     }
+
+    /// The time that `bytes` bytes take, rounded up to nanoseconds.
+    pub(crate) fn time_of(self, bytes: usize) -> Duration {
+        let bits = (bytes as u128).saturating_mul(8);
+        let nanoseconds = bits.saturating_mul(1_000_000_000).div_ceil(self.bits_per_second.into());
+        Duration::from_nanos(u64::try_from(nanoseconds).unwrap_or(u64::MAX))
+    }
 }
 
 /// What connects a host to the switch.
@@ -91,12 +98,15 @@ pub struct Link {
     pub loss: f64,
     /// The time for which an idle link saves up its rate, see [`Link::with_burst`].
     pub burst: Duration,
+    /// The rate of each single TCP connection in each direction, see [`Link::with_flow_rate`].
+    /// `None` leaves a connection all that the others do not use.
+    pub flow_rate: Option<Rate>,
 }
 
 impl Link {
     /// A link of `rate` without delay.
     pub const fn new(rate: Rate) -> Link {
-        Link { rate, delay: None, loss: 0.0, burst: BURST }
+        Link { rate, delay: None, loss: 0.0, burst: BURST, flow_rate: None }
     }
 
     /// The same link with `delay`.
@@ -115,10 +125,23 @@ impl Link {
         Link { burst, ..self }
     }
 
-    /// What packets meet on their way from the host, besides the rate, if there is anything.
+    /// The same link, over which no single TCP connection sends faster than `rate`, as in some
+    /// clouds: several connections at once get that much each, up to the rate of the link. What a
+    /// connection sends faster waits in a queue of 200 ms of its own, and is lost when that is full.
+    ///
+    /// The limit counts the bytes of a packet as TCP hands it over, up to 64 KiB with one header.
+    /// It holds for TCP over IPv4 alone; datagrams and IPv6 pass as if there were none.
+    pub const fn with_flow_rate(self, rate: Rate) -> Link {
+        Link { flow_rate: Some(rate), ..self }
+    }
+
+    /// What packets meet on their way from the host, besides the rate of the link, if there is
+    /// anything.
     pub(crate) fn path(&self) -> Option<Path> {
-        let (delay, loss) = (self.delay.unwrap_or_default(), self.loss);
-        (!delay.is_zero() || loss > 0.0).then_some(Path { delay, loss })
+        let Link { loss, flow_rate, .. } = *self;
+        let delay = self.delay.unwrap_or_default();
+        let is_plain = delay.is_zero() && loss <= 0.0 && flow_rate.is_none();
+        (!is_plain).then_some(Path { delay, loss, flow_rate })
     }
 
     /// The command lines that shape what leaves the host through `device`.
@@ -161,6 +184,14 @@ mod tests {
         assert_eq!(shape(Rate::gbit(1)), format!("tc -n s qdisc add dev p0 root {bucket}"));
         let bucket = "tbf rate 10000000bit burst 16384 limit 262144";
         assert_eq!(shape(Rate::mbit(10)), format!("tc -n s qdisc add dev p0 root {bucket}"));
+    }
+
+    #[test]
+    fn a_rate_gives_bytes_their_time() {
+        assert_eq!(Rate::mbit(8).time_of(1), Duration::from_micros(1));
+        assert_eq!(Rate::gbit(3).time_of(1), Duration::from_nanos(3));
+        let forever = Duration::from_nanos(u64::MAX);
+        assert_eq!(Rate::bits_per_second(1).time_of(usize::MAX), forever);
     }
 
     #[test]

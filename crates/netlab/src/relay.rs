@@ -1,14 +1,15 @@
-//! Delay and loss, in user space.
+//! Delay, loss and the rate of single flows, in user space.
 //!
-//! The kernel's own queue for that (`netem`) is missing on many machines. Where a link has a delay or loses packets, its two
-//! ends are not two ends of a cable but two network devices (TAP) whose packets a thread of this process reads and writes:
-//! what the host sends waits there, in order, until its time has come, or is lost; what the host receives passes at once. Rates
-//! are the kernel's as ever, at both ends.
+//! The kernel's own queue for that (`netem`) is missing on many machines. Where a link has a delay, loses packets or limits
+//! flows, its two ends are not two ends of a cable but two network devices (TAP) whose packets a thread of this process reads
+//! and writes: what the host sends waits there until its time has come, or is lost; what the host receives passes at once.
+//! Packets of one flow stay in order; where flows are not limited, all do. The rate of the link is the kernel's as ever, at both ends.
 //!
 //! Packets pass as TCP hands them to a device, up to 64 KiB at once: a loss is one of such packets. That keeps up
 //! with some gigabits each second.
 
-use std::collections::VecDeque;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
@@ -20,10 +21,15 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::OFlags;
 use rustix::ioctl::{IntegerSetter, Setter, ioctl};
 
+use crate::flow::{Flow, Pacer};
+use crate::link::Rate;
 use crate::namespace::Door;
 
 /// The most that a device hands over as one packet, with what goes before it.
 const PACKET: usize = (64 << 10) + 256;
+
+/// What a device puts before each packet: the kernel's `virtio_net_hdr`, in the size that it has unless it is told another.
+const BEFORE_PACKET: usize = 10;
 
 /// Packets that pass in one direction before the thread looks at the other.
 const TURN: usize = 64;
@@ -34,6 +40,8 @@ pub(crate) struct Path {
     pub(crate) delay: Duration,
     /// The part of the packets that is lost.
     pub(crate) loss: f64,
+    /// At which the packets of one flow leave the host, see [`crate::flow`].
+    pub(crate) flow_rate: Option<Rate>,
 }
 
 /// A link whose packets pass through a thread, which ends with this value.
@@ -53,7 +61,8 @@ impl Relay {
     ) -> io::Result<Relay> {
         let [host, switch] = [host, switch].map(|(door, name)| open_behind(door, name));
         let (ended, end) = rustix::pipe::pipe()?;
-        let wire = Wire { host: host?, switch: switch?, ended, path, state: 1 };
+        let pacer = path.flow_rate.map(Pacer::new);
+        let wire = Wire { host: host?, switch: switch?, ended, path, pacer, state: 1 };
         let thread = thread::Builder::new().name("netlab-relay".into()).spawn(|| wire.run())?;
         Ok(Relay { end: Some(end), thread: Some(thread) })
     }
@@ -75,18 +84,23 @@ struct Wire {
     /// Readable when the relay is to end.
     ended: OwnedFd,
     path: Path,
+    /// Where the path limits flows.
+    pacer: Option<Pacer>,
     /// Of the numbers by which packets are lost: the same in every run.
     state: u64,
 }
 
 impl Wire {
     fn run(mut self) {
-        let mut waiting: VecDeque<(Instant, Vec<u8>)> = VecDeque::new();
+        // The packet that is due first is on top. Those due at the same time leave in the order in which they came,
+        // by which they are numbered.
+        let mut waiting: BinaryHeap<Reverse<(Instant, u64, Vec<u8>)>> = BinaryHeap::new();
+        let mut number = 0;
         let mut spare: Vec<Vec<u8>> = Vec::new();
         let mut packet = vec![0; PACKET];
         loop {
             let now = Instant::now();
-            let left = waiting.front().map(|(due, _)| due.saturating_duration_since(now));
+            let left = waiting.peek().map(|Reverse((due, ..))| due.saturating_duration_since(now));
             let left = left.map(|left| Timespec {
                 tv_sec: left.as_secs() as i64,
                 tv_nsec: left.subsec_nanos().into(),
@@ -103,25 +117,37 @@ impl Wire {
             }
             for _ in 0..TURN {
                 let Ok(bytes) = self.host.read(&mut packet) else { break };
-                if self.is_lost() {
-                    continue;
-                }
+                let Some(due) = self.due(&packet[..bytes], Instant::now()) else { continue };
                 let mut copy: Vec<u8> = spare.pop().unwrap_or_default();
                 copy.clear();
                 copy.extend_from_slice(&packet[..bytes]);
-                waiting.push_back((Instant::now() + self.path.delay, copy));
+                waiting.push(Reverse((due, number, copy)));
+                number += 1;
             }
             for _ in 0..TURN {
                 let Ok(bytes) = self.switch.read(&mut packet) else { break };
                 // A device that is down takes nothing: the packet is lost, as on a cable that is cut.
                 let _ = self.host.write(&packet[..bytes]);
             }
-            while waiting.front().is_some_and(|(due, _)| *due <= Instant::now()) {
-                let Some((_, packet)) = waiting.pop_front() else { break };
+            while waiting.peek().is_some_and(|Reverse((due, ..))| *due <= Instant::now()) {
+                let Some(Reverse((_, _, packet))) = waiting.pop() else { break };
                 let _ = self.switch.write(&packet);
                 spare.push(packet);
             }
         }
+    }
+
+    /// When a packet that the host sends `now` reaches the switch; `None` if it is lost.
+    fn due(&mut self, packet: &[u8], now: Instant) -> Option<Instant> {
+        if self.is_lost() {
+            return None;
+        }
+        let frame = packet.get(BEFORE_PACKET..).unwrap_or_default();
+        let left = match (&mut self.pacer, Flow::of(frame)) {
+            (Some(pacer), Some(flow)) => pacer.departure(flow, frame.len(), now)?,
+            _ => now,
+        };
+        Some(left + self.path.delay)
     }
 
     fn is_lost(&mut self) -> bool {

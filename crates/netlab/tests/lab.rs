@@ -9,6 +9,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::panic::{self, AssertUnwindSafe};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use unisono_netlab::{Fault, Host, Lab, LabError, Link, Rate, lab_or_skip, regions_or_skip};
@@ -304,6 +305,42 @@ fn a_link_with_delay_can_be_cut() {
     assert_no_effect(lab.host(1).cut(), Fault::Cut);
     lab.host(1).heal().unwrap();
     exchange(lab.host(0), lab.host(1), Host::address);
+}
+
+#[test]
+fn one_connection_gets_the_rate_of_a_flow_and_four_get_more() {
+    const FLOW: Rate = Rate::mbit(100);
+    /// Most of a second at that rate.
+    const BYTES: usize = 10 << 20;
+    /// A busy machine may slow a transfer down, but nothing can make one too fast.
+    const ATTEMPTS: usize = 5;
+    let Some(lab) = lab_or_skip(2, LINK.with_flow_rate(FLOW)) else { return };
+    // What so many connections together carry in a second, as a part of the rate of a flow.
+    let carried = |connections: usize| {
+        let pairs: Vec<_> =
+            (0..connections).map(|_| connect(lab.host(0), lab.host(1), Host::address)).collect();
+        let start = Instant::now();
+        thread::scope(|scope| {
+            for (sender, receiver) in pairs {
+                scope.spawn(move || (&sender).write_all(&vec![0; BYTES]).unwrap());
+                scope.spawn(move || {
+                    let received = std::io::copy(&mut &receiver, &mut std::io::sink()).unwrap();
+                    assert_eq!(received, BYTES as u64);
+                });
+            }
+        });
+        let bits = (connections * BYTES * 8) as f64 / start.elapsed().as_secs_f64();
+        bits / FLOW.as_bits_per_second() as f64
+    };
+    let filled = (0..ATTEMPTS).any(|_| {
+        let (one, four) = (carried(1), carried(4));
+        println!("one connection {one:.3}, four {four:.3} of the rate of a flow");
+        assert!(one <= 1.15 && four <= 4.0 * 1.15, "more than the rate: {one}, {four}");
+        one >= 0.6 && four >= 2.5 * one
+    });
+    assert!(filled, "not once in {ATTEMPTS} attempts");
+    // What has no limit passes through the same relay.
+    exchange(lab.host(0), lab.host(1), Host::address_v6);
 }
 
 #[test]

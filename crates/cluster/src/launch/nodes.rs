@@ -374,7 +374,7 @@ impl Links {
         socket.set_write_timeout(Some(PATIENCE))?;
         // Now and then the reading thread looks whether anything that was sent is acknowledged.
         socket.set_read_timeout(Some(LOOK))?;
-        let mut flow = Flow::new(socket.clone());
+        let mut flow = Flow::new(&socket);
         let events = events.clone();
         let listen = move || {
             let mut inbox = FrameReader::default();

@@ -481,6 +481,7 @@ impl Monitor {
                 self.state.lose(peer.rank, loss);
             }
         }
+        self.flows.retain(|(_, flow)| flow.is_open());
         for (peer, flow) in &mut self.flows {
             if let Some(silence) = flow.silence(now).filter(|silence| *silence > self.timeout) {
                 let loss = Loss::Silent(silence);

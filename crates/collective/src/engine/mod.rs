@@ -10,6 +10,7 @@
 //! that it does best, and use it to agree on what they need among the ranks.
 
 mod host;
+mod streams;
 mod survey;
 mod tune;
 

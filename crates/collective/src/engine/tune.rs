@@ -2,16 +2,17 @@
 //!
 //! Pairs of ranks exchange a few messages over each class of link, the ranks of a host wait for
 //! each other a few times, and every rank copies and folds a little memory by itself. The ranks
-//! then average what they found, so that all of them choose alike. It takes a few milliseconds,
-//! and where there are [several regions](super::survey) a few dozen times as long as a message between them.
+//! then average what they found, so that all of them choose alike. It takes a few milliseconds, where
+//! hosts are joined by less than a few Gbit/s some dozen because of their [streams], and where there are [several regions](super::survey) a few dozen times as long as a message between them.
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use super::HostEngine;
+use super::streams::{self, try_streams};
 use crate::buffers::Buffers;
 use crate::call::Call;
-use crate::cost::{Costs, LinkCost, WindowCost};
+use crate::cost::{Costs, LinkCost, MANY_SOCKETS, WindowCost};
 use crate::dtype::{Dtype, Reduction, Unit};
 use crate::error::Error;
 use crate::kernel;
@@ -89,10 +90,18 @@ enum Finding {
     Fold,
     Crowd,
     Threads,
+    OneStream,
+    FewStreams,
+    ManyStreams,
+    MostStreams,
 }
 
 impl Finding {
-    const COUNT: usize = 16;
+    const COUNT: usize = 20;
+
+    /// What was found of each number of streams that is tried.
+    const STREAMS: [Finding; streams::TRIED.len()] =
+        [Finding::OneStream, Finding::FewStreams, Finding::ManyStreams, Finding::MostStreams];
 }
 
 impl Findings {
@@ -183,10 +192,41 @@ pub fn measure(engine: &mut HostEngine, crowd: f64) -> Result<(), Error> {
         large.add(Finding::FarLarge, exchange(engine, far_rate, LARGE_PROBE, LONG)?);
     }
     large.share(engine)?;
+    let streams = match large.mean(Finding::FarLarge) {
+        Some(seconds) if seconds < streams::SLOWEST && crowd_of(&findings) <= 1.0 => {
+            needed_streams(engine, far_rate)?
+        }
+        _ => 1,
+    };
     let surveyed = engine.surveyed;
-    engine.set_costs(Costs { surveyed, ..costs(&findings, &large, &topology) });
+    engine.set_costs(Costs { streams, surveyed, ..costs(&findings, &large, &topology) });
+    // The others were opened in vain.
+    engine.links.close_lanes();
     log::debug!("measured costs: {:?}", engine.costs());
     Ok(())
+}
+
+/// Streams that links between hosts need, as all ranks find together.
+fn needed_streams(engine: &mut HostEngine, partner: Option<usize>) -> Result<usize, Error> {
+    // The user has said how many, or there would be too many.
+    if engine.options().streams.is_some() || engine.topology.world() > MANY_SOCKETS {
+        return Ok(1);
+    }
+    let mut findings = Findings::default();
+    if let Some(partner) = partner {
+        let seconds = try_streams(engine, partner)?;
+        for (finding, seconds) in Finding::STREAMS.into_iter().zip(seconds) {
+            findings.add(finding, Some(seconds));
+        }
+    }
+    findings.share(engine)?;
+    log::debug!("seconds over {:?} streams: {:?}", streams::TRIED, findings.sums);
+    Ok(streams::needed(&Finding::STREAMS.map(|tried| findings.mean(tried).unwrap_or_default())))
+}
+
+/// Ranks per core.
+fn crowd_of(findings: &Findings) -> f64 {
+    findings.mean(Finding::Crowd).unwrap_or(1.0)
 }
 
 /// Takes over the costs that rank 0 knows of an earlier group: in one message, so that all ranks choose
@@ -216,7 +256,7 @@ pub fn agree(engine: &mut HostEngine, known: Option<Costs>, crowd: f64) -> Resul
 fn costs(findings: &Findings, large: &Findings, topology: &Topology) -> Costs {
     let typical = Costs::default();
     // Ranks that share a core work one after the other.
-    let crowd = findings.mean(Finding::Crowd).unwrap_or(1.0);
+    let crowd = crowd_of(findings);
     let fold = findings.mean(Finding::Fold).unwrap_or(typical.fold) * crowd;
     let host = (0..topology.hosts()).map(|h| topology.members(h).len()).max().unwrap_or(1);
     let window = window_cost(findings, fold, crowd, host as f64);
@@ -263,6 +303,7 @@ fn costs(findings: &Findings, large: &Findings, topology: &Topology) -> Costs {
         fold,
         crowd,
         threads: findings.mean(Finding::Threads).unwrap_or(typical.threads),
+        streams: 1,
         surveyed: 0,
     }
 }

@@ -75,7 +75,8 @@ pub struct Links {
 struct Link {
     /// The one for every call, if it is open.
     first: Option<usize>,
-    /// Empty until a large call needs them.
+    /// Empty until a large call needs them. The first is for messages to the lower rank, the second for those to the
+    /// higher, and so on: so are the first few of them.
     lanes: std::ops::Range<usize>,
 }
 
@@ -156,26 +157,40 @@ impl Links {
         self.is_wide = self.lanes > 0 && bytes >= LARGE_CALL;
     }
 
+    /// Closes lanes of a link that has more than large calls use. For when no other link was opened since: both sides
+    /// do so.
+    pub fn close_lanes(&mut self) {
+        let Some(link) = self.of_peer.iter_mut().find(|link| link.lanes.len() > self.lanes) else {
+            return;
+        };
+        if link.lanes.end == self.streams.len() {
+            link.lanes.end = link.lanes.start + self.lanes;
+            self.streams.truncate(link.lanes.end);
+        }
+    }
+
     /// The streams that carry a message of `bytes` to or from `peer`, with the part each
-    /// carries. Of the lanes, the first half is for messages to the higher rank.
+    /// carries.
     fn stripes(
         &self,
         peer: usize,
         way: Way,
         bytes: usize,
     ) -> impl Iterator<Item = (usize, std::ops::Range<usize>)> + use<> {
-        let streams = match &self.of_peer[peer] {
-            Link { lanes, .. } if self.is_wide && bytes >= LONG_MESSAGE => {
-                let half = lanes.start + lanes.len() / 2;
-                let upwards = (way == Way::Out) == (self.rank < peer);
-                if upwards { lanes.start..half } else { half..lanes.end }
-            }
-            Link { first, .. } => first.map_or(0..0, |first| first..first + 1),
+        let link = &self.of_peer[peer];
+        let (first, step, count) = if self.is_wide && bytes >= LONG_MESSAGE {
+            // While lanes are tried, a link has more than are in use.
+            let used = self.lanes.min(link.lanes.len());
+            let upwards = (way == Way::Out) == (self.rank < peer);
+            let count = if upwards { used / 2 } else { used - used / 2 };
+            (link.lanes.start + usize::from(upwards), 2, count)
+        } else {
+            (link.first.unwrap_or_default(), 1, usize::from(link.first.is_some()))
         };
-        assert!(!streams.is_empty(), "no link to rank {peer}");
-        let n = streams.len().min(bytes / STRIPE_MIN).max(1);
+        assert!(count > 0, "no link to rank {peer}");
+        let n = count.min(bytes / STRIPE_MIN).max(1);
         let cut = move |i: usize| if i == n { bytes } else { (bytes * i / n) & !63 };
-        (0..n).map(move |i| (streams.start + i, cut(i)..cut(i + 1)))
+        (0..n).map(move |i| (first + i * step, cut(i)..cut(i + 1)))
     }
 
     /// Sleeps until a socket can make progress.

@@ -183,7 +183,7 @@ impl Links {
             socket
                 .set_nonblocking(true)
                 .map_err(|e| Error::System { what: "preparing a link", reason: e.to_string() })?;
-            if let Some(flow) = Flow::new(socket.clone()) {
+            if let Some(flow) = Flow::new(&socket) {
                 opener.watcher.watch(peer, flow);
             }
             shut_down_on_failure(state, Arc::downgrade(&socket));

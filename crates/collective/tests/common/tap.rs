@@ -74,6 +74,8 @@ impl Tapped {
         let tap = Arc::new(Tap::new());
         let mut options = Options::default();
         options.transport = Transport::Tcp;
+        // Nothing is tried over several: there is one data link to tap.
+        options.streams = Some(1);
         let epoch = Epoch::new(0);
         let form = |rank| Group::world(tap.clone(), epoch.clone(), rank, 2, options.clone());
         let (victim, silent) = std::thread::scope(|scope| {
