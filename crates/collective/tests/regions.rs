@@ -1,19 +1,21 @@
 //! Regions: told by name or found by measuring, in sub-groups, and the bits of what goes by them.
 
 mod common;
+#[path = "common/lab.rs"]
+mod lab;
 
 use std::net::{IpAddr, Ipv4Addr};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use common::{Sample, meet, on_all, reference};
+use lab::in_lab;
 use unisono_collective::cost::Costs;
-use unisono_collective::fabric::{Endpoint, LocalHub};
+use unisono_collective::fabric::LocalHub;
 use unisono_collective::{
     Algorithm, Epoch, FormError, Group, Options, Reduction, Request, Transport,
 };
-use unisono_net::Token;
-use unisono_netlab::{Lab, Link, Rate, regions_or_skip};
+use unisono_netlab::{Link, Rate, regions_or_skip};
 
 /// Options of ranks in regions of these names; an empty one is none.
 fn named(names: &[&str], transport: Transport) -> Vec<Options> {
@@ -173,44 +175,6 @@ fn regional_is_refused_where_there_are_no_regions() {
     assert_eq!(outcomes, [true; 3]);
 }
 
-/// Forms a world with one rank for each host of a lab, of which so many know the costs of an earlier one if there was one,
-/// and runs `body` on all of them.
-fn in_lab<R: Send>(
-    lab: &Lab,
-    order: &[usize],
-    known: Option<(Costs, usize)>,
-    body: impl Fn(&Group) -> R + Sync,
-) -> Vec<R> {
-    let token = Token::random().expect("randomness");
-    let bind = |host: &usize| {
-        let host = lab.host(*host);
-        host.run(|| Endpoint::bind(host.address()).expect("a port")).expect("a host")
-    };
-    let endpoints: Vec<Endpoint> = order.iter().map(bind).collect();
-    let roster: Vec<_> = endpoints.iter().map(|e| e.address().clone()).collect();
-    let results: Vec<Mutex<Option<R>>> = order.iter().map(|_| Mutex::new(None)).collect();
-    std::thread::scope(|scope| {
-        for (rank, endpoint) in endpoints.into_iter().enumerate() {
-            let (token, roster) = (token.clone(), roster.clone());
-            let (body, result, world) = (&body, &results[rank], order.len());
-            let mut options = Options::default();
-            (options.transport, options.timeout) = (Transport::Tcp, Duration::from_secs(30));
-            scope.spawn(move || {
-                let on_host = || {
-                    let connector = endpoint.open(rank, token, roster).expect("an acceptor");
-                    let known = known.filter(|(_, old)| rank < *old).map(|(costs, _)| costs);
-                    let epoch = Epoch::new(0);
-                    let group = Group::world_again(connector, epoch, rank, world, options, known);
-                    body(&group.expect("the world forms"))
-                };
-                let outcome = lab.host(order[rank]).run(on_host).expect("a host");
-                *result.lock().unwrap() = Some(outcome);
-            });
-        }
-    });
-    results.into_iter().map(|result| result.into_inner().unwrap().unwrap()).collect()
-}
-
 #[test]
 fn regions_are_found_where_there_are_some() {
     let inside = Link::new(Rate::gbit(1));
@@ -219,7 +183,7 @@ fn regions_are_found_where_there_are_some() {
         let Some(lab) = regions_or_skip(sizes, inside, between) else { return };
         let inputs: Vec<Vec<f32>> = (0..4).map(|rank| f32::samples(100_003, rank)).collect();
         let expected = reference(&inputs, Reduction::Sum);
-        let found = in_lab(&lab, &order, None, |group| {
+        let found = in_lab(&lab, &order, &Options::default(), None, |group| {
             let mut buffer = inputs[group.rank()].clone();
             group.all_reduce(&mut buffer, Reduction::Sum).unwrap();
             f32::assert_same(&buffer, &expected, "over regions");
@@ -239,12 +203,14 @@ fn regions_are_found_where_there_are_some() {
         let flat = Costs { wide: Costs::default().wide, ..found[0].1 };
         let again = |group: &Group| (group.topology().regions(), group.costs());
         for (known, count) in [(found[0].1, 2), (flat, 1)] {
-            for (regions, costs) in in_lab(&lab, &order, Some((known, 4)), again) {
+            for (regions, costs) in
+                in_lab(&lab, &order, &Options::default(), Some((known, 4)), again)
+            {
                 assert_eq!((regions, costs.wide, costs.far), (count, known.wide, known.far));
             }
         }
         // So does one with a rank that has just come, from wherever that is.
-        for (regions, costs) in in_lab(&lab, &order, Some((flat, 3)), again) {
+        for (regions, costs) in in_lab(&lab, &order, &Options::default(), Some((flat, 3)), again) {
             assert_eq!(regions, 2);
             assert!(costs.wide.latency > 15e-3, "{costs:?}");
         }

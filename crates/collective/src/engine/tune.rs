@@ -220,8 +220,9 @@ fn needed_streams(engine: &mut HostEngine, partner: Option<usize>) -> Result<usi
         }
     }
     findings.share(engine)?;
-    log::debug!("seconds over {:?} streams: {:?}", streams::TRIED, findings.sums);
-    Ok(streams::needed(&Finding::STREAMS.map(|tried| findings.mean(tried).unwrap_or_default())))
+    let seconds = Finding::STREAMS.map(|tried| findings.mean(tried).unwrap_or_default());
+    log::debug!("seconds over {:?} streams: {seconds:?}", streams::TRIED);
+    Ok(streams::needed(&seconds))
 }
 
 /// Ranks per core.
