@@ -28,8 +28,11 @@ const GAIN: f64 = 0.5;
 /// messages seem to cost nothing.
 const SLOW: f64 = 4e-10;
 
-/// Ranks of a group whose links have one stream at most.
-pub(crate) const MANY_SOCKETS: usize = 16;
+/// Ranks of a group at most whose links have several streams: the sockets of all pairs add up.
+pub(crate) const FEW_RANKS: usize = 16;
+
+/// Streams at most that a rank is believed to have measured.
+const MOST_STREAMS: usize = 64;
 
 /// Measured constants, in seconds. Equal on all ranks of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -48,7 +51,8 @@ pub struct Costs {
     pub crowd: f64,
     /// Threads that a rank has for one call, on average of the ranks, half of the time with a program that rests.
     pub threads: f64,
-    /// Streams that a link between hosts needs for its rate, however many threads use them.
+    /// Streams that the way between two hosts of a region needs for its rate, however many threads use them; 1 as well if
+    /// that was not tried.
     pub streams: usize,
     /// Hosts of which it was found out which are in one region; 0 if it was not.
     pub surveyed: usize,
@@ -143,7 +147,7 @@ impl Costs {
     }
 
     /// Streams that a link should have for long messages: some where several threads of a rank can use them at once, and as
-    /// many as were found to carry more. Not for the sake of distance: over a link of 40 ms that loses packets, 24 streams took
+    /// many as its share of those that the way between two hosts needs. Between regions, not for the sake of distance: over a link of 40 ms that loses packets, 24 streams took
     /// longer for 4 MiB than one, since each has to find out the rate, and waits for what it has lost.
     pub(crate) fn streams(&self, topology: &Topology) -> usize {
         let for_threads = match topology.world() {
@@ -152,8 +156,12 @@ impl Costs {
             ..=8 if self.threads >= 2.0 => 4,
             _ => 2,
         };
-        // Sockets of all pairs add up.
-        if topology.world() > MANY_SOCKETS { 1 } else { for_threads.max(self.streams) }
+        let largest = (0..topology.hosts()).map(|host| topology.members(host).len()).max();
+        let needed = match topology.regions() {
+            1 => self.streams.div_ceil(largest.unwrap_or(1).max(1)),
+            _ => 1,
+        };
+        if topology.world() > FEW_RANKS { 1 } else { for_threads.max(needed) }
     }
 
     /// As they travel.
@@ -196,7 +204,7 @@ impl Costs {
             fold: own_fold,
             crowd,
             threads,
-            streams: (streams as usize).clamp(1, MANY_SOCKETS),
+            streams: (streams as usize).clamp(1, MOST_STREAMS),
             surveyed: surveyed as usize,
         }
     }

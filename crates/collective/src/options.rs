@@ -65,8 +65,8 @@ pub struct Options {
     /// After how long a waiting operation says in the log for which ranks it waits.
     pub stall_after: Duration,
     /// Connections between two ranks for the long messages of large calls, half of them in each direction; with 1, there
-    /// are none but the one for all calls. By default some where ranks have several threads for a call, and there are not too
-    /// many of them.
+    /// are none but the one for all calls. By default some where ranks have several threads for a call or hosts need them, and
+    /// there are not too many ranks.
     pub streams: Option<usize>,
     /// Bytes of one segment, over all its blocks; by default chosen from the transport and the
     /// number of ranks. Larger: less overlap, more cache misses. Smaller: more synchronization.

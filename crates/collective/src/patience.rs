@@ -119,7 +119,7 @@ mod tests {
         assert!(!waiter.has_spun(1) && waiter.has_spun(2));
         assert!(!waiter.turn(5), "all turns are used up");
         waiter.crowded.set(Some(crowded));
-        assert!(waiter.turn(1), "spinning takes nothing from whoever has the core");
+        assert!(waiter.turn(1), "it still spins");
         assert!(!waiter.turn(2), "it sleeps at once");
     }
 }

@@ -63,19 +63,22 @@ pub(crate) struct Pacer {
     rate: Rate,
     /// When the latest packet of a flow has left, or will have.
     left: HashMap<Flow, Instant>,
+    /// Flows from which on those that are done are forgotten.
+    most: usize,
 }
 
 impl Pacer {
     pub(crate) fn new(rate: Rate) -> Pacer {
-        Pacer { rate, left: HashMap::new() }
+        Pacer { rate, left: HashMap::new(), most: FLOWS }
     }
 
     /// When a packet that a host sends `now` leaves; `None` if it would wait too long and is lost. A lost packet takes
     /// no time of its flow.
     pub(crate) fn departure(&mut self, flow: Flow, bytes: usize, now: Instant) -> Option<Instant> {
-        if self.left.len() >= FLOWS {
+        if self.left.len() >= self.most {
             // A flow whose packets have all left is as good as one that was never seen.
             self.left.retain(|_, left| *left > now);
+            self.most = FLOWS.max(2 * self.left.len());
         }
         let left = self.left.entry(flow).or_insert(now);
         let turn = now.max(*left);

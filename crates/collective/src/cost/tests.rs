@@ -31,6 +31,12 @@ fn links_have_more_streams_where_threads_can_use_them() {
     assert_eq!(streams(4.0, 8), 4);
     assert_eq!(streams(1.5, 8), 2, "one each way costs a single thread nothing");
     assert_eq!(streams(4.0, 64), 1, "too many sockets");
+    let needed = |topology: &Topology| Costs { streams: 8, ..Costs::default() }.streams(topology);
+    assert_eq!(needed(&Topology::all_apart(2)), 8, "one carries a part of the rate");
+    assert_eq!(needed(&Topology::new(&[0, 0, 0, 1, 1])), 3, "the ranks of a host share its way");
+    assert_eq!(needed(&Topology::all_apart(17)), 1, "too many sockets");
+    let regions = Topology::all_apart(4).in_regions(&[0, 0, 1, 1]);
+    assert_eq!(needed(&regions), 1, "nothing was tried between regions");
 }
 
 #[test]

@@ -279,8 +279,8 @@ impl HostEngine {
     }
 
     /// Measures the group, from which on calls are priced by its own costs.
-    pub(crate) fn measure(&mut self, crowd: f64) -> Result<(), Error> {
-        tune::measure(self, crowd)
+    pub(crate) fn measure(&mut self, crowd: f64, are_one: bool) -> Result<(), Error> {
+        tune::measure(self, crowd, are_one)
     }
 
     /// Goes by the costs that rank 0 knows of an earlier group, if those will do; whether they did.

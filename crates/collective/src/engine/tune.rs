@@ -2,8 +2,8 @@
 //!
 //! Pairs of ranks exchange a few messages over each class of link, the ranks of a host wait for
 //! each other a few times, and every rank copies and folds a little memory by itself. The ranks
-//! then average what they found, so that all of them choose alike. It takes a few milliseconds, where
-//! hosts are joined by less than a few Gbit/s some dozen because of their [streams], and where there are [several regions](super::survey) a few dozen times as long as a message between them.
+//! then average what they found, so that all of them choose alike. It takes a few milliseconds. Between hosts, which may
+//! need several [streams], it takes some 40 ms at 1 Gbit/s; and where there are [several regions](super::survey) a few dozen times as long as a message between them.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -12,7 +12,7 @@ use super::HostEngine;
 use super::streams::{self, try_streams};
 use crate::buffers::Buffers;
 use crate::call::Call;
-use crate::cost::{Costs, LinkCost, MANY_SOCKETS, WindowCost};
+use crate::cost::{Costs, FEW_RANKS, LinkCost, WindowCost};
 use crate::dtype::{Dtype, Reduction, Unit};
 use crate::error::Error;
 use crate::kernel;
@@ -54,7 +54,7 @@ const LONG: usize = 1;
 const PROBE: usize = 64 << 10;
 
 /// Bytes of the second one, if the first was quick enough.
-const LARGE_PROBE: usize = 512 << 10;
+const LARGE_PROBE: usize = streams::BYTES;
 
 /// Exchanges over a link between regions that are timed as one, and how often. The first is even: two ranks that begin at
 /// different times take turns in finding the other's message there already. Larger: worlds with regions form later. Smaller:
@@ -92,16 +92,15 @@ enum Finding {
     Threads,
     OneStream,
     FewStreams,
-    ManyStreams,
     MostStreams,
 }
 
 impl Finding {
-    const COUNT: usize = 20;
+    const COUNT: usize = 19;
 
     /// What was found of each number of streams that is tried.
     const STREAMS: [Finding; streams::TRIED.len()] =
-        [Finding::OneStream, Finding::FewStreams, Finding::ManyStreams, Finding::MostStreams];
+        [Finding::OneStream, Finding::FewStreams, Finding::MostStreams];
 }
 
 impl Findings {
@@ -110,6 +109,10 @@ impl Findings {
             self.sums[finding as usize] += seconds;
             self.numbers[finding as usize] += 1.0;
         }
+    }
+
+    fn set(&mut self, finding: Finding, seconds: f64) {
+        (self.sums[finding as usize], self.numbers[finding as usize]) = (seconds, 1.0);
     }
 
     fn mean(&self, finding: Finding) -> Option<f64> {
@@ -151,8 +154,8 @@ impl Effort {
     }
 }
 
-/// Measures the group and tells the engine.
-pub fn measure(engine: &mut HostEngine, crowd: f64) -> Result<(), Error> {
+/// Measures the group and tells the engine. Hosts that `are_one` machine have no links that one stream could not fill.
+pub fn measure(engine: &mut HostEngine, crowd: f64, are_one: bool) -> Result<(), Error> {
     let topology = engine.topology.clone();
     let [near, far, wide] =
         [Class::Near, Class::Far, Class::Wide].map(|class| partner(&topology, engine.rank, class));
@@ -192,12 +195,16 @@ pub fn measure(engine: &mut HostEngine, crowd: f64) -> Result<(), Error> {
         large.add(Finding::FarLarge, exchange(engine, far_rate, LARGE_PROBE, LONG)?);
     }
     large.share(engine)?;
-    let streams = match large.mean(Finding::FarLarge) {
-        Some(seconds) if seconds < streams::SLOWEST && crowd_of(&findings) <= 1.0 => {
-            needed_streams(engine, far_rate)?
+    let is_quick = large.mean(Finding::FarLarge).is_some_and(|seconds| seconds < streams::SLOWEST);
+    let mut streams = 1;
+    if is_quick && !are_one && crowd_of(&findings) <= 1.0 {
+        let seconds;
+        (streams, seconds) = needed_streams(engine, far_rate)?;
+        if streams > 1 {
+            // What the link carries is what they carry together.
+            large.set(Finding::FarLarge, seconds);
         }
-        _ => 1,
-    };
+    }
     let surveyed = engine.surveyed;
     engine.set_costs(Costs { streams, surveyed, ..costs(&findings, &large, &topology) });
     // The others were opened in vain.
@@ -206,11 +213,11 @@ pub fn measure(engine: &mut HostEngine, crowd: f64) -> Result<(), Error> {
     Ok(())
 }
 
-/// Streams that links between hosts need, as all ranks find together.
-fn needed_streams(engine: &mut HostEngine, partner: Option<usize>) -> Result<usize, Error> {
+/// Streams that links between hosts need, as all ranks find together, and the seconds that an exchange then takes.
+fn needed_streams(engine: &mut HostEngine, partner: Option<usize>) -> Result<(usize, f64), Error> {
     // The user has said how many, or there would be too many.
-    if engine.options().streams.is_some() || engine.topology.world() > MANY_SOCKETS {
-        return Ok(1);
+    if engine.options().streams.is_some() || engine.topology.world() > FEW_RANKS {
+        return Ok((1, f64::INFINITY));
     }
     let mut findings = Findings::default();
     if let Some(partner) = partner {
@@ -220,9 +227,10 @@ fn needed_streams(engine: &mut HostEngine, partner: Option<usize>) -> Result<usi
         }
     }
     findings.share(engine)?;
-    let seconds = Finding::STREAMS.map(|tried| findings.mean(tried).unwrap_or_default());
+    let seconds = Finding::STREAMS.map(|tried| findings.mean(tried).unwrap_or(f64::INFINITY));
     log::debug!("seconds over {:?} streams: {seconds:?}", streams::TRIED);
-    Ok(streams::needed(&seconds))
+    let needed = streams::needed(&seconds);
+    Ok((streams::TRIED[needed], seconds[needed]))
 }
 
 /// Ranks per core.

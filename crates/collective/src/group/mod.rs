@@ -10,6 +10,7 @@ mod submit;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
+use crate::call::Call;
 use crate::control::Control;
 use crate::cost::Costs;
 use crate::engine::{HostEngine, MakeEngine, Memory};
@@ -244,7 +245,7 @@ impl Group {
             setup.options.timeout,
             state.clone(),
         );
-        let control = control.map_err(failed("starting the monitor"))?;
+        let mut control = control.map_err(failed("starting the monitor"))?;
         let watcher = control.watcher();
         let links = Links::new(setup.me, world, network, watcher, patience.for_links());
         state.on_failure(Region::waker(&regions));
@@ -276,13 +277,16 @@ impl Group {
             _ if world == 1 => {}
             Pricing::Inherited(..) => {}
             Pricing::Known(costs) if host.agree_on_costs(costs, crowd)? => {}
-            Pricing::Known(_) | Pricing::Measured => host.measure(crowd)?,
+            Pricing::Known(_) | Pricing::Measured => host.measure(crowd, are_one_machine)?,
         }
         let (costs, topology) = (*host.costs(), host.topology().clone());
-        let engine = make_engine(host).inspect_err(|error| {
-            // Ranks that agree on why there is none are told already; others may wait for this one in the engine.
-            if !matches!(error, FormError::Device { .. }) {
-                state.fail(Error::System { what: "making an engine", reason: error.to_string() });
+        let engine = make_engine(host).inspect_err(|error| match error {
+            // Ranks agree on why there is none. Others may not have come out yet of the last call in which they did so.
+            FormError::Device { .. } => control.leaving().leave(Call::after(Call::MEASURING)),
+            // Others may wait for this one in the engine.
+            _ => {
+                let reason = error.to_string();
+                state.fail(Error::System { what: "making an engine", reason });
             }
         })?;
         let reach = engine.reaches();

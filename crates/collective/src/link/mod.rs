@@ -146,8 +146,8 @@ impl Links {
         self.streams.iter().map(|stream| (stream.peer, stream.socket().clone()))
     }
 
-    /// How many lanes large calls have from now on; with less than two, none. Equal on all ranks, and the same from the
-    /// first large call on.
+    /// How many lanes large calls have from now on; with less than two, none. Equal on all ranks, and, but while lanes are
+    /// tried, the same from the first large call on.
     pub fn set_lanes(&mut self, lanes: usize) {
         self.lanes = if lanes > 1 { lanes } else { 0 };
     }
@@ -158,7 +158,7 @@ impl Links {
     }
 
     /// Closes lanes of a link that has more than large calls use. For when no other link was opened since: both sides
-    /// do so.
+    /// do so. None of them can be opened again: others take a number for one that they know.
     pub fn close_lanes(&mut self) {
         let Some(link) = self.of_peer.iter_mut().find(|link| link.lanes.len() > self.lanes) else {
             return;
@@ -209,11 +209,11 @@ impl Links {
             return Err(state.error(Some(*call)));
         }
         let nap = Timespec { tv_sec: 0, tv_nsec: NAP.as_nanos() as i64 };
-        // Up to a handful of peers the list lives on the stack; beyond, waiting is expensive
-        // anyway.
+        // Up to fifteen peers with as many lanes, the list lives on the stack; beyond, waiting is expensive anyway.
         let ready = match self.streams.len() {
             0..=8 => self.poll::<8>(&nap),
             9..=64 => self.poll::<64>(&nap),
+            65..=256 => self.poll::<256>(&nap),
             _ => rustix::event::poll(&mut self.waiting().collect::<Vec<_>>(), Some(&nap)),
         };
         match ready {

@@ -7,7 +7,7 @@ use super::{Encryption, Introduction, Nonce, Purpose};
 use crate::token::Token;
 
 /// The version of the handshake and of everything that follows it on a connection.
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 4;
 
 /// The first bytes of a connection. The last two are no text, so that nothing typed or converted
 /// between line endings passes for them.
