@@ -76,6 +76,8 @@ fn what_a_group_takes() {
         shared_calls_allocate_nothing(kind);
         baseline.are_back("helpers");
     }
+    many_streams_allocate_nothing();
+    baseline.are_back("many streams");
     hosts_of_one_rank_allocate_nothing();
     baseline.are_back("uneven hosts");
     groups_that_fail_give_everything_back();
@@ -227,6 +229,20 @@ fn shared_calls_allocate_nothing(kind: Kind) {
         group.all_reduce(&mut tensor, Reduction::Mean).unwrap();
     });
     assert_eq!(count, 0, "a call with helpers over {kind:?} allocates");
+}
+
+/// More than a hundred sockets of a rank, for all of which it waits at once.
+fn many_streams_allocate_nothing() {
+    let mut options = Options::default();
+    options.streams = Some(32);
+    let groups = Kind::Tcp.start(5, &options);
+    let tensors: Vec<_> = (0..5).map(|_| std::sync::Mutex::new(vec![1f32; 300_000])).collect();
+    let count = allocations(&groups, |group, _| {
+        let mut tensor = tensors[group.rank()].lock().unwrap();
+        let request = Request::all_reduce(&mut tensor, Reduction::Mean);
+        group.run(request.with_algorithm(Algorithm::Pairwise)).unwrap();
+    });
+    assert_eq!(count, 0, "a call over many streams allocates");
 }
 
 fn hosts_of_one_rank_allocate_nothing() {
