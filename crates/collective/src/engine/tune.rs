@@ -155,6 +155,7 @@ impl Effort {
 }
 
 /// Measures the group and tells the engine. Hosts that `are_one` machine have no links that one stream could not fill.
+/// Between regions several would not help, and ranks that share cores could not tell.
 pub fn measure(engine: &mut HostEngine, crowd: f64, are_one: bool) -> Result<(), Error> {
     let topology = engine.topology.clone();
     let [near, far, wide] =
@@ -197,7 +198,8 @@ pub fn measure(engine: &mut HostEngine, crowd: f64, are_one: bool) -> Result<(),
     large.share(engine)?;
     let is_quick = large.mean(Finding::FarLarge).is_some_and(|seconds| seconds < streams::SLOWEST);
     let mut streams = 1;
-    if is_quick && !are_one && crowd_of(&findings) <= 1.0 {
+    let is_alone = crowd_of(&findings) <= 1.0;
+    if is_quick && is_alone && !are_one && topology.regions() == 1 {
         let seconds;
         (streams, seconds) = needed_streams(engine, far_rate)?;
         if streams > 1 {
