@@ -21,7 +21,7 @@ use crate::error::Error;
 use crate::fabric::Network;
 use crate::helpers::{LARGE_CALL, Room};
 use crate::memory::ScratchMemory;
-use crate::patience::{Patience, Waiter};
+use crate::patience::Patience;
 use crate::state::GroupState;
 use open::Opener;
 use rounds::Flight;
@@ -61,7 +61,7 @@ pub struct Links {
     /// Opens links.
     opener: Option<Opener>,
     /// Attempts to make progress before sleeping in poll.
-    waiter: Waiter,
+    patience: Patience,
     flights: Vec<Flight>,
     inputs: Room,
     /// Numbers of streams, each with whether something is to be sent or received on it.
@@ -112,7 +112,7 @@ impl Links {
             lanes,
             is_wide,
             opener,
-            waiter: Waiter::new(patience),
+            patience,
             flights,
             inputs,
             directions,
