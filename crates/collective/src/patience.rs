@@ -1,4 +1,5 @@
-//! How a thread waits before it sleeps: it spins, then it lets other threads have its core, unless one of them keeps it.
+//! How a thread waits before it sleeps: it spins, then it lets other threads have its core; for a clock in shared memory,
+//! unless one of them keeps it.
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};
