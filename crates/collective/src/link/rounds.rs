@@ -75,8 +75,8 @@ impl Links {
                 idle += 1;
                 std::hint::spin_loop();
             } else if idle < self.patience.spins + self.patience.yields {
-                // Also beside threads that compute: who sleeps in poll takes what comes in small pieces, and four ranks on two
-                // cores filled their links by a tenth less.
+                // Also beside threads that compute: with sleeps instead, four ranks on two cores filled their links by a
+                // tenth less.
                 idle += 1;
                 std::thread::yield_now();
             } else {
